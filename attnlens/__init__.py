@@ -12,45 +12,12 @@ reads a report from its file, and `read_plan` a plan of ranks. `load` loads a mo
 `KernelParameter` define measures and kernels of your own.
 
 The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at their first use, as in
-`attnlens.maths.ksvd.dual`.
+`attnlens.maths.ksvd.dual`. Type checkers and editors read the types of all names from `__init__.pyi`.
 """
 
 from __future__ import annotations
 
 from attnlens.lazy import import_submodules
-
-TYPE_CHECKING = False  # importing typing takes as long as everything else that happens before Ctrl-C is handled
-if TYPE_CHECKING:
-    from attnlens import analyzers as analyzers
-    from attnlens import kernels as kernels
-    from attnlens import lab as lab
-    from attnlens import maths as maths
-    from attnlens import records as records
-    from attnlens.analyzers.registry import MeasureInfo as MeasureInfo
-    from attnlens.analyzers.registry import analyzer as analyzer
-    from attnlens.checks import check as check
-    from attnlens.errors import AttnlensError as AttnlensError
-    from attnlens.kernels.registry import KernelParameter as KernelParameter
-    from attnlens.kernels.registry import kernel as kernel
-    from attnlens.lab.heal.pipeline import heal as heal
-    from attnlens.lab.ranks.pipeline import find_ranks as find_ranks
-    from attnlens.lab.reproduce import converge_head as converge_head
-    from attnlens.lab.reproduce import converge_synthetic as converge_synthetic
-    from attnlens.lab.reproduce import reproduce as reproduce
-    from attnlens.models.loading import load as load
-    from attnlens.records import QueryKey as QueryKey
-    from attnlens.records import Report as Report
-    from attnlens.records import read_plan as read_plan
-    from attnlens.records import read_report as read_report
-    from attnlens.runs.compare.pipeline import compare as compare
-    from attnlens.runs.doctor import doctor as doctor
-    from attnlens.runs.in_memory import capture as capture
-    from attnlens.runs.inspect.pipeline import inspect as inspect
-    from attnlens.runs.lens import Lens as Lens
-    from attnlens.runs.series import converge_checkpoints as converge_checkpoints
-    from attnlens.runs.swap.pipeline import swap_kernel as swap_kernel
-    from attnlens.runs.swap.saved import load_swapped as load_swapped
-    from attnlens.runs.swap.sites import replaced as replaced
 
 __version__ = "0.1.0"
 

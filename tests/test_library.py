@@ -18,6 +18,7 @@ from typing import Any
 import families
 import matplotlib.figure
 import pytest
+import stub
 import torch
 from program import DEMO, environment_with, refused
 from reports import synthetic_report, timeless
@@ -618,3 +619,7 @@ def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
         attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
     with pytest.raises(UsageError, match="already includes its tokenizer"):
         attnlens.inspect("demo", tokenizer=demo.tokenizer)
+
+
+def test_the_stub_file_has_every_keyword_of_every_function():
+    assert stub.STUB.read_text(encoding="utf-8") == stub.text(), "write it again: python tests/stub.py"

@@ -168,6 +168,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
             options = {name: keywords.pop(name) for name in list(keywords) if name in kind.model_fields}
             return function(*args, request=kind(**options), **keywords)
 
+        call.__dict__["options"] = kind  # for the stub file of the package
         call.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
         lines = [
             f"    {name} : {_accepted_type(field)}, default {field.default!r}\n"
