@@ -72,9 +72,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
         if not callable(keywords.get("progress", print)):
-            raise UsageError(
-                "progress is not a function.", "Give a function that takes (stage, steps done, total steps)."
-            )
+            raise UsageError("progress is not a function.", "Give a function of (stage, steps done, total steps).")
         with _ONE_AT_A_TIME, _plain_torch():
             return function(*args, **keywords)
 
@@ -119,9 +117,7 @@ def path(what: str, value: Any) -> str:
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
-        raise UsageError(
-            f"{what}={format_argument(value)} is not a path.", f"Give {what} as a string or a path."
-        ) from None
+        raise UsageError(f"{what}={format_argument(value)} is not a path.", "Give a string or a path.") from None
 
 
 def names_report(name: str) -> bool:
@@ -133,9 +129,7 @@ def names_report(name: str) -> bool:
 def switch(what: str, value: Any) -> bool:
     """Return `value` if it is True or False. Raise UsageError otherwise."""
     if not isinstance(value, bool):
-        raise UsageError(
-            f"{what}={format_argument(value)} is neither True nor False.", f"Give {what}=True or {what}=False."
-        )
+        raise UsageError(f"{what}={format_argument(value)} is neither True nor False.", "Give True or False.")
     return value
 
 
@@ -149,9 +143,7 @@ def selection_share(select: object) -> float | None:
     except ValueError:
         share = math.nan
     if kind != "top-p" or not 0 < share < 1:
-        raise UsageError(
-            f"select: cannot parse {format_argument(select)}.", "Give argmax, or top-p:0.9 for a share of 90 %."
-        )
+        raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give argmax, or e.g. top-p:0.9 for 90 %.")
     return share
 
 

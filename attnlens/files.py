@@ -144,9 +144,7 @@ def check_folder(folder: Path) -> None:
     real = Path(os.path.realpath(folder))
     try:
         if real.exists() and (not real.is_dir() or any(real.iterdir())):
-            raise OutputError(
-                f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
-            )
+            raise OutputError(f"{folder} is not an empty folder.", "Give the path of a new folder.")
         nearest = next(parent for parent in real.parents if parent.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
             raise unwritten_folder(folder, f"no folder can be created in {nearest}")
@@ -164,9 +162,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"The folder {path} can't be created: {error.strerror}.", "Choose a writable folder."
-        ) from None
+        raise OutputError(f"The folder {path} can't be created: {error.strerror}.", "Give a writable folder.") from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

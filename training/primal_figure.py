@@ -3,7 +3,8 @@
     python training/primal_figure.py [--steps 2000] [--seeds 3] [--eta 0.1] [--out primal_figure.json]
 
 trains `demo`'s architecture both ways on `demo`'s own training text (the King James Bible without its held-out verses),
-and reads both on the held-out text: what `attnlens verify` does in 120 steps on shorter windows of the text that ships.
+and reads both on the held-out text: what `attnlens reproduce claims` does in 120 steps on shorter windows of the text
+that ships.
 Both ways begin with the same weights and see the same batches. Prints the table and writes the experiment as JSON. One
 thread, about half a second a step of one model on one core, so that the defaults take an hour and three quarters.
 """

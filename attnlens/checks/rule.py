@@ -221,7 +221,7 @@ def parse_rule(text: str) -> Rule:
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         raise UsageError(
-            f"The rule {format_value(text)} lacks a colon.", "Write, e.g., --rule 'tokens.entropy: min > 0.05'."
+            f"The rule {format_value(text)} lacks a colon.", "Write e.g. --rule 'tokens.entropy: min > 0.1'."
         )
     return rule(subject, wanted.strip())
 
@@ -273,7 +273,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
         if table:
             return parse_table(table, str(path))
     if named:
-        raise UsageError(f"{path} contains no rules.", remedy)
+        raise UsageError(f"{path} has no rules.", remedy)
     return []
 
 
@@ -289,9 +289,7 @@ def rules_of(source: object) -> list[Rule]:
     elif isinstance(source, Iterable):
         rules = [item if isinstance(item, Rule) else parse_rule(item) for item in source]
     if not rules:
-        raise UsageError(
-            f"rules={format_value(source)} contains no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.'
-        )
+        raise UsageError(f"rules={format_value(source)} has no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules
 
 

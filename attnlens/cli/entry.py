@@ -25,42 +25,27 @@ TypedWrong: Any = typer.BadParameter.__base__
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
 """Maximum number of columns or lines of a terminal; tables are filled up to the width."""
+PYTHON_ONLY = (
+    "max-cpu-memory intervals select prompts path allow-signed lr loss "
+    "parameterisation n t d m head-function attention start image audio heal-batch heal-rank heal-checkpointing eta "
+    "ksvd-convention"
+)
 REMOVED = {
+    **{f"--{name}": "Use it in Python: it is a keyword of the function." for name in PYTHON_ONLY.split()},
+    **{f"--no-{name}": f"Use {name}=False in Python." for name in ("resume", "predictors", "controls")},
+    **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
+    **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
+    "--heal-control": "Use attnlens heal --control.",
+    **{"verify": "Use: attnlens reproduce claims", "study": "Use: attnlens reproduce TABLE"},
+    **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets their position."},
+    **{"--all-heads": "Use --table.", "--png": "Use --figure.", "--pairs": "Use --text with a file that ends in .tsv."},
+    **{"--device-map": "Use --device spread.", "--from-files": "Use --device files.", "--address": "Set RAY_ADDRESS."},
+    "--revision": "Append it to the model's name: org/name@revision.",
     "--models": "Run the command once per model in a shell loop; finished units are kept.",
     "--reports": "Run the command once per model in a shell loop, with a separate --json file for each.",
     "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
     "--sarif": "Use --junit or --annotations.",
     "--allow-other-model": "Omit it: baselines are compared by content.",
-    "verify": "Use: attnlens reproduce claims",
-    "study": "Use: attnlens reproduce TABLE",
-    "--all-heads": "Use --table.",
-    "--png": "Use --figure.",
-    "--tokens": "Use --length.",
-    "--sequences": "Use --windows; --placement sets their position.",
-    "--pairs": "Use --text with a file that ends in .tsv.",
-    "--device-map": "Use --device spread.",
-    "--from-files": "Use --device files.",
-    "--revision": "Append it to the model's name: org/name@revision.",
-    "--address": "Set RAY_ADDRESS.",
-    **{
-        f"--{name}": "Use it in Python: it is a keyword of the function."
-        for name in (
-            *("max-cpu-memory", "intervals", "select", "no-resume", "no-predictors"),
-            *("no-controls", "prompts", "path", "allow-signed", "lr", "loss", "parameterisation", "n", "t", "d", "m"),
-            *("head-function", "attention", "start", "image", "audio"),
-        )
-    },
-    "--heal": "Use attnlens heal --train.",
-    "--heal-on": "Use attnlens heal --learn.",
-    "--heal-batch": "Use attnlens.heal(batch=…) in Python.",
-    "--heal-rank": "Use attnlens.heal(rank=…) in Python.",
-    "--heal-control": "Use attnlens heal --control.",
-    "--heal-checkpointing": "Use attnlens.heal(checkpointing=True) in Python.",
-    "--eta": "Use attnlens.heal(eta=…) in Python.",
-    "--ksvd-convention": "Use attnlens.heal(ksvd_convention=…) in Python.",
-    "--budget": "Use attnlens ranks --budget.",
-    "--plan": "Use attnlens ranks --plan.",
-    "--ranks": "Use attnlens ranks --ranks.",
     "merge": "Run the command of the shards again without --shard: it uses their units and writes the report.",
 }
 """Options and commands of earlier versions, with their replacements."""

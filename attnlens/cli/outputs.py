@@ -253,7 +253,7 @@ def product() -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(READER_LEFT) from None
         raise OutputError(
-            f"stdout can't be written: {error.strerror}.", "Redirect it to a file or to another program."
+            f"stdout can't be written: {error.strerror}.", "Redirect it to a file or a program."
         ) from None
 
 

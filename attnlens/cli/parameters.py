@@ -27,10 +27,6 @@ FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 """Files that can set options, the first one with any wins, and the path of their table."""
 RULES = "check"
 """Table in these files with the rules of `check` instead of options."""
-PAIRS = ".tsv"
-"""Ending of a --text with pairs of texts, one pair per line."""
-PLACES: dict[str, dict[str, Any]] = {"spread": {"device_map": "auto"}, "files": {"from_files": True}}
-"""Values of --device that place the weights elsewhere than on one device, and the options that they set."""
 NEGATED = {"no_pack": "pack"}
 """Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
 LARGEST, REMEDY = 2**20, "Make the file readable, or run in another folder."
@@ -75,9 +71,7 @@ def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         for depth, key in enumerate(path, 1):
             table = table.get(key, {})
             if not isinstance(table, dict):
-                raise UsageError(
-                    f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write it as [{'.'.join(path)}]."
-                )
+                raise UsageError(f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write [{'.'.join(path)}].")
         options = {key: value for key, value in table.items() if key != RULES}
         if options:
             return dict(_parse_entry(name, key, value, known) for key, value in options.items())
@@ -223,25 +217,22 @@ Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Also sho
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show the traceback of an error.")]
 
 
-TOLD: dict[str, tuple[Any, Any]] = {
+REPORT_OPTIONS: dict[str, tuple[Any, Any]] = {
     "json": (Annotated[str | None, output("--json", "Write the report as JSON (`-`: stdout).")], None),
     "quiet": (Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Print no tables and no progress.")], False),
     "no_progress": (Annotated[bool, option("--no-progress", panel=OUTPUT, help="Print no progress.")], False),
     "debug": (Debug, False),
 }
 """Options of every command with a report."""
-SHOWN = {
-    "json": TOLD["json"],
+OUTPUT_OPTIONS = {
+    "json": REPORT_OPTIONS["json"],
     "csv": (Annotated[str | None, output("--csv", "Write one row per head as CSV.")], None),
     "figure": (Figure, None),
     "html": (Annotated[str | None, output("--html", "Write a self-contained HTML page.")], None),
     "markdown": (Markdown, None),
-    "quiet": TOLD["quiet"],
-    "verbose": (
-        Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Also show conventions and timings.")],
-        False,
-    ),
-    **TOLD,
+    "quiet": REPORT_OPTIONS["quiet"],
+    "verbose": (Verbose, False),
+    **REPORT_OPTIONS,
 }
 """Options on the report's destinations and on messages."""
 
@@ -254,9 +245,7 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        present = [
-            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
-        ]
+        present = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
@@ -268,9 +257,8 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
             command(*args, **keywords)
 
         run.__signature__ = signature.replace(parameters=[*present, *more])  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*present, *more)} | {
-            "return": None
-        }
+        annotations = {parameter.name: parameter.annotation for parameter in (*present, *more)}
+        run.__annotations__ = annotations | {"return": None}
         return run
 
     return extend
@@ -288,15 +276,6 @@ def build(kind: type[R], values: Mapping[str, Any], **more: Any) -> R:
             value = _file_names(name, value or ())
         if name not in options and value not in (None, [], field.default):
             options[name] = value
-    if any(file.endswith(PAIRS) for file in options.get("text", ())):
-        if len(options["text"]) > 1:
-            raise UsageError(
-                "A file of pairs cannot be combined with other texts.", f"Give one --text that ends in {PAIRS}."
-            )
-        (options["pairs"],) = options.pop("text")
-    if (place := options.get("device")) in PLACES:
-        del options["device"]
-        options |= PLACES[place]
     return kind(**options)
 
 

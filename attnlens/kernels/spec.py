@@ -243,7 +243,7 @@ class Kernel:
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
             raise UsageError(
-                f"{self.info.name} must be fitted before it can be used.", "Add --fit, with calibration text."
+                f"{self.info.name} must be fitted before it can be used.", "Add --fit and calibration text."
             )
 
 

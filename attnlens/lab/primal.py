@@ -168,9 +168,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
             "Choose a model that encodes positions in queries and keys, or omit such layers.",
         )
     if layer.site.repeated:
-        raise ModelError(
-            f"{layer.site.path} is called more than once per forward pass.", "Choose a model without such layers."
-        )
+        raise ModelError(f"{layer.site.path} is called more than once per forward pass.", "Choose another model.")
     if hasattr(layer.module, "primal"):
         raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":

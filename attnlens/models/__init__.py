@@ -2,7 +2,7 @@
 
 Contents: loading/ (files → model), texts/ (texts and media → inputs), hooks/ (attention through transformers'
 interface), trace/ (attention traced from a softmax), weights/ (W_Q and W_K of each head), kernel_transformers.py (the
-models that `reproduce` trains), architectures.py (the table of supported model types).
+models that `reproduce` trains). The table of supported model types is in `records.architectures`.
 Inputs: names of models, texts and files. Outputs: `Loaded` models, `Batches`, queries, keys and weights as tensors.
 Imported by: runs, lab and, inside functions, cli.
 """

@@ -8,8 +8,9 @@ Inputs: values, or JSON files of reports, plans and baselines. Outputs: records,
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from attnlens.lazy import import_submodules
 
 if TYPE_CHECKING:
     from attnlens.records.comparison import *
@@ -35,12 +36,5 @@ _NAMES = {
     "tensors": "Call QueryKey Rotation Site Source",
 }
 """Names by file."""
-_HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for name in names.split()}
 
-
-def __getattr__(name: str) -> Any:
-    """Import a record at its first use, so that only code that reads reports needs pydantic."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'attnlens.records' has no attribute {name!r}")
-    record = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return record
+__getattr__ = import_submodules(__name__, (), {name: file for file, names in _NAMES.items() for name in names.split()})

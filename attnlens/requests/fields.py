@@ -96,14 +96,11 @@ def option(
 
     Parameters
     ----------
-    help, default
-        Help text, and the value of an option that is not set.
-    panel, metavar
-        Panel of the help, and the placeholder of the value; without `metavar`, it is derived from the type.
+    help, default, panel, metavar, shown
+        Help text, the value of an option that is not set, the panel of the help, the placeholder of the value (by
+        default its type), and the default as the help shows it, if it differs from `default`.
     flag
         Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`.
-    shown
-        Default as the help shows it, if it differs from `default`.
     least, most
         Bounds of a whole number.
     call_only
@@ -116,16 +113,8 @@ def option(
     typed
         Type that typer parses, if it differs from the one that follows from the annotation.
     """
-    extra: dict[str, Any] = {
-        "panel": panel,
-        "metavar": metavar,
-        "flag": flag,
-        "shown": shown,
-        "least": least,
-        "most": most,
-    }
-    extra |= {"call_only": call_only, "noun": noun, "typed": typed}
-    extra["python_only"] = python_only
+    extra: Any = {"panel": panel, "metavar": metavar, "flag": flag, "shown": shown, "least": least, "most": most}
+    extra |= {"call_only": call_only, "noun": noun, "typed": typed, "python_only": python_only}
     most = LARGEST if most is None and least is not None else most
     return Field(default, description=help, ge=least, le=most, json_schema_extra=extra)
 
@@ -260,9 +249,7 @@ def one_head(value: object, layers: object, heads: object) -> dict[str, list[int
     if value is None:
         return {}
     if layers is not None or heads is not None:
-        raise UsageError(
-            "--head cannot be combined with --layers or --heads.", "Give either --head, or --layers and --heads."
-        )
+        raise UsageError("--head cannot be combined with --layers or --heads.", "Give --head, or --layers and --heads.")
     layer, number = head(value)
     return {"layers": [layer], "heads": [number]}
 

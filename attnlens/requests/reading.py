@@ -69,6 +69,4 @@ def refuse_unread(request: Feeding, source: str) -> None:
         )
     named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
-        raise UsageError(
-            f"With source=weights, {named} would be ignored: no input is read.", f"Leave out {named} or --source."
-        )
+        raise UsageError(f"With source=weights, {named} would be ignored.", f"Leave out {named} or --source.")

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import model_validator
+
 from attnlens.arguments import LARGEST, format_argument
 from attnlens.choices import FDR, RELATIVE, Engine, Intervals, Placement, Sources
 from attnlens.errors import UsageError
@@ -74,7 +76,7 @@ def _memory_size(name: str, value: object) -> str:
     """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(value, str) and SIZE.fullmatch(value)):
         raise UsageError(
-            f"{name}={format_argument(value)} is not a memory size.", "Give a number with a unit, e.g. 8GB or 8GiB."
+            f"{name}={format_argument(value)} is not a memory size.", "Give a number and a unit, e.g. 8GB."
         )
     return value
 
@@ -229,12 +231,7 @@ def new_folder(help: str, shown: str | None = None) -> Any:  # noqa: A002
 class Loading(Request):
     """Options for loading a model."""
 
-    device: Device = option(
-        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, CPU memory and disk; `files` reads one layer "
-        "at a time (--source weights).",
-        "auto",
-        metavar="DEVICE",
-    )
+    device: Device = option("`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.", "auto", metavar="DEVICE")
     dtype: DType = option(
         "Number type of the model: `auto`, `float32`, `bfloat16`, … Measures are computed in float64.",
         "auto",
@@ -256,6 +253,10 @@ class Loading(Request):
     allow_pickle: bool = option(
         "Load `.bin` weights (pickles; tensors only).", False, panel=DANGEROUS, call_only="dangerous"
     )
+
+
+PAIRS = ".tsv"
+"""Ending of a text with a pair of texts per line."""
 
 
 class Feeding(Loading):
@@ -303,6 +304,19 @@ class Feeding(Loading):
     )
     seed: Whole = option("Random seed.", 0, least=0, most=LARGEST)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _separate_pairs(cls, options: dict[str, object]) -> dict[str, object]:
+        texts = options.get("text", ())
+        names = (
+            [texts] if isinstance(texts, str | os.PathLike) else list(texts) if isinstance(texts, list | tuple) else []
+        )
+        if not any(isinstance(name, str | os.PathLike) and os.fspath(name).endswith(PAIRS) for name in names):
+            return options
+        if len(names) > 1 or options.get("pairs") is not None:
+            raise UsageError("A file of pairs excludes other texts.", f"Give one text that ends in {PAIRS}.")
+        return {name: value for name, value in options.items() if name != "text"} | {"pairs": names[0]}
+
 
 class ModelRequest(Feeding):
     """Additional options that select layers and heads."""
@@ -334,14 +348,32 @@ class CheckpointsRequest(SharedRequest, SeriesRequest):
     """Options of a series of checkpoints."""
 
 
+PLACES: dict[object, dict[str, object]] = {"spread": {"device_map": "auto"}, "files": {"from_files": True}}
+"""Values of `device` that place the weights elsewhere than on one device, and the options that they stand for."""
+
+
 class InspectRequest(WorkRequest, SeriesRequest):
     """Options of `inspect`."""
 
+    device: Device = option(
+        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, CPU memory and disk; `files` reads one layer "
+        "at a time (--source weights).",
+        "auto",
+        metavar="DEVICE",
+    )
     show: Literal["selection", "attention"] | None = option(
         "`selection`: print selected tokens and support vectors (with --head). `attention`: draw the attention of "
         "the first window in the HTML page.",
         metavar="WHAT",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _place_weights(cls, options: dict[str, object]) -> dict[str, object]:
+        place = options.get("device")
+        if not isinstance(place, str) or place not in PLACES:
+            return options
+        return {name: value for name, value in options.items() if name != "device"} | PLACES[place]
 
 
 class CompareRequest(SeriesRequest):

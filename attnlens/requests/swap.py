@@ -1,7 +1,7 @@
 """Options of `swap-kernel`, `ranks` and `heal`, and checks for contradictions between them.
 
-Everything is checked before a model is loaded. Kernels and records are imported late, because they load torch and
-pydantic, which `--help` does not need.
+Everything is checked before a model is loaded. Kernels are imported late, because they load torch, which `--help` does
+not need.
 """
 
 from __future__ import annotations
@@ -321,9 +321,7 @@ def _read_plan(ranks: Any) -> Plan:
     from attnlens.records import Plan, read_plan
 
     if not isinstance(ranks, Plan | str | os.PathLike):
-        raise UsageError(
-            f"ranks={format_argument(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan."
-        )
+        raise UsageError(f"ranks={format_argument(ranks)} is neither a plan nor a path.", "Give the path of a plan.")
     return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
 
 

@@ -33,7 +33,7 @@ from attnlens.records import (
     Summary,
     Verdict,
 )
-from attnlens.requests import DoctorRequest, Loading, reading, takes
+from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import attention, refuse_initialised
 from attnlens.runs.inspect.pipeline import inspect
@@ -58,10 +58,8 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
-        raise UsageError(
-            f"A report of {report.command} has no heads to recompute.", "Give a report of attnlens inspect."
-        )
-    load_options = {name: more.pop(name) for name in list(more) if name in Loading.model_fields}
+        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give one of attnlens inspect.")
+    load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
     kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]

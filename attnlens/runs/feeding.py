@@ -105,9 +105,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
         and model.shapes is None
         and any(weight.is_meta for weight in model.model.parameters())
     ):
-        raise ModelError(
-            "The model is on the meta device, where weights have no values.", "Load it onto another device."
-        )
+        raise ModelError("The model is on the meta device, where weights have no values.", "Load it elsewhere.")
     if isinstance(model, loading.Loaded) and options:
         raise UsageError(
             f"The model is already loaded, so {', '.join(options)} would be ignored.",

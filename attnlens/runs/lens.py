@@ -23,19 +23,8 @@ if TYPE_CHECKING:
 class Lens:
     """A model that is loaded once for several analyses.
 
-    Parameters
-    ----------
-    model
-        Hub id, folder, file or `demo`; a result of `load`; or a transformers model in memory.
-    tokenizer
-        Tokenizer of a model in memory.
-    load_options
-        Options of `load` for a model given by its name.
-
-    Raises
-    ------
-    UsageError, ModelError
-        As `load`.
+    `model` is a hub id, folder, file or `demo`, loaded with `load_options` (those of `load`, which raises the errors);
+    a result of `load`; or a transformers model in memory with its `tokenizer`.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def series_report(
             raise ModelError(
                 f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
                 f"{other.name} has {len(other_heads)}.",
-                "Give checkpoints of the same model.",
+                "Give checkpoints of one model.",
             )
     unread = [
         Skipped(site=name, reason=missing.get(unit, INTERRUPTED))
@@ -244,9 +244,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
             if field in shape and value != shape[field]
         )
         if differences:
-            raise ModelError(
-                f"The checkpoints have different shapes: {differences}.", "Give checkpoints of the same model."
-            )
+            raise ModelError(f"The checkpoints have different shapes: {differences}.", "Give checkpoints of one model.")
 
 
 def _shape(config: dict[str, Any]) -> dict[str, object]:

@@ -140,9 +140,7 @@ class WorkPlan:
             install = 'Run: pip install "attnlens[ray]"' if find_spec("upath") is None else "Install that package."
             raise UsageError(f"--work {self.work}: {error}.", install) from None
         except ValueError as error:
-            raise UsageError(
-                f"--work {self.work}: {error}.", "Give a folder, or an address such as s3://BUCKET/FOLDER."
-            ) from None
+            raise UsageError(f"--work {self.work}: {error}.", "Give a folder, or e.g. s3://BUCKET/FOLDER.") from None
 
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError before the work if the plan contradicts itself or nothing can be kept.

@@ -96,7 +96,7 @@ Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --js
 
 
 @guard
-@opt.also(opt.SHOWN)
+@opt.also(opt.OUTPUT_OPTIONS)
 def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: object) -> None:
     """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""
     outputs = Outputs.of(context.params)
@@ -147,7 +147,7 @@ def root(
 
 @app.command()
 @guard
-@opt.also(opt.parameters(InspectRequest), opt.SHOWN)
+@opt.also(opt.parameters(InspectRequest), opt.OUTPUT_OPTIONS)
 def inspect(
     context: typer.Context,
     model: opt.Model = None,
@@ -163,9 +163,7 @@ def inspect(
     request = opt.build(InspectRequest, params, **opt.selected_heads(params))
     check_reading(request)
     if outputs.windows_csv is not None and request.source == "weights":
-        raise UsageError(
-            "With source=weights no text windows are read.", "Leave out --windows-csv, or --source weights."
-        )
+        raise UsageError("With source=weights no windows are read.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(params, [name]))
     begin_workers(request.engine, request.jobs)
@@ -184,7 +182,7 @@ app.command()(check)
 
 @app.command()
 @guard
-@opt.also(opt.parameters(DoctorRequest, without=NOT_EXAMINED), opt.TOLD)
+@opt.also(opt.parameters(DoctorRequest, without=NOT_EXAMINED), opt.REPORT_OPTIONS)
 def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: object) -> None:
     """Verify that attnlens computes attention exactly as this model does; exit 2 if it does not."""
     outputs = Outputs.of(context.params)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))
 """Options for reading a model."""
-RECOMPUTED = {*requests.Loading.model_fields, "text", "pairs", "image", "audio", "batch_size"}
+RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
 """Those of them that a report can't contain, and that --recompute takes."""
 
 
@@ -50,7 +50,7 @@ CsvRows = Annotated[str | None, opt.output("--csv", "Write one row per head that
 
 
 @guard
-@opt.also(opt.parameters(CheckRequest) | READING, opt.TOLD)
+@opt.also(opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
 def check(
     context: typer.Context,
     subject: Subject,
@@ -104,9 +104,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
         raise UsageError("--update-baseline needs --baseline.", "See: attnlens check --help")
     if not names_report(subject):
         if model:
-            raise UsageError(
-                f"{subject} is not a report that can be recomputed.", "Give a report, followed by its model."
-            )
+            raise UsageError(f"{subject} is not a report that can be recomputed.", "Give a report, then its model.")
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
     for name in names:
@@ -155,9 +153,7 @@ def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs:
         if request.update_baseline:
             check_writable(Path(request.baseline))
             if what := inputs.description(Path(request.baseline)):
-                raise UsageError(
-                    f"--update-baseline would replace {request.baseline}, {what}.", "Write it somewhere else."
-                )
+                raise UsageError(f"--update-baseline would replace {request.baseline}, {what}.", "Write it elsewhere.")
         inputs.files[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 

@@ -41,14 +41,14 @@ SYNTHETIC_RUN, HEAD_RUN, SERIES_RUN = "the synthetic experiments", "a head", "ch
 CLAIMS_RUN, TABLE_RUN = "claims", "a table"
 SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
 WORK = {*SharedRequest.model_fields}
-KINDS: dict[str, set[str]] = {
+CONVERGE_KINDS: dict[str, set[str]] = {
     SYNTHETIC_RUN: {*SYNTHETIC},
-    HEAD_RUN: {"models", "head", *DescentRequest.model_fields, "revision"} | TEXT | LOADING,
+    HEAD_RUN: {"models", "head", "iterations"} | TEXT | LOADING,
     SERIES_RUN: SERIES | WORK | TEXT | LOADING,
-    CLAIMS_RUN: {"table", "quick"},
-    TABLE_RUN: {"table", *StudyRequest.model_fields},
 }
-"""Options of each kind of run, in addition to the common ones."""
+"""Options of each kind of run of `converge`, in addition to the common ones."""
+REPRODUCE_KINDS = {CLAIMS_RUN: {"table", "quick"}, TABLE_RUN: {"table", *StudyRequest.model_fields}}
+"""Options of each kind of run of `reproduce`, in addition to the common ones."""
 
 Models = Annotated[
     list[str] | None,
@@ -95,7 +95,7 @@ FOLLOWED = opt.parameters(CheckpointsRequest, without=("adapter", "engine"))
 
 
 @guard
-@opt.also(SYNTHETIC | FOLLOWED, opt.SHOWN)
+@opt.also(SYNTHETIC | FOLLOWED, opt.OUTPUT_OPTIONS)
 def converge(
     context: typer.Context,
     models: Models = None,
@@ -108,7 +108,7 @@ def converge(
     """Test whether training selects tokens like a max-margin classifier: synthetic, one head, or checkpoints."""
     params = context.params
     kind = kind_of(params)
-    refuse_other(kind, command_line_options(context))
+    refuse_other(kind, command_line_options(context), CONVERGE_KINDS)
     outputs = Outputs.of(params)
     work = prepare(kind, params)
     if kind != SYNTHETIC_RUN and not models and not outputs.quiet:
@@ -127,14 +127,14 @@ Table = Annotated[
 
 
 @guard
-@opt.also(opt.parameters(StudyRequest), opt.SHOWN)
+@opt.also(opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
 def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = False, **_shared: object) -> None:
     """Reproduce the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
     params = context.params
     outputs = Outputs.of(params)
     request = opt.build(StudyRequest, params)
     if checked_table(table) == CLAIMS:
-        refuse_other(CLAIMS_RUN, command_line_options(context))
+        refuse_other(CLAIMS_RUN, command_line_options(context), REPRODUCE_KINDS)
     outputs.check(Inputs.of(params, ()))
     if table != CLAIMS:
         begin_workers(request.engine, request.jobs or os.cpu_count() or 1)
@@ -170,11 +170,11 @@ def kind_of(values: Mapping[str, Any]) -> str:
     return SYNTHETIC_RUN
 
 
-def refuse_other(kind: str, options: list[str]) -> None:
-    """Raise UsageError for an option of another kind of run that this one would ignore."""
+def refuse_other(kind: str, options: list[str], kinds: Mapping[str, set[str]]) -> None:
+    """Raise UsageError for an option of another of the `kinds` of run that this kind would ignore."""
     for name in options:
-        others = [other for other, names in KINDS.items() if name in names]
-        if name not in KINDS[kind] | EVERYWHERE:
+        others = [other for other, names in kinds.items() if name in names]
+        if name not in kinds[kind] | EVERYWHERE:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option} is an option of {' and '.join(others)}, not of {kind}.", f"Leave out {option}.")
 
@@ -187,9 +187,7 @@ def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[
         return lambda analyses, tell: (analyses.converge_synthetic(progress=tell, **synthetic.explicit()), None)
     if kind == HEAD_RUN:
         if len(models) > 1:
-            raise UsageError(
-                f"--head accepts a single model, not {len(models)}.", "Name a single model, or add --checkpoints."
-            )
+            raise UsageError(f"--head takes one model, not {len(models)}.", "Name one model, or add --checkpoints.")
         head = requests.head(values["head"])
         options = opt.build(requests.Feeding, values).explicit() | opt.build(DescentRequest, values).explicit()
         model = models[0] if models else "demo"
@@ -199,9 +197,7 @@ def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[
     check_reading(request)
     revisions = [] if values["revisions"] is None else [word.strip() for word in values["revisions"].split(",")]
     if not all(revisions):
-        raise UsageError(
-            f"--revisions {values['revisions']!r} contains an empty name.", "Write, e.g., step1000,step2000."
-        )
+        raise UsageError(f"--revisions {values['revisions']!r} contains an empty name.", "Write e.g. step10,step20.")
     begin_workers(request.engine, request.jobs)
     return lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
 

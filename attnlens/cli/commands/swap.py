@@ -33,7 +33,7 @@ Second = Annotated[
 
 
 @guard
-@opt.also(opt.parameters(CompareRequest), opt.SHOWN)
+@opt.also(opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
 def compare(
     context: typer.Context,
     first: First,
@@ -73,7 +73,7 @@ Plan = Annotated[str | None, opt.output("--plan", "Write the ranks as JSON, for 
 
 
 @guard
-@opt.also(opt.parameters(SwapRequest, without=("engine", "shard")), opt.SHOWN)
+@opt.also(opt.parameters(SwapRequest, without=("engine", "shard")), opt.OUTPUT_OPTIONS)
 def swap_kernel(
     context: typer.Context,
     model: opt.Model = None,
@@ -90,7 +90,7 @@ def swap_kernel(
 
 
 @guard
-@opt.also(opt.parameters(RanksRequest), opt.SHOWN)
+@opt.also(opt.parameters(RanksRequest), opt.OUTPUT_OPTIONS)
 def ranks(
     context: typer.Context,
     model: opt.Model = None,
@@ -106,7 +106,7 @@ def ranks(
 
 
 @guard
-@opt.also(opt.parameters(HealRequest, without=("generate",)), opt.SHOWN)
+@opt.also(opt.parameters(HealRequest, without=("generate",)), opt.OUTPUT_OPTIONS)
 def heal(
     context: typer.Context,
     model: opt.Model = None,

@@ -58,7 +58,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
     raise UsageError(
-        f"{kernel.spelling} has no fused path here: {reason}.", "Use path='auto' or path='eager'; both are exact."
+        f"{kernel.spelling} has no fused path here: {reason}.", "Use path='auto' or 'eager': both are exact."
     )
 
 

@@ -267,9 +267,7 @@ def _check(
         m = parts[0].shape[-1]
         needed = [(trials, d, m), (trials, d_query, m)]
         if any((part == 0).all() for part in parts):
-            raise UsageError(
-                "K = 0 or Q = 0 is a stationary point: training never leaves it.", "Start from random factors."
-            )
+            raise UsageError("K = 0 or Q = 0 is a stationary point: training never leaves it.", "Start elsewhere.")
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
         raise UsageError(f"The initial factors have the shapes {shapes}.", f"These instances need {needed}.")

@@ -155,9 +155,7 @@ def selection(
         raise UsageError(f"Each of the {samples} samples needs one query and one chosen token.", "Give one of each.")
     within = (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
-        raise UsageError(
-            "A chosen token is not among the allowed ones.", "Choose among the tokens that the query sees."
-        )
+        raise UsageError("A chosen token is not among the allowed ones.", "Choose tokens that the query sees.")
     rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
@@ -417,9 +415,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     check_limits(tolerance)
     check_sizes(problem)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
-        raise UsageError(
-            "The multipliers must be one finite number per constraint.", "Give the multipliers λ of this problem."
-        )
+        raise UsageError("The multipliers must be one finite number per constraint.", "Give this problem's λ.")
     bounds = problem.margins
     multipliers = torch.where(problem.equal, multipliers.double(), multipliers.double().clamp(min=0.0))
     W = problem.form(multipliers)

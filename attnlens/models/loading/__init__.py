@@ -1,8 +1,8 @@
 """Load a model by its name and describe it before it has run.
 
 Contents: locate.py and hub.py find the files; stored.py, gguf.py and configs.py check headers and configs before
-anything is built; building.py builds the model with transformers; quantised.py decodes weights, adapters.py merges
-adapters, deferred.py reads weights in parts; placement.py chooses device, number type and memory.
+anything is built; building.py builds the model with transformers; quantised.py and gguf.py decode weights, adapters.py
+merges adapters, deferred.py reads weights in parts; placement.py chooses device, number type and memory.
 Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
 Imported by: the other packages of models, runs, lab and, inside functions, cli.
 """

@@ -176,9 +176,7 @@ def check_config(place: Location) -> None:
     file = place.folder / CONFIG
     for path, size in sizes(place.config):
         if size < 1:
-            raise ModelError(
-                f"{file} sets {shorten_text(path)} = {format_value(size)}, which must be at least 1.", SAY_CORRECT
-            )
+            raise ModelError(f"{file} sets {shorten_text(path)} = {format_value(size)}, less than 1.", SAY_CORRECT)
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
         value = place.config.get(name)

@@ -132,9 +132,7 @@ class DeferredWeights:
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
-            raise ModelError(
-                f"The weights of {path} don't have the shapes given by config.json.", "Download them again."
-            )
+            raise ModelError(f"The weights of {path} don't have the shapes of config.json.", "Download them again.")
         for name, part in module.named_parameters():
             part.requires_grad_(False)
             if name in wanted and not (is_announced(part) or bool(part.sum().isfinite())):

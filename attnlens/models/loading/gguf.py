@@ -374,9 +374,7 @@ class Settings:
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
-                raise ModelError(
-                    f"{self.path} has a rotary embedding, but its model in transformers does not.", SAY_SAFETENSORS
-                )
+                raise ModelError(f"{self.path} has a rotary embedding, but not in transformers.", SAY_SAFETENSORS)
             return
         full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:

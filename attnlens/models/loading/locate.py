@@ -50,9 +50,7 @@ class WatchedFile:
     def check(self) -> None:
         """Raise ModelError if the file is gone or has changed since it was opened."""
         if self._stamp() != self._seen:
-            raise ModelError(
-                f"{self.path} changed while it was being read.", "Run the command again once the file is complete."
-            )
+            raise ModelError(f"{self.path} changed while it was being read.", "Run it again when the file is complete.")
 
     def _stamp(self) -> tuple[int, int, int]:
         with readable(self.path):

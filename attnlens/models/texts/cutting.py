@@ -83,7 +83,7 @@ def batches(
     text encoder, gets the texts). Raises TextError if a text is too short or foreign to the model, or there is no
     usable tokenizer; UsageError for invalid numbers, or more tokens than the model has positions.
     """
-    for option, number in (("sequences", cut.sequences), ("batch-size", cut.batch_size)):
+    for option, number in (("windows", cut.sequences), ("batch-size", cut.batch_size)):
         if number < 1:
             raise UsageError(f"--{option} {number} is not a positive number.", f"Give at least --{option} 1.")
     media = _checked_media(loaded)
@@ -126,7 +126,7 @@ def _count_files(files: Mapping[Modality, Sequence[object]], most: int) -> int |
     if max(counts.values()) > least:
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(
-            f"Each sequence needs one file of each kind, but there are {counted}.", "Give the same number of each."
+            f"Each sequence needs one file of each kind, but there are {counted}.", "Give as many of each."
         )
     if least > most:
         problem = f"Each sequence uses one file: {least} files are more than --windows {most}."

@@ -188,9 +188,7 @@ def _read_text(path: str, name: str) -> str:
         try:
             content = read_stream(sys.stdin.buffer, "stdin", TextError, SAY_TEXT, most=LARGEST_FILE)
         except (OSError, AttributeError):  # stdin is write-only or closed
-            raise TextError(
-                "stdin can't be read.", "Redirect a text to it, e.g.: attnlens inspect --text - < FILE"
-            ) from None
+            raise TextError("stdin can't be read.", "Redirect a text to it: attnlens inspect --text - < FILE") from None
     if b"\0" in content:
         raise TextError(f"{name} is a binary file, not a text.", SAY_TEXT)
     try:

@@ -294,7 +294,7 @@ def _head_section(changed: Sequence[Compared], comparison: Comparison, total: in
     if OWN_ROWS in distances:
         notes.insert(0, EXPLAINED)
     if more > 0:
-        notes.append(f"{format_count(more, 'more head')} with named changes: --all-heads, --csv or --json.")
+        notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
     table = Table(names, columns, fit="first")
     return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
 

@@ -145,7 +145,7 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
             raise UsageError(
-                f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
+                f"{clean(name)} has values beyond {FURTHEST:g}, too large to draw.", "Write them with --csv."
             )
     shows = "maps of layers by heads, shares and curves"
     head_pictures = [Picture("overview", partial(pictures.overview_figure, shapes), shows)]

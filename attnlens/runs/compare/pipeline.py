@@ -59,9 +59,7 @@ def read_side(path: Path) -> Report:
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:
-        raise UsageError(
-            f"{path} refers to a windows file that is not in its folder.", "Write it again with --windows-csv."
-        )
+        raise UsageError(f"{path} refers to a windows file outside its folder.", "Write it again with --windows-csv.")
     file = path.parent / report.windows_file.name
     if not file.exists():
         return report

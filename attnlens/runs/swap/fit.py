@@ -276,7 +276,7 @@ def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site,
         turn = by_site[site]
         if isinstance(turn, str):
             raise UsageError(
-                f"{site.name} has no keys before rotation: {turn}.", "Omit rotation=before, or leave out such layers."
+                f"{site.name} has no keys before rotation: {turn}.", "Omit rotation=before or these layers."
             )
         fit.turn = turn
 

@@ -255,7 +255,7 @@ def _cut_calibration(
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
-            "Omit image and audio to use random ones, or omit --fit.",
+            "Omit image and audio to use random ones" + (", or omit --fit." if options.fit else "."),
         )
     calibrated: texts.Batches | None = None
     if training is not None or ranks is None:

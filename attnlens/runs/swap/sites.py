@@ -236,9 +236,7 @@ def chosen_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        raise UsageError(
-            "No sites selected to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
-        )
+        raise UsageError("No sites selected to swap.", f"The model has the parts {parts}; widen --layers or --part.")
     return chosen
 
 

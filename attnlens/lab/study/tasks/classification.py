@@ -193,9 +193,7 @@ def _list_labels(first: Recording, second: Recording) -> tuple[str, ...]:
     """Return the training labels: first those of the header in its order, then the others sorted by name."""
     labels = set(first.labels)
     if len(labels) < 2:
-        raise TextError(
-            f"{first.name} has a single label: {first.labels[0]}.", "Give a file with at least two classes."
-        )
+        raise TextError(f"{first.name} has a single label: {first.labels[0]}.", "Give at least two classes.")
     single = sorted(label for label in labels if first.labels.count(label) < 2)
     if single:
         raise TextError(f"{first.name} has a single case with label {single[0]}.", "Give at least two cases per class.")

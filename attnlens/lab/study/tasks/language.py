@@ -429,7 +429,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(
-            f"{name[0]} can't be downloaded from the hub: {reason}", f"Go online, or give {instead}."
+            f"{name[0]} can't be downloaded from the hub: {reason}", f"Go online or give {instead}."
         ) from None
 
 

@@ -129,9 +129,7 @@ def read_series(path: str | Path) -> Recording:
         except ValueError as error:  # a word, or channels of unequal length
             raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
         if not bool(case.isfinite().all()):
-            raise TextError(
-                f"{path}: case {number} has a missing value.", "Remove the case, or fill in the missing value."
-            )
+            raise TextError(f"{path}: case {number} has a missing value.", "Remove the case, or fill in the value.")
         if cases and case.shape[1] != cases[0].shape[1]:
             raise TextError(
                 f"{path}: case {number} has {case.shape[1]} channels, but the cases before it have "
