@@ -34,14 +34,9 @@ class Lens:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **load_options: Any,
     ) -> None:
-        self.loaded: loading.Loaded = (
-            loading.load(model, **load_options)
-            if isinstance(model, str | os.PathLike)
-            else wrap_model(model, tokenizer)
-        )
-
-    def __repr__(self) -> str:
-        return f"<Lens {self.loaded.info.id}>"
+        if isinstance(model, str | os.PathLike):
+            model = loading.load(model, **load_options)
+        self.loaded: loading.Loaded = wrap_model(model, tokenizer)
 
     def inspect(self, **options: Any) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""

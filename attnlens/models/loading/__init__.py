@@ -230,9 +230,7 @@ def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_
 def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
     """Build the model at `place` from shapes, leaving its weights in their files. Raises ModelError for an adapter."""
     if adapter is not None:
-        raise ModelError(
-            "An adapter can't be merged into a model that is only read from its files.", "Merge it first, and save it."
-        )
+        raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
     import torch
 
     from attnlens.models.loading.deferred import DeferredWeights, one_thread, open_files, shape_slices, widen

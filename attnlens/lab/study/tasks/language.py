@@ -218,10 +218,6 @@ class Reversal(_Sentences):
         sources = self._held_out(split)
         return in_order([*map(len, sources)], size, lambda chosen: self._examples([sources[at] for at in chosen]))
 
-    def bound(self, split: Split) -> float:
-        """Return the smallest loss of models without positions in encoder and cross-attention: `bag_bound`."""
-        return bag_bound(source.tolist() for source in self._held_out(split))
-
     def sources(self, count: int, draws: torch.Generator) -> list[Int[Tensor, " tokens"]]:
         """Draw random sources; letters and numbers of letters are uniform."""
         first = len(SPECIALS)
