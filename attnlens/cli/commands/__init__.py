@@ -100,7 +100,7 @@ Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --js
 def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: object) -> None:
     """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""
     outputs = Outputs.of(context.params)
-    from attnlens.records import read_report  # late, because it loads pydantic
+    from attnlens.records import read_report  # late, because building the records takes time
 
     loaded = read_report(saved)
     outputs.check(Inputs({os.path.realpath(saved): "the report"}))
