@@ -409,7 +409,7 @@ def test_a_hostile_environment_changes_nothing(here):
 
 def test_an_interruption_that_a_library_made_an_error_of_its_own_is_still_one(monkeypatch, capsys):
     monkeypatch.setattr(show, "_struck", [])
-    assert show.report_failure(ValueError("a control: a bug, and no interruption")) == show.BUG
+    assert show.report_failure(ValueError("a control: a bug, and no interruption")) == 70
     with pytest.raises(KeyboardInterrupt):
         show.interrupt(signal.SIGINT, None)
     assert show.report_failure(ValueError("SchemaError: KeyboardInterrupt")) == show.INTERRUPTED

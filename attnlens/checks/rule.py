@@ -203,9 +203,7 @@ class Rule:
 def rule(subject: str, text: object, file: str | None = None) -> Rule:
     """Build the rule. Raise UsageError, which names its file, if it is invalid."""
     if not subject.strip("| "):
-        raise UsageError(
-            f"{_place(file)}the rule {format_value(text)} names no measure.", f"Name a measure, e.g. {EXAMPLE}."
-        )
+        raise UsageError(f"{_place(file)}the rule {format_value(text)} names no measure.", f"Write, e.g., {EXAMPLE}.")
     try:
         return Rule(subject.strip(), condition(text), clean(str(text)), file)
     except UsageError as error:

@@ -2,7 +2,7 @@
 
 Contents: `entry` (one command line and its exit code), `commands/` (one function per command), `parameters` (options,
 generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
-delivery), `show` (messages, interruptions, failures, and the exit codes).
+delivery), `show` (messages, interruptions, failures). This file defines the exit codes.
 Inputs: the arguments, ATTNLENS_ variables and attnlens.toml. Outputs: tables on stdout, messages on stderr, files, exit
 code. Importers: only `attnlens.__main__` and the installed script; no other package.
 
@@ -15,8 +15,18 @@ import gc
 import os
 import signal
 
+FAILED = 1
+"""Exit code if a requested check failed."""
+UNUSABLE = 2
+"""Exit code for invalid arguments or input."""
+PARTLY = 3
+"""Exit code if a part could not be done, with --strict."""
+BUG = 70
+"""Exit code for an internal error."""
 INTERRUPTED = 130
 """Exit code of an interrupted command."""
+READER_LEFT = 141
+"""Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import typer
 
-from attnlens.cli import leave
+from attnlens.cli import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.commands import app
-from attnlens.cli.outputs import READER_LEFT, product
-from attnlens.cli.show import UNUSABLE, complain, interrupt, report_failure
+from attnlens.cli.outputs import product
+from attnlens.cli.show import complain, interrupt, report_failure
 
 TypedWrong: Any = typer.BadParameter.__base__
 """Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""

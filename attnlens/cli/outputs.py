@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
-from attnlens.cli import INTERRUPTED
-from attnlens.cli.show import PARTLY, complain, console, interruptible_at_once, progress, say
+from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
+from attnlens.cli.show import complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, IdentityError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
@@ -135,8 +135,6 @@ def failure(report: Report) -> IdentityError:
     return IdentityError(problem, REMEDY.format(quote(report.model.id)))
 
 
-READER_LEFT = 141
-"""Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
 """Options that name a file to write."""
 STDIN = STDOUT = "-"

@@ -15,19 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from attnlens.cli import INTERRUPTED, leave
+from attnlens.cli import BUG, INTERRUPTED, PARTLY, UNUSABLE, leave
 from attnlens.errors import AttnlensError, ShardFinished, is_memory
 from attnlens.wording import clean, shorten_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-UNUSABLE = 2
-"""Exit code for invalid arguments or input."""
-PARTLY = 3
-"""Exit code if a part could not be done, with --strict."""
-BUG = 70
-"""Exit code for an internal error."""
 PLAIN_SECONDS = 10.0
 """Interval of progress lines if no bar can be shown, in seconds."""
 LONGEST_LINE = 600

@@ -11,6 +11,7 @@ import typer
 
 import attnlens
 from attnlens.arguments import checked_name
+from attnlens.cli import PARTLY, UNUSABLE
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.converge import converge, reproduce
@@ -29,7 +30,7 @@ from attnlens.cli.outputs import (
     run_and_deliver,
 )
 from attnlens.cli.parameters import defaults, kinds
-from attnlens.cli.show import PARTLY, UNUSABLE, console, guard
+from attnlens.cli.show import console, guard
 from attnlens.errors import UsageError
 from attnlens.requests import DoctorRequest, InspectRequest
 

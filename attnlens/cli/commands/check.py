@@ -11,8 +11,9 @@ import typer
 
 from attnlens import requests
 from attnlens.arguments import names_report
+from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.commands.converge import FAILED, command_line_options
+from attnlens.cli.commands.converge import command_line_options
 from attnlens.cli.outputs import (
     STDOUT,
     Failures,

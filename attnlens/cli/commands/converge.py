@@ -10,6 +10,7 @@ import typer
 
 from attnlens import requests
 from attnlens.choices import CLAIMS, STUDIES
+from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import (
     NO_MODEL,
@@ -30,8 +31,6 @@ from attnlens.requests.run_options import SharedRequest
 if TYPE_CHECKING:
     from attnlens.records import Report
 
-FAILED = 1
-"""Exit code if a requested check failed."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "figure", "html", "markdown"}
 LOADING = set(requests.Loading.model_fields) - {"revision"}
 TEXT = set(requests.Feeding.model_fields) - {*LOADING, "revision", "seed"}
