@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32, help="sequences of --peak")
     wanted = parser.parse_args()
     if wanted.peak:
-        print(peak(wanted.peak, wanted.model, wanted.sequences))
+        print(peak(wanted.peak, wanted.model, wanted.windows))
         return
     print(subjects.machine())
     start(rounds=1 if wanted.quick else 5)

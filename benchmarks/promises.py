@@ -112,7 +112,7 @@ def main() -> None:
     print(subjects.machine())
     torch.set_num_threads(1)
     loaded = loading.load(asked.model)
-    cut = Cut(asked.tokens, asked.sequences, placement=asked.windows, allow_foreign=True)
+    cut = Cut(asked.length, asked.windows, placement=asked.placement, allow_foreign=True)
     if asked.held_out:
         held_to(loaded, asked, cut)
         return
@@ -139,7 +139,7 @@ def held_to(loaded: loading.Loaded, asked: argparse.Namespace, cut: Cut) -> None
     held_out.told(found)
     if asked.json:
         told = {"model": Path(loaded.info.id).name, "budget": asked.budget}  # of a folder no more than its name
-        told |= {"length": asked.tokens, "windows": asked.sequences}
+        told |= {"length": asked.length, "windows": asked.windows}
         told |= {"kept": found.kept, "search_seconds": found.seconds, "loss": found.loss, "bounds": found.bounds}
         for part, contents in (("calibration", calibration), ("held_out", [content for _, content in held])):
             told[part] = {one.name: sha256(one.text.encode()).hexdigest() for one in contents}

@@ -121,7 +121,7 @@ class Subject:
         rises: dict[str, float] = {}
 
         def rise(form: Kernel) -> float:
-            tried = self.search._tried(self.read, form, trial)
+            tried = self.search._try_form(self.read, form, trial)
             rises[own_name(form)] = math.inf if tried.rise is None else tried.rise.share
             return rises[own_name(form)]
 
@@ -174,8 +174,8 @@ def main() -> None:
     print(subjects.machine())
     torch.set_num_threads(1)
     if asked.quick:
-        asked.models, asked.sequences, asked.evaluated, asked.tokens = ("demo",), 6, 4, 64
-    cut, found = Cut(asked.tokens, asked.sequences, batch_size=8, allow_foreign=True), list[Row]()
+        asked.models, asked.windows, asked.evaluated, asked.length = ("demo",), 6, 4, 64
+    cut, found = Cut(asked.length, asked.windows, batch_size=8, allow_foreign=True), list[Row]()
     other = list(texts.read_each(asked.other) or [])
     for name, place in subjects.models(quick=asked.quick).items():
         if name not in asked.models:

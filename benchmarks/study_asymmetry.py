@@ -57,8 +57,8 @@ def main() -> None:
             found.append(study(name, place, files, cut))
             if given.json:
                 studies.write(given.json, {"machine": machine(), "models": found})
-    if given.png:
-        draw([one for one in found if not one["model"].endswith(MASKED_LOSS)], given.png)
+    if given.figure:
+        draw([one for one in found if not one["model"].endswith(MASKED_LOSS)], given.figure)
 
 
 def subjects(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, list[str], texts.Cut]]:

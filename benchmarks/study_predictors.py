@@ -43,8 +43,8 @@ def main() -> None:
             found.append(study(name, places[name], 8 if given.quick else sequences, block, quick=given.quick))
             if given.json:
                 studies.write(given.json, {"machine": machine(), "models": found})
-    if given.png:
-        draw(found, given.png)
+    if given.figure:
+        draw(found, given.figure)
 
 
 def study(name: str, place: str, sequences: int, block: int, *, quick: bool) -> dict[str, Any]:

@@ -675,7 +675,7 @@ def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
     found = attnlens.find_ranks(demo, budget="loss:5%", save=tmp_path / "cut", **SHORT)
     again = attnlens.load_swapped(tmp_path / "cut")
     evaluated = feed(
-        demo, texts.batches(demo, BOOK, Cut(sequences=SHORT["sequences"], tokens=SHORT["tokens"])), "causal", 0
+        demo, texts.batches(demo, BOOK, Cut(sequences=SHORT["windows"], tokens=SHORT["length"])), "causal", 0
     )
     try:
         own = losses(replace(demo, model=again.model), evaluated, "causal", Design.plain(16))

@@ -102,13 +102,13 @@ def test_nothing_is_no_share():
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "with another"])
-@pytest.mark.parametrize("tokens", [16, 24, 64, 128])
-def test_the_evaluated_text_moved_by_two_words_is_refused(demo, tmp_path, monkeypatch, tokens, several):
+@pytest.mark.parametrize("length", [16, 24, 64, 128])
+def test_the_evaluated_text_moved_by_two_words_is_refused(demo, tmp_path, monkeypatch, length, several):
     """The control, a comparison of whole windows, finds not one."""
     cut = watched(monkeypatch)
     names = [of_file(tmp_path, f"Two words {OWN}"), *([of_file(tmp_path, FAR, "far.txt")] * several)]
-    with pytest.raises(TextError, match=r"holds (100|9\d|8\d) % of the evaluated tokens") as refusal:
-        fitted(demo, names, tokens=tokens)
+    with pytest.raises(TextError, match=r"contains (100|9\d|8\d) % of the evaluated tokens") as refusal:
+        fitted(demo, names, length=length)
     assert "--calibration" in refusal.value.remedy
     assert len(cut[0].ids) == 8
     assert not set(cut[0].ids) & set(cut[1].ids)
@@ -180,8 +180,8 @@ def test_one_text_for_both_is_refused(tmp_path, more):
 
 
 def test_other_windows_of_the_same_text_are_calibrated_on_where_none_is_named(demo, tmp_path):
-    for windows in ("first", "spread", "random"):
-        settings = fitted(demo, text=of_file(tmp_path, OWN), windows=windows).settings
+    for placement in ("first", "spread", "random"):
+        settings = fitted(demo, text=of_file(tmp_path, OWN), placement=placement).settings
         assert settings.calibration == settings.text
         own, other = settings.texts[0].windows, settings.calibrations[0].windows
         assert (len(own), len(other)) == (8, 32)

@@ -189,7 +189,7 @@ def test_the_rules_of_the_page_hold_of_the_demo_model(place):
     (place / "attnlens.toml").write_text(rules)
     script = textwrap.dedent("""
         import attnlens
-        report = attnlens.check(attnlens.inspect("demo", sequences=4, tokens=32), "attnlens.toml")
+        report = attnlens.check(attnlens.inspect("demo", windows=4, length=32), "attnlens.toml")
         print(len(report.checks), [check.rule for check in report.checks if not check.passed])
     """)
     told = python("-c", script, cwd=place)

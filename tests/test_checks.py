@@ -76,7 +76,7 @@ def test_what_a_model_needs_and_attnlens_can_not_make_up_is_named(name, says):
     given = of_type(name)
     for refused in (attnlens.inspect, attnlens.swap_kernel):
         with pytest.raises((ModelError, TextError), match=says) as caught:
-            refused(given, sequences=2)
+            refused(given, windows=2)
         assert "--source" not in caught.value.remedy, "weights are read from a running model too"
 
 

@@ -278,7 +278,8 @@ def test_missing_text(tmp_path):
 
 @pytest.mark.parametrize("option", ["--json", "--figure", "--csv", "--html", "--markdown"])
 def test_unwritable_output_is_found_before_the_work(tmp_path, option):
-    refused(without_torch("inspect", "demo", option, tmp_path / "none" / "out.png"), "no folder")
+    folder = tmp_path / "none"
+    refused(without_torch("inspect", "demo", option, folder / "out.png"), f"the folder {folder} does not exist")
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path):

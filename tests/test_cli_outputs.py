@@ -94,7 +94,7 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     assert substituted.stdout == piped.stdout
 
 
-@pytest.mark.parametrize("option", ["png", "html"])
+@pytest.mark.parametrize("option", ["figure", "html"])
 def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
     report = synthetic_report(2, 2, source="weights")
     empty = report.model_copy(update={"heads": []})
@@ -125,7 +125,7 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
     assert f"Wrote {tmp_path}/a.json, {len(drawn)} pictures to {tmp_path}/p" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["png", "html"])
+@pytest.mark.parametrize("option", ["figure", "html"])
 def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_path, monkeypatch, capsys, option):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -172,7 +172,7 @@ def test_pictures_of_another_run_are_told(tmp_path, capsys):
     assert "older" not in capsys.readouterr().err
     (folder / "another.png").touch()
     deliver(Outputs(figure=str(folder)), swap_report())
-    assert "holds 1 older picture that this run did not write." in capsys.readouterr().err
+    assert "contains 1 older picture that this run did not write." in capsys.readouterr().err
 
 
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):

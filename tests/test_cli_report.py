@@ -69,7 +69,7 @@ def edited(folder: Path, **fields: object) -> Path:
 def test_what_is_no_report_is_refused_in_two_lines(tmp_path: Path) -> None:
     refused(without_torch("report"), "REPORT")
     refused(without_torch("report", tmp_path / "none.json"), "none.json")
-    refused(without_torch("report", edited(tmp_path, schema_version="2")), "schema_version")
+    refused(without_torch("report", edited(tmp_path, schema_version="3")), "schema_version")
     (tmp_path / "nan.json").write_text(synthetic_report(1, 1).to_json().replace('"value": ', '"value": NaN, "x": ', 1))
     refused(without_torch("report", tmp_path / "nan.json"), "not a report")
 

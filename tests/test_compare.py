@@ -253,7 +253,7 @@ def test_bad_sides_are_refused(reports, tmp_path):
         (a, a): "Both sides are the same",
         ("demo", "demo"): "Both sides are the same",
         (a, str(tmp_path / "schema.json")): "schema_version",
-        (a, str(tmp_path / "empty.json")): "has no heads",
+        (a, str(tmp_path / "empty.json")): "contains no heads",
         (a, str(tmp_path / "nan.json")): "not a report",
         (a, str(tmp_path / "none.json")): "none.json",
         (a, "-"): "stdin",
@@ -276,7 +276,8 @@ def test_other_shapes_are_compared_by_their_distributions(reports):
 
 
 def test_the_program_writes_every_kind_of_file(reports, tmp_path):
-    files = {kind: tmp_path / f"c.{kind}" for kind in ("json", "csv", "png", "html", "markdown")}
+    files = {kind: tmp_path / f"c.{kind}" for kind in ("json", "csv", "html", "markdown")}
+    files["figure"] = tmp_path / "c.png"
     options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
     done = program("compare", str(reports / "a.json"), str(reports / "b.json"), *options)
     assert done.returncode == 0, done.stderr
@@ -372,7 +373,7 @@ def test_rules_reach_the_distances_of_a_comparison(reports):
 def test_options_that_reports_ignore_are_refused(reports):
     done = program("compare", str(reports / "a.json"), str(reports / "b.json"), "--windows", "9")
     assert done.returncode == 2
-    assert "sequences would be ignored" in done.stderr
+    assert "windows would be ignored" in done.stderr
 
 
 def test_windows_that_are_none_are_refused(reports, tmp_path):
@@ -410,7 +411,7 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
     assert {head for _, head in named(found, "compare.own_kl")} == {0, 3}
     assert {head.relation for head in found.heads} == {"identical"}
     other = [row for row in found.rows if row.measure == "tokens.share_key"]
-    assert all(row.delta is None and "another kernel" in row.reason for row in other)
+    assert all(row.delta is None and "requires the exponential kernel" in row.reason for row in other)
 
 
 # --- what is said of a change is true ---------------------------------------------------------------------------------

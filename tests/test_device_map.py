@@ -79,13 +79,19 @@ def test_trained_weights_within_20_mb_read_as_when_they_are_loaded():
     assert found.summary.identity_error == whole.summary.identity_error
 
 
-def test_the_program_writes_the_same_report_but_for_the_device(tmp_path):
+def test_a_report_is_the_same_but_for_the_device(tmp_path, capfd):
     asked = ("inspect", "demo", "--windows", "2", "--length", "16", "--dtype", "float16", "--json")
     program(*asked, tmp_path / "whole.json")
     done = program(*asked, tmp_path / "spread.json", "--device", "spread")
     assert "meta device" not in done.stdout + done.stderr
-    whole, spread = (attnlens.read_report(tmp_path / f"{name}.json") for name in ("whole", "spread"))
+    fits, whole = (attnlens.read_report(tmp_path / f"{name}.json") for name in ("spread", "whole"))
+    options = {"windows": 2, "length": 16, "dtype": "float16", "device_map": "auto", "max_cpu_memory": "1MB"}
+    spread = attnlens.inspect("demo", **options)
+    assert "meta device" not in "".join(capfd.readouterr())
     assert spread.settings.device == "cpu, disk"
+    assert timeless(fits.model_copy(update={"settings": whole.settings}).model_dump(mode="json")) == timeless(
+        whole.model_dump(mode="json")
+    )
     same = spread.model_copy(update={"settings": whole.settings})
     assert timeless(same.model_dump(mode="json")) == timeless(whole.model_dump(mode="json"))
 

@@ -462,8 +462,8 @@ CONFIGS = {
     ),
     "control characters in a name of transformers' own": ({"sub_configs": "\x1b]0;x\x07"}, "sub_configs"),
     "a share of rotary dimensions of millions": ({"rope_parameters": {"partial_rotary_factor": 3e7}}, "at most 16"),
-    "one position": ({"n_positions": 1}, "1 × 24 by config.json"),
-    "no heads": ({"n_head": 0}, "n_head = 0, which must be at least 1"),
+    "one position": ({"n_positions": 1}, "1 × 24 according to config.json"),
+    "no heads": ({"n_head": 0}, "n_head = 0, less than 1"),
     "heads below zero": ({"n_head": -2}, "n_head = -2"),
     "no layers": ({"n_layer": 0}, "n_layer = 0"),
     "layers below zero": ({"n_layer": -1}, "n_layer = -1"),
@@ -487,7 +487,7 @@ def test_a_config_that_makes_no_sense_is_refused_without_a_word_of_others(fault,
 def test_a_file_of_defaults_without_an_end_is_refused(here, capsys):
     with Path("attnlens.toml").open("wb") as file:
         file.truncate(3 * 2**30)
-    refused(capsys, "inspect", "more than 1 MiB")
+    refused(capsys, "inspect", "larger than 1 MiB")
 
 
 def test_a_call_in_inference_mode_or_on_a_model_without_weights():

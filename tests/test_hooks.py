@@ -129,7 +129,7 @@ def test_the_registered_names_go_away():
     assert (set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())) == before
 
 
-@pytest.mark.parametrize(("name", "why"), [("yoso", "by hand"), ("mamba", "no softmax attention")])
+@pytest.mark.parametrize(("name", "why"), [("yoso", "its own attention code"), ("mamba", "no softmax attention")])
 def test_a_model_out_of_reach_is_refused_by_name(name, why):
     model = families.build(name)
     with pytest.raises(ModelError) as refusal:

@@ -59,7 +59,9 @@ def test_only_sections_asks_what_kind_of_report_it_has(package):
     files = [path for path in FILES if (PACKAGE / package) in (path, *path.parents)]
     assert files
     assert {path.name: kinds_asked(path.read_text()) for path in files if kinds_asked(path.read_text())} == {}
-    assert kinds_asked((PACKAGE / "report" / "sections" / "documents.py").read_text())
+    assert not [path for path in files if "report.kind" in path.read_text()]
+    assert "report.kind" in (PACKAGE / "report" / "sections" / "documents.py").read_text(), "the control"
+    assert kinds_asked("if report.swap: pass") == {"swap"}, "the control"
 
 
 def imported_libraries(source: str) -> set[str]:

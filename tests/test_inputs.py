@@ -246,7 +246,7 @@ def test_a_tower_that_fails_on_noise_is_told_and_not_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(given.model.model, "get_image_features", broken)
     report = attnlens.inspect(given, windows=2, length=12, analyzers=["spectrum"])
     (note,) = [note for note in report.settings.notes if "image" in note]
-    assert note.startswith("No image is fed: the model fails on it (ValueError: no such image).")
+    assert note.startswith("No image is passed to the model: the model fails on it (ValueError: no such image).")
     assert {head.part for head in report.heads} == {"decoder"}
     assert {entry.reason for entry in report.coverage.skipped if "vision" in entry.site} == {
         "it does not run on this input"

@@ -422,7 +422,7 @@ def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(
     assert many.settings.intervals == "texts"
     assert "hold for texts like these" in population(many)
     assert len(many.summary.texts) == 6
-    with pytest.raises(UsageError, match="need 5 texts, and there are 3"):
+    with pytest.raises(UsageError, match="need at least 5 texts, but there are 3"):
         attnlens.inspect(demo, source="tokens", text=paths[:3], windows=6, length=32, intervals="texts")
 
 
@@ -470,7 +470,7 @@ def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(t
     assert "random pixels, 3 images of 10 tokens each" in reports.header(report)
     (tmp_path / "text.txt").write_text("In the beginning. " * 50)
     for words in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
-        with pytest.raises(UsageError, match="reads pixels"):
+        with pytest.raises(UsageError, match="takes pixels but no text"):
             attnlens.inspect(tmp_path, **words)
 
 

@@ -486,13 +486,15 @@ def test_truncated_solvers_meet_zero_and_broken_matrices(solver):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_solvers_refuse_broken_numbers_wherever_they_stand(value):
     queries, keys, projection, kernel = problem("few rows")
-    sides = {"query features have": queries, "key features have": keys, "projection has": projection}
+    sides = {"query features contain": queries, "key features contain": keys, "projection contains": projection}
     for says, side in sides.items():
         broken = {name: given.clone() for name, given in sides.items()}
         broken[says][1, 2, 3] = value
         assert side.isfinite().all()
         with pytest.raises(UsageError, match=f"The {says} NaN or Inf"):
-            ksvd.dual(broken["query features have"], broken["key features have"], 3, broken["projection has"])
+            ksvd.dual(
+                broken["query features contain"], broken["key features contain"], 3, broken["projection contains"]
+            )
     assert ksvd.dual(queries, keys, 3, projection).values.isfinite().all(), "the control"
     kernel[1, 3, 4] = value
     for refused in (
@@ -500,7 +502,7 @@ def test_solvers_refuse_broken_numbers_wherever_they_stand(value):
         lambda: ksvd.truncated(kernel, 20),
         lambda: ksvd.nystrom(kernel, 3),
     ):
-        with pytest.raises(UsageError, match="kernel matrix has NaN or Inf"):
+        with pytest.raises(UsageError, match="kernel matrix contains NaN or Inf"):
             refused()
 
 

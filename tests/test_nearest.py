@@ -230,7 +230,7 @@ def test_a_grouped_rotated_model_is_fitted_and_run_as_a_dense_computation_does(p
 def demo_calls():
     """What the demo model asks of its attention on other text than it is fitted on: fitting and evaluated calls."""
     model = attnlens.load("demo")
-    cut = {"length": 64, "batch_size": 16}
+    cut = {"tokens": 64, "batch_size": 16}
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=2, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=16, **cut), apart_from=evaluated)
     return [
@@ -336,7 +336,7 @@ def test_heads_are_fitted_each_by_itself(demo_calls):
 
 def test_a_fit_through_the_pipeline_is_the_same_fit(demo_calls):
     model = attnlens.load("demo")
-    cut = {"length": 64, "batch_size": 16}
+    cut = {"tokens": 64, "batch_size": 16}
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=2, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=16, **cut), apart_from=evaluated)
     sites = sites_of(model.model, evaluated.batches[0].inputs)

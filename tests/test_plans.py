@@ -221,7 +221,11 @@ def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
     assert "the ranks were given" in done.stdout
     assert attnlens.read_plan(again).ranks == report.plan.ranks
     refused(program(*typed, "--budget", "loss:1%"), "--budget or --ranks")
-    refused(program("ranks", "demo", "--ranks", ""), "--ranks names no file")
+    refused(program("ranks", "demo", "--ranks", ""), "ranks=''")
+
+
+NEW = {"placement", "windows_requested", "length"}
+"""Settings that an older plan calls otherwise."""
 
 
 # --- older plans ------------------------------------------------------------------------------------------------------
@@ -230,13 +234,21 @@ def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
 def test_what_an_older_plan_promised_was_an_estimate(report, tmp_path):
     """It was measured on the text that had chosen the ranks."""
     plan = json.loads(report.plan.to_json())
-    for name in ("estimated", "fitted_on", "chosen_on", "promised_on"):
+    for name in ("estimated", "fitted_on", "chosen_on", "promised_on", "schema_version"):
         del plan[name]
+    new_names = {
+        "windows": "placement",
+        "sequences": "windows",
+        "sequences_asked": "windows_requested",
+        "tokens": "length",
+    }
+    settings = plan["settings"]
+    plan["settings"] = {old: settings[new_names.get(old, old)] for old in [*settings, *new_names] if old not in NEW}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     read = attnlens.read_plan(tmp_path / "plan.json")
     assert read.promised is None
     assert json.loads(read.to_json())["estimated"] == plan["promised"]
-    assert "chose the ranks" in read.reasons["promised"]
+    assert "to choose the ranks" in read.reasons["promised"]
     assert read.kept is (read.measured.share <= read.budget)
     assert read.ranks == report.plan.ranks
     assert Plan.model_validate_json(read.to_json()) == read

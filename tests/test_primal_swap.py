@@ -258,7 +258,7 @@ def test_runs_that_make_no_sense_are_refused(demo, words, more, says):
 
 
 def test_cross_attention_is_refused_with_its_reason():
-    with pytest.raises(UsageError, match="two sequences"):
+    with pytest.raises(UsageError, match="different sequences"):
         swap_kernel(family("bart"), "primal:4", **SMALL)
     assert swap_kernel(family("bart"), "primal:4", part="encoder", **SMALL).swap.sites
 

@@ -116,8 +116,8 @@ def test_every_kind_of_kernel_comes_back(demo, inputs, tmp_path, words, layers):
     chosen = [site for site in sites if layers is None or site.layer in layers]
     swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in chosen}
     if words == "rank:6":
-        sizes = {"length": READ["tokens"], "batch_size": READ["batch_size"]}
-        evaluated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=READ["sequences"], **sizes))
+        sizes = {"tokens": READ["length"], "batch_size": READ["batch_size"]}
+        evaluated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=READ["windows"], **sizes))
         calibrated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=32, **sizes), apart_from=evaluated)
         swaps = fit(demo, sites, swaps, calibrated, lambda _: None)
     with hooks.replace(demo.model, sites, swaps):
@@ -194,7 +194,7 @@ def test_a_killed_run_leaves_no_folder_of_that_name(tmp_path):
         "import os, signal\n"
         "from attnlens.runs.swap import pipeline, saved\n"
         "saved.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"pipeline.swap_kernel('demo', 'rbf', sequences=2, tokens=16, save={str(tmp_path / 'model')!r})\n"
+        f"pipeline.swap_kernel('demo', 'rbf', windows=2, length=16, save={str(tmp_path / 'model')!r})\n"
     )
     done = python("-c", code)
     assert done.returncode == -9, done.stderr

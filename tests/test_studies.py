@@ -316,7 +316,7 @@ def test_an_interrupted_study_ends_with_130_and_keeps_what_is_finished(shrunk):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert b"the same command goes on from there.\nInterrupted." in said
+    assert b"Finished runs are kept: repeat the command to resume.\nInterrupted." in said
     assert b"Traceback" not in said
     assert len(list((shrunk / "stopped").glob("study/*.safetensors"))) >= 2
 

@@ -221,10 +221,10 @@ def test_longer_pairs_are_left_out_and_counted(verses):
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("only one side", "line 3 "),
-        ("\tempty source", "line 3 "),
-        ("empty target\t ", "line 3 "),
-        ("a\tb\tc", "line 3 "),
+        ("only one side", "line 3: expected 2 non-empty columns separated by tabs"),
+        ("\tempty source", "line 3: expected 2 non-empty columns separated by tabs"),
+        ("empty target\t ", "line 3: expected 2 non-empty columns separated by tabs"),
+        ("a\tb\tc", "line 3: expected 2 non-empty columns separated by tabs"),
         ("\n\n\n\n\n\n", r"7 lines \(numbers 3, 4, 5, 6, 7…\)"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_signed_kernel_is_refused_beside_sinks(words):
 
 def fed(name):
     """How much is read; a model of pixels alone reads no tokens."""
-    return {key: number for key, number in SMALL.items() if name != "vit" or key != "tokens"}
+    return {key: number for key, number in SMALL.items() if name != "vit" or key != "length"}
 
 
 @pytest.mark.parametrize("name", families.REACHED)
@@ -306,7 +306,7 @@ def test_clip_is_compared_by_its_embeddings_whatever_texts_share_a_batch(more):
         assert {effect.part for effect in swap.sweep} == {"vision", "decoder"}
 
 
-@pytest.mark.parametrize(("name", "why"), [("yoso", "by hand"), ("mamba", "no softmax attention")])
+@pytest.mark.parametrize(("name", "why"), [("yoso", "its own attention code"), ("mamba", "no softmax attention")])
 def test_a_model_out_of_reach_is_refused_by_name(name, why):
     with pytest.raises(ModelError, match=why) as refusal:
         swap_kernel(family(name), "rbf", **SMALL)

@@ -642,7 +642,7 @@ def test_a_cell_beyond_the_colours_has_its_number() -> None:
 
 def test_no_head_could_be_shown_to_matter_is_not_that_none_matters() -> None:
     effects = [Effect(layer=0, head=n, part="decoder", delta=0.1, ci95=(-0.1, 0.3), p_value=0.3) for n in range(4)]
-    said = flowing(swap_report(swapped(sweep="heads").model_copy(update={"sweep": effects}), sequences=4))
+    said = flowing(swap_report(swapped(sweep="heads").model_copy(update={"sweep": effects}), windows=4))
     assert "no head could be shown to matter with 4 windows (false discovery rate 5 %)" in said
     assert "0 of 4 heads" not in said
 

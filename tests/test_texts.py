@@ -347,7 +347,7 @@ def test_only_as_many_lines_as_asked_for() -> None:
 # lengths
 
 
-@pytest.mark.parametrize(("tokens", "words"), [(33, "at most 32 tokens"), (1, "no pair"), (0, "no pair")])
+@pytest.mark.parametrize(("tokens", "words"), [(33, "at most 32 tokens"), (1, "at least two"), (0, "at least two")])
 def test_windows_that_can_not_be(tokens: int, words: str) -> None:
     assert words in rejected(UsageError, fed, reading("gpt2"), content(PROSE), tokens=tokens).problem
 

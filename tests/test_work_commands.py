@@ -53,8 +53,9 @@ KERNELS = ["window:4", "window:12", "rbf"]
 SMALL: dict[str, Any] = {"length": 16, "windows": 4, "generate": 0}
 SWEPT: dict[str, Any] = {"length": 32, "windows": 4, "batch_size": 2, "generate": 2, "sweep": "layers"}
 """Two batches, four layers and three kernels: 24 parts."""
-HEALED = SMALL | {"batch_size": 4, "train": 24}
-BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1", "controls": False}
+HEALED: dict[str, Any] = {"length": 16, "windows": 4, "batch_size": 4, "train": 24}
+"""Without `generate`, which the program has no option for."""
+BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1"}
 SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
 
 
@@ -513,7 +514,7 @@ def test_no_checkpoint_of_other_files_words_or_texts_is_used(change, places, tmp
     elif change == "text":
         (tmp_path / "t.txt").write_text("pack my box with five dozen liquor jugs, said he. " * 40)
     elif change == "options":
-        options["sequences"] = 3
+        options["windows"] = 3
     else:
         path = min(copies[0].glob(f"{change}*.json"))
         path.write_text(path.read_text() + " ")

@@ -37,4 +37,5 @@ _NAMES = {
 }
 """Names by file."""
 
-__getattr__ = import_submodules(__name__, (), {name: file for file, names in _NAMES.items() for name in names.split()})
+_HOMES = {name: file for file, names in _NAMES.items() for name in names.split()}
+__getattr__ = import_submodules(__name__, (), _HOMES)

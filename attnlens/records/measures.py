@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from codecs import BOM_UTF8
@@ -19,7 +20,6 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic_core import from_json
 
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
@@ -78,7 +78,7 @@ def read_record(
             version = next((each["input"] for each in error.errors() if each["loc"] == ("schema_version",)), None)
             if version != "1" or convert is None:
                 raise
-            return kind.model_validate(convert(from_json(content)))
+            return kind.model_validate(convert(json.loads(content)))
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):

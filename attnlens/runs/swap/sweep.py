@@ -227,7 +227,7 @@ class Alone:
             p = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
             p[finite] = p_values(differences[finite], self.design, self.sizes, seed)
             for number, significant in enumerate(false_discovery(p).tolist()):
-                p_value = float(p[number]) if finite[number] else None
+                p_value = None if p[number].isnan() else float(p[number])  # also if all differences are 0
                 update = {"p_value": p_value, "significant": significant}
                 effects[number] = effects[number].model_copy(update=update)
         return sorted(effects, key=lambda effect: -math.inf if effect.delta is None else -effect.delta)
