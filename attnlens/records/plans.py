@@ -170,9 +170,8 @@ class Plan(Record):
     @classmethod
     def _convert_version1(cls, fields: object) -> object:
         """Convert a plan of version 1, which had no `schema_version`."""
-        return (
-            convert_plan(fields) if isinstance(fields, Mapping) and fields.get("schema_version", "1") == "1" else fields
-        )
+        old = isinstance(fields, Mapping) and fields.get("schema_version", "1") == "1"
+        return convert_plan(fields) if old else fields
 
     @model_validator(mode="after")
     def _check_unique(self) -> Plan:
