@@ -97,7 +97,7 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
         (("--rule", "tokens.entropy: min"), "Cannot parse the rule"),
         (("--rule", "tokens.nothing: min > 0"), "matches nothing"),
         (("--rules", "nowhere.toml"), "can't be read"),
-        (("--rules", "empty.toml"), "contains no rules"),
+        (("--rules", "empty.toml"), "has no rules"),
         (("--rules", "broken.toml"), "is not valid TOML"),
         (("--rules", "wrong.toml"), "wrong.toml: Cannot parse the rule 'min >'"),
         (("--rules", "list.toml"), "check must be a table"),

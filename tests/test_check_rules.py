@@ -271,9 +271,9 @@ def test_rules_are_those_of_the_table_whatever_its_toml(tmp_path):
 @pytest.mark.parametrize(
     ("given_", "words"),
     [
-        ({}, "contains no rules"),
-        ([], "contains no rules"),
-        (5, "contains no rules"),
+        ({}, "has no rules"),
+        ([], "has no rules"),
+        (5, "has no rules"),
         ({"tokens.entropy": []}, "has no condition"),
         ({"tokens.entropy": 0.5}, "has no condition"),
         ({"tokens.entropy": [0.5]}, "a condition must be a string"),

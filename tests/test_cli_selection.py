@@ -103,7 +103,7 @@ def test_words_that_make_no_sense_are_refused(words, told):
         (("--source", "weights", "--analyzer", "selection"), "cannot be computed from source=weights"),
         (("--text", "/dev/zero"), "it is a device, not a file"),
         (("--source", "weights", "--text", str(DEMO / "text.txt")), "text would be ignored"),
-        (("--source", "weights", "--windows-csv", "w.csv"), "no text windows are read"),
+        (("--source", "weights", "--windows-csv", "w.csv"), "no windows are read"),
     ],
 )
 def test_words_that_need_no_model_are_refused_before_the_work(words, told):

@@ -436,4 +436,7 @@ def test_a_line_that_is_no_pair_is_refused_with_its_number(line: str, tmp_path: 
 def test_pairs_stand_in_the_place_of_texts(tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text("a\tb\n")
-    refused(UsageError, "text and pairs cannot be combined", loaded(families.build("bert")), pairs=file, text=[file])
+    model, plain = loaded(families.build("bert")), tmp_path / "plain.txt"
+    plain.write_text("a b\n")
+    refused(UsageError, "text and pairs cannot be combined", model, pairs=file, text=[plain])
+    refused(UsageError, "A file of pairs excludes other texts", model, text=[plain, file])
