@@ -392,7 +392,7 @@ def test_windows_that_are_none_are_refused(reports, tmp_path):
         written["windows_file"]["sha256"] = hashlib.sha256(content.encode()).hexdigest()
         assert "does not contain the windows" in refused()
     written["windows_file"]["name"] = "../../../etc/passwd"
-    assert "is not in its folder" in refused()
+    assert "outside its folder" in refused()
 
 
 def test_models_stay_as_they_are():

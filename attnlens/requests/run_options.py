@@ -311,7 +311,7 @@ class Feeding(Loading):
         names = (
             [texts] if isinstance(texts, str | os.PathLike) else list(texts) if isinstance(texts, list | tuple) else []
         )
-        if not any(isinstance(name, str | os.PathLike) and os.fspath(name).endswith(PAIRS) for name in names):
+        if not any(isinstance(name, str | os.PathLike) and str(name).endswith(PAIRS) for name in names):
             return options
         if len(names) > 1 or options.get("pairs") is not None:
             raise UsageError("A file of pairs excludes other texts.", f"Give one text that ends in {PAIRS}.")
