@@ -39,7 +39,8 @@ class Request(BaseModel):
         try:
             return handler(options)
         except ValidationError as error:
-            raise _usage_error(cls, error) from None
+            invalid = error
+        raise _usage_error(cls, invalid)
 
     def with_options(self, **options: object) -> Self:
         """Return the request with other values of these options, which are checked."""
@@ -51,20 +52,13 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Describe the first invalid option in the words of attnlens."""
+    """Describe the first invalid option in the words of attnlens. Raise UsageError for unknown names and words."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
-    if name not in kind.model_fields:
-        try:
-            checked_name("option", name, kind.model_fields)
-        except UsageError as unknown:
-            return unknown
+    checked_name("option", name, kind.model_fields)
     field = kind.model_fields[name]
     if words := literals(field):
-        try:
-            checked_name(details(field)["noun"] or name, value, words)
-        except UsageError as unknown:
-            return unknown
+        checked_name(details(field)["noun"] or name, value, words)
     types = alternatives(field.annotation)
     if bool in types:
         return UsageError(

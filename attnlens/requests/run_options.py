@@ -308,9 +308,7 @@ class Feeding(Loading):
     @classmethod
     def _separate_pairs(cls, options: dict[str, object]) -> dict[str, object]:
         texts = options.get("text", ())
-        names = (
-            [texts] if isinstance(texts, str | os.PathLike) else list(texts) if isinstance(texts, list | tuple) else []
-        )
+        names = texts if isinstance(texts, list | tuple) else [texts]
         if not any(isinstance(name, str | os.PathLike) and str(name).endswith(PAIRS) for name in names):
             return options
         if len(names) > 1 or options.get("pairs") is not None:
