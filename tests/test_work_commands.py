@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import random
@@ -188,9 +189,12 @@ def measured() -> Iterator[list[Any]]:
         yield calls
 
 
-def finished(folder: Path) -> list[Path]:
-    """The files of finished units in a folder of work."""
-    return sorted(folder.glob("*/*.safetensors"))
+def finished(folder: Path, pattern: str = "*/*.safetensors") -> list[Path]:
+    """Return the files of finished units in a folder of work.
+
+    `glob.glob` passes over a folder that a running process removes meanwhile; `Path.glob` raises FileNotFoundError.
+    """
+    return sorted(map(Path, glob.glob(str(folder / pattern))))  # noqa: PTH207
 
 
 def is_cleared(folder: Path) -> bool:
@@ -235,11 +239,11 @@ def test_a_command_that_is_killed_at_any_moment_resumes_to_the_same_report(case,
         most = 1 if name == "heal" else max(1, total - 1)  # healing writes a single file again and again
         count = 0 if number == 2 else moments.randint(1, most)
         process = started(*case.words, "--work", folder)
-        awaited(lambda count=count, folder=folder: len(list(folder.glob(case.pieces))) >= count, process)
+        awaited(lambda count=count, folder=folder: len(finished(folder, case.pieces)) >= count, process)
         time.sleep(moments.uniform(0, 0.05 if count else 1.5))
         process.kill()
         process.communicate()  # whose end comes with that of the run
-        kept, whole_units = len(list(folder.glob(case.pieces))), len(finished(folder))
+        kept, whole_units = len(finished(folder, case.pieces)), len(finished(folder))
         if name == "sweep":  # whose parts are cleared with their kernel
             kept += total // 3 * whole_units
         with counted(*case.computing) as calls:
