@@ -33,7 +33,7 @@ from attnlens.models.weights.probe import (
     used_weights,
     without_gains,
 )
-from attnlens.models.weights.rows import Factors, Maps, products_of_weights, rows_of_weights, unit
+from attnlens.models.weights.rows import Factors, Maps, match_weights, unit
 from attnlens.records import Call, QueryKey, Rotation
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ STILL = 1e-5
 """Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
 ANGLE = 1e-3
 """Largest root-mean-square error of an angle over the pairs; positions times frequencies are float32."""
-EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps
 """Relative rounding of cos and sin in a model that is not in half precision."""
 DIRECTION = "position changes more than the direction of queries and keys"
@@ -59,17 +58,14 @@ class Turns:
 
     _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
 
-    def leader(self, window: Sequence[SiteCall], index: int) -> int:
-        """Return the index of the first site of the same kind, which rotates alike as far as arguments show."""
+    def find_leader(self, window: Sequence[SiteCall], index: int) -> tuple[int, bool]:
+        """Return the index of the first site of the same kind, which should rotate alike, and whether it is new."""
         kind = _kind(window[index])
-        return next(other for other, target in enumerate(window) if _kind(target) == kind)
-
-    def add(self, leader: SiteCall) -> bool:
-        """Add the kind of a leader, even if no rotation will fit it; return whether it is new."""
-        new = _kind(leader) not in self._fitted
-        if new:  # store the positions too, so that no other tensors reuse their addresses
-            self._fitted[_kind(leader)] = _positions(leader), {}
-        return new
+        leader = next(other for other, target in enumerate(window) if _kind(target) == kind)
+        is_new = kind not in self._fitted
+        if is_new:  # store the positions too, so that no other tensors reuse their addresses
+            self._fitted[kind] = _positions(window[leader]), {}
+        return leader, is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
         """Return a site's rotation: the leader's if it also fits here, otherwise a new fit.
@@ -98,12 +94,14 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
-    parts = [unit(part) for part in _sides(probe.alike)] if norms else _sides(probe.alike)
-    if rotation is None:
-        return not any(_changes_with_position(part) for part in parts)
-    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
+    rounding = rounding_of(probe)
+    parts = [unit(part) if norms else part for part in _sides(probe.alike)]
+    return not any(
+        _changes_with_position(part) if rotation is None else _differs_from(part, rotation, rounding) for part in parts
+    )
 
 
+@torch.no_grad()
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
@@ -115,7 +113,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
         return None
     heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
-    parts, others = _sides(probe.alike), _query_and_key(probe, probe.random(probe.least, seed=6))
+    parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         parts, others = ([unit(part) for part in side] for side in (parts, others))
     if not any(_changes_with_position(part) for part in parts):
@@ -125,7 +123,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     if probe.target.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
     with linear(without_gains(norms)):
-        query, key = _query_and_key(probe, probe.random(rows, seed=5))
+        query, key = _sides(probe(*probe.random(rows, seed=5)))
     rounding = rounding_of(probe)
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
@@ -136,20 +134,14 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
     """Yield the rotation of each site, None if its keys are not rotated, or the error that makes it unreadable.
 
-    `window` lists the sites, called with as many positions as the rotations shall have. Equal rotations are one object.
+    `window` lists the sites, called with as many positions as the rotations shall have.
     """
-    known: list[Rotation] = []
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            rotation = find_rotation(probe, norms_inside(target.module))
+            yield find_rotation(probe, norms_inside(target.module))
         except UnreadableError as error:
             yield error
-            continue
-        equal = next((other for other in known if rotation is not None and _are_equal(other, rotation)), None)
-        if rotation is not None and equal is None:
-            known.append(rotation)
-        yield equal or rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -162,13 +154,8 @@ def rounding_of(probe: Probe) -> float:
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
-def _query_and_key(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
-    """Return queries and keys of all inputs and heads, without heads that have NaN."""
-    with torch.no_grad():
-        return _sides(probe(*inputs))
-
-
 def _sides(call: Call) -> list[Float[Tensor, "rows positions head_dim"]]:
+    """Return queries and keys of all inputs and heads, without heads that have NaN."""
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 
@@ -187,10 +174,9 @@ def fit_rotation(
     Raises UnreadableError if queries and keys rotate differently, or if position does more than rotate.
     """
     pairs = _find_pairs(torch.cat((query, key)))
-    of_queries, of_keys = (_overlaps(part, pairs) for part in (query, key))
-    both = _have_signal(of_queries) & _have_signal(of_keys)
+    (of_queries, have_query), (of_keys, have_key) = (_overlaps(part, pairs) for part in (query, key))
     rotation = Rotation(pairs, (of_queries + of_keys).angle(), query.shape[-1])
-    if _exceed_rounding((of_queries * of_keys.conj())[:, both].angle(), rounding):
+    if _exceed_rounding((of_queries * of_keys.conj())[:, have_query & have_key].angle(), rounding):
         raise unreadable("queries and keys turn differently with position")
     if any(_differs_from(part, rotation, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
@@ -225,17 +211,15 @@ def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "
     return pairs
 
 
-def _overlaps(part: Tensor, pairs: Int[Tensor, "pairs 2"]) -> Complex[Tensor, "positions pairs"]:
-    """Compute Σ conj(w_0) w_i."""
+def _overlaps(
+    part: Tensor, pairs: Int[Tensor, "pairs 2"]
+) -> tuple[Complex[Tensor, "positions pairs"], Bool[Tensor, " pairs"]]:
+    """Compute Σ conj(w_0) w_i, and which pairs have an angle: a length at position 0 above rounding of the longest."""
     first, second = pairs.unbind(-1)
     turning = torch.complex(part[..., first], part[..., second])
-    return (turning[:, :1].conj() * turning).sum(0)
-
-
-def _have_signal(overlaps: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
-    """Return which pairs have an angle: their length at position 0 exceeds the rounding of the longest."""
+    overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
-    return lengths > torch.finfo(lengths.dtype).eps * lengths.max()
+    return overlaps, lengths > torch.finfo(lengths.dtype).eps * lengths.max()
 
 
 def _differs_from(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
@@ -265,15 +249,7 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-def _are_equal(first: Rotation, second: Rotation) -> bool:
-    """Return whether two rotations differ only by rounding."""
-    if first.angles.shape != second.angles.shape or first.by_distance != second.by_distance:
-        return False
-    same_pairs = torch.equal(first.pairs, second.pairs)
-    return same_pairs and bool((_wrap(first.angles - second.angles).abs() < EQUAL).all())
-
-
-Sides = tuple[Tensor, Tensor]  # queries and keys
+Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
 Groups = tuple[Tensor, ...]  # coordinates of a head that are normalised together
 CHUNK = 512  # probe tokens that go through a module at once
 
@@ -301,8 +277,8 @@ def factors(
     turns = Turns() if turns is None else turns
     for index in range(len(window)) if chosen is None else chosen:
         try:
-            leader = turns.leader(window, index)
-            if turns.add(window[leader]) and leader != index:
+            leader, is_new = turns.find_leader(window, index)
+            if is_new and leader != index:
                 with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
                     _read_site(model, first[leader], window[leader], turns, present, leading=True)
             yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
@@ -343,19 +319,19 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
     Hand-written normalisations are removed if those in modules do not explain the queries and keys.
     """
     with linear(norms):
-        rows = rows_of_weights(probe)
-        if rows is not None and not norms:
-            return rows, ()  # the random inputs have shown this
-        maps = rows or products_of_weights(probe) or _differentiate(probe, rotation)
+        maps = match_weights(probe)
+        if maps is not None and not norms:
+            return maps, ()  # the random inputs have shown this
+        maps = maps or _differentiate(probe, rotation)
     sides = _first_tokens(probe, maps)
-    reason = _mismatch(*sides)
+    reason = _mismatch(sides)
     if reason is None:
         return maps, ()
-    groups = _find_groups(*sides) if norms else None
+    groups = _find_groups(sides) if norms else None
     if groups is None:
         with linear(norms), WithoutLengths():
             maps = _differentiate(probe, rotation)
-        groups = _find_groups(*_first_tokens(probe, maps))
+        groups = _find_groups(_first_tokens(probe, maps))
         if groups is None:
             remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
             raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
@@ -426,7 +402,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
     return replace(maps, query_bias=biases[0], key_bias=biases[1])
 
 
-def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
+def _first_tokens(probe: Probe, maps: Maps) -> Sides:
     """Return queries and keys of the first token of eight sequences, from the module and from the maps.
 
     Each is (sequences, heads, head_dim), without the heads that have NaN.
@@ -438,32 +414,31 @@ def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
         fine = expected[:, :, 0].isfinite().all(-1).all(0)
         sides.append((part[:, fine, 0].double(), expected[:, fine, 0]))
-    (query, expected_query), (key, expected_key) = sides
-    return (query, key), (expected_query, expected_key)
+    return sides
 
 
-def _find_groups(actual: Sides, expected: Sides) -> Groups | None:
+def _find_groups(sides: Sides) -> Groups | None:
     """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
 
     The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
     """
-    all_coordinates = (torch.arange(actual[1].shape[-1]),)
-    if _mismatch(actual, expected, all_coordinates) is None:
+    actual, expected = (part.flatten(0, 1) for part in sides[1])
+    all_coordinates = (torch.arange(actual.shape[-1]),)
+    if _mismatch(sides, all_coordinates) is None:
         return all_coordinates
-    difference = (actual[1] - expected[1]).flatten(0, 1).norm(dim=0)
-    affine = difference <= TOLERANCE * expected[1].flatten(0, 1).norm(dim=0)
+    affine = (actual - expected).norm(dim=0) <= TOLERANCE * expected.norm(dim=0)
     parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())
     # The direction of a single number is only a sign, which proves nothing.
-    return parts if min(map(len, parts)) > 1 and _mismatch(actual, expected, parts) is None else None
+    return parts if min(map(len, parts)) > 1 and _mismatch(sides, parts) is None else None
 
 
-def _mismatch(actual: Sides, expected: Sides, groups: Groups = ()) -> str | None:
+def _mismatch(sides: Sides, groups: Groups = ()) -> str | None:
     """Return why the actual values are not the expected ones, up to a positive scalar per group; None if they are."""
     kind = "no positive multiple of an affine function" if groups else "no affine function"
-    for name, theirs, ours in zip(("queries", "keys"), actual, expected, strict=True):
-        pairs = [(unit(theirs[..., part]), unit(ours[..., part])) for part in groups] or [(theirs, ours)]
-        for first, second in pairs:
-            error = float((second - first).norm() / second.norm()) if second.norm() > 0 else float(first.norm())
+    for name, side in zip(("queries", "keys"), sides, strict=True):
+        for actual, expected in [tuple(unit(part[..., group]) for part in side) for group in groups] or [side]:
+            size = expected.norm()
+            error = float((expected - actual).norm() / size if size > 0 else actual.norm())
             if not error < TOLERANCE:  # `not <` also catches NaN
                 return f"its {name} are {kind} of its inputs (relative difference {error:.1e})"
     return None
