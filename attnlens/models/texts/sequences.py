@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -99,15 +99,15 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
-    method: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
     if method is None:
         names += ["bos_token_id", "pad_token_id"]
     else:
         # T5 raises without a start token in its config; MusicGen generates no text
         with suppress(ValueError, TypeError, AttributeError, IndexError):
-            result: Tensor = method(labels=ids)
-            return result
+            shifted: Tensor = method(labels=ids)
+            return shifted
     configs = model.config, getattr(model, "generation_config", None)
     starts = (getattr(config, name, None) for name in names for config in configs)
     start = next((id_ for id_ in starts if id_ is not None), None)
@@ -180,6 +180,8 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
+Cutting: TypeAlias = "WindowedText | list[tuple[list[int], list[int]]]"
+"""(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 RANDOM_SPLITS = ("dropout", "alpha")
 """Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
@@ -211,14 +213,16 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
     """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
-    ids = _ids(tokenizer, content, content.text, None)
+    ids = _ids(tokenizer, content, content.text, special=False)
     if len(ids) < room:
         problem = f"The text ({content.name}) has {len(ids)} tokens, but one window needs {room}."
         raise TextError(problem, "Give a longer text, or a smaller --length.")
     return WindowedText(array("i", ids), room, before, after)
 
 
-def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+def cut_lines(
+    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
+) -> list[tuple[list[int], list[int]]]:
     """Return the ids of all non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
@@ -228,7 +232,7 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
     nonempty = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
     with _tokenizing(tokenizer, content):
         rows = tokenizer(nonempty, truncation=True, max_length=tokens)["input_ids"]
-    long_enough = [ids for ids in rows if len(ids) >= 2]
+    long_enough = [(ids, list[int]()) for ids in rows if len(ids) >= 2]
     if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
     return long_enough
@@ -256,7 +260,7 @@ def cut_pairs(
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
     """Return the special tokens before and after a sequence, found by tokenizing the beginning of the text."""
     sample = content.text.strip()[:40]
-    bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
+    bare, whole = (_ids(tokenizer, content, sample, special=special) for special in (False, True))
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not sample:
         raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or different text.")
@@ -300,13 +304,10 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return min(limits, default=None)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
-    """Tokenize `text`: without special tokens if `longest` is None, else with them and truncated to `longest` ids."""
-    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-    if longest is not None:
-        options = {"truncation": True, "max_length": longest}
+def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, special: bool) -> list[int]:
+    """Tokenize `text` with or without special tokens, and without a warning about its length."""
     with _tokenizing(tokenizer, content):
-        ids: list[int] = tokenizer(text, **options)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 

@@ -9,13 +9,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from logging import CRITICAL
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.hub import reachable
 from attnlens.models.loading.locate import DEMO
+
+if TYPE_CHECKING:
+    from attnlens.models.texts.sequences import Cutting
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
@@ -124,7 +127,7 @@ class Content:
     """The text itself."""
     name: str
     """File name, `stdin`, the specification of a dataset's rows, or the name of a built-in text."""
-    cuttings: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    cuttings: dict[object, Cutting] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of the last cutting, keyed by its options, since a run cuts its texts several times."""
 
 

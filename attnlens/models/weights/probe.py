@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -54,8 +54,12 @@ class FewTokens(TorchFunctionMode):
         self.mixtures = mixtures
 
     def __torch_function__(
-        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        _types: object,
+        args: tuple[Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Call a torch function, with the shortcut for F.linear."""
         if function is F.linear and not kwargs and len(args) in (2, 3) and type(args[0]) is Tensor:
             return self._linear(*args)
@@ -97,19 +101,20 @@ class Probe:
 
         `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
         """
-        first, second = (self._as_argument(part) for part in (hidden, other))
-        sequences = self._under_all_names(self.target.input_name, first)
-        if self.target.other is not None:
-            sequences |= self._under_all_names(self.target.other, second)
+        captured, parts = self.target.arguments, [self._as_argument(part) for part in (hidden, other)]
+        sequences = dict[str, Tensor]()
+        for name, tokens in zip((self.target.input_name, self.target.other), parts, strict=True):
+            if name is not None:  # the module may get the same tensor under several names (CTRL: v, k and q)
+                sequences |= {alias: tokens for alias, value in captured.items() if value is captured[name]}
         try:
-            call = self._request(sequences, (first, second))
+            call = self._request(sequences, parts)
         except UnreadableError:
-            mask = self.target.arguments.get("attention_mask")
+            mask = captured.get("attention_mask")
             if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._is_shorter:
                 raise
             # the module needs a mask (DeBERTa)
-            call = self._request(sequences | {"attention_mask": mask[:1]}, (first, second))
-        self._check(call, hidden, hidden if self.target.other is None else other)
+            call = self._request(sequences | {"attention_mask": mask[:1]}, parts)
+        self.check(call, hidden, hidden if self.target.other is None else other)
         return call
 
     def _request(self, arguments: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
@@ -128,12 +133,8 @@ class Probe:
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module computes no attention when called on its own")
 
-    def check_captured(self) -> None:
-        """Raise UnreadableError if the captured call does not have one query and one key per token of its inputs."""
-        self._check(self.target.call, *self.captured)
-
-    def _check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError if a call does not have one query and one key per head for each token."""
+    def check(self, call: Call, *sequences: Tensor) -> None:
+        """Raise UnreadableError if a call does not have one query and one key per head for each token of these."""
         captured = self.target.call
         parts = ("query", call.query, captured.query), ("key", call.key, captured.key)
         for (name, part, like), tokens in zip(parts, sequences, strict=True):
@@ -154,19 +155,14 @@ class Probe:
             return tokens.flatten(0, 1)
         return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
 
-    def _under_all_names(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
-        """Return these tokens under each name under which the module got the same tensor (CTRL: v, k and q)."""
-        arguments = self.target.arguments
-        return {other: tokens for other, value in arguments.items() if value is arguments[name]}
-
     @cached_property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Arguments of the module's last call in float64, without a cache and without a mask made for other sequences.
 
         The mask determines which keys are used, not their values. With fewer tokens than the mask is for, Swin expands
         it to a shape whose memory per sequence grows with the square of the tokens.
         """
-        arguments: dict[str, Any] = as_float64(self.target.arguments)
+        arguments = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
         dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._is_shorter))
@@ -188,11 +184,6 @@ class Probe:
         return math.prod(self.shapes[0][1:-1])
 
     @cached_property
-    def least(self) -> int:
-        """Smallest number of sequences the module accepts: 1, or that of the captured call, set by its masks."""
-        return self.shapes[0][0] if self._single_sequence is None else 1
-
-    @cached_property
     def odd(self) -> Call:
         """The module's call on ODD sequences."""
         return self(*self.random(ODD, seed=0))
@@ -200,15 +191,15 @@ class Probe:
     @cached_property
     def alike(self) -> Call:
         """The module's call on the least number of sequences, with the same token at every position."""
-        return self(*self.random(self.least, seed=ALIKE)) if self._single_sequence is None else self._single_sequence
-
-    @cached_property
-    def _single_sequence(self) -> Call | None:
-        """The module's call on one such sequence; None if it does not accept one."""
         try:
             return self(*self.random(1, seed=ALIKE))
-        except UnreadableError:
-            return None
+        except UnreadableError:  # masks made for the number of sequences in the captured call
+            return self(*self.random(self.shapes[0][0], seed=ALIKE))
+
+    @property
+    def least(self) -> int:
+        """Smallest number of sequences the module accepts: 1, or that of the captured call."""
+        return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
         """Return seeded standard normal inputs, `alike` at all positions or not; for self-attention one tensor."""
@@ -322,27 +313,21 @@ def norms_inside(module: nn.Module) -> Norms:
     RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. Norms of
     any other form are omitted, and the affine check then refuses the site.
     """
-    norms = {part: _read_norm(part) for part in module.modules() if "Norm" in type(part).__name__}
-    return {part: norm for part, norm in norms.items() if norm is not None}
+    norms: dict[nn.Module, Norm] = {}
+    for part in module.modules():
+        if "Norm" in type(part).__name__ and next(part.children(), None) is None:
+            with suppress(*FAILURES):  # it takes several tensors (Zaya), or images (LeViT)
+                norm = _fit_norm(part)
+                if norm is not None:
+                    norms[part] = norm
+    return norms
 
 
 @torch.no_grad()
-def _read_norm(module: nn.Module) -> Norm | None:
-    if next(module.children(), None) is not None:
-        return None
-    weight = next(module.parameters(), None)
+def _fit_norm(module: nn.Module) -> Norm | None:
+    weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
-    try:
-        norm = _fit_norm(module, ones)
-    except FAILURES:  # it takes several tensors (Zaya), or images (LeViT)
-        return None
-    # A norm without weights has one gain for all coordinates, whatever their number.
-    return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
-
-
-def _fit_norm(module: nn.Module, ones: Tensor) -> Norm | None:
-    weights = float64_weights(module)
     x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(0)).to(ones)
     signs = ones.clone()
     signs[..., 1::2] = -1
@@ -352,7 +337,8 @@ def _fit_norm(module: nn.Module, ones: Tensor) -> Norm | None:
         expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
         # Not strict: if all gains are 0, the norm's output and both sides are 0.
         if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
-            return Norm(gain, centred)
+            # A norm without weights has one gain for all coordinates, whatever their number.
+            return Norm(gain if weight is not None else gain.flatten()[0], centred)
     return None
 
 
@@ -385,11 +371,16 @@ class WithoutLengths(TorchFunctionMode):
     """Torch function mode that drops hand-written lengths: x/‖x‖ and x · rsqrt(mean x²) become x."""
 
     def __torch_function__(
-        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        _types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Call a torch function, with the lengths of tokens replaced by 1."""
         if function is F.normalize and args:
             return args[0]
         result = function(*args, **kwargs or {})
         # Lengths of tokens have axes; the root of a constant, such as head_dim, belongs to the scale and is kept.
-        return torch.ones_like(result) if function in LENGTHS and result.dim() else result
+        is_length = function in LENGTHS and isinstance(result, Tensor) and result.dim()
+        return torch.ones_like(result) if is_length else result

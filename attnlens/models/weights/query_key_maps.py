@@ -296,7 +296,7 @@ def _read_site(
         window = Probe(model, many, weights, many.layout, whole=True)
         if probe.batch:
             window = replace(window, batch=window.shapes[0][0])
-        window.check_captured()
+        window.check(window.target.call, *window.captured)
         if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
             reason = "its queries or keys depend on the output of other modules, so the model must be loaded"
             raise unreadable(reason)
