@@ -263,8 +263,7 @@ class Replacement:
     heads: tuple[int, ...] | None = None  # query heads; None for all
 
 
-Swaps = Mapping[Site, Replacement]
-"""Maps each swapped site to its replacement."""
+Swaps = Mapping[Site, Replacement]  # maps each swapped site to its replacement
 
 
 def watch(

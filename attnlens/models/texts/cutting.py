@@ -28,12 +28,10 @@ IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_at
 class TokenRows:
     """The ids of sequences; empty if the model reads no tokens."""
 
-    ids: Sequence[Sequence[int]] = ()
-    """Ids of each sequence."""
+    ids: Sequence[Sequence[int]] = ()  # ids of each sequence
     types: Sequence[Sequence[int]] = ()
     """Token types of each sequence, which number the texts of a pair; empty without pairs."""
-    names: tuple[str, ...] = ()
-    """Name of the text that each sequence belongs to."""
+    names: tuple[str, ...] = ()  # name of the text that each sequence belongs to
 
 
 def batches(

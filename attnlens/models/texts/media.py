@@ -45,8 +45,7 @@ INPUTS: dict[Modality, tuple[str, ...]] = {
     "audio": ("input_values", "input_features"),
 }
 """Names of the prepared image or sound in a forward pass."""
-RANDOM = {"image": "random pixels", "audio": "random sound"}
-"""Names of random inputs in reports."""
+RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
 TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
 """Names in the config of the placeholder id for a part of an image or sound."""
 FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
@@ -61,12 +60,10 @@ SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
-LARGEST_FILE = 2**28
-"""Maximum size of an image or sound file in bytes."""
+LARGEST_FILE = 2**28  # maximum size of an image or sound file in bytes
 LARGEST_INPUT = 2**24
 """Largest number of values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz."""
-MEMORY = 2**32
-"""Bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size."""
+MEMORY = 2**32  # bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size
 COLOURS, IMAGE_SIZE = 16, 224
 """Random colours, and pixels, along each side of a random image. Processors keep differences of this size."""
 FRAMES, MOST_FRAMES = 8, 256
@@ -75,8 +72,7 @@ RATE = 16_000
 """Samples per second if the processor does not give its rate, and length of a random sound without a processor."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
-Placeholders = tuple[tuple[Modality, int, int], ...]
-"""Placeholders before a text: modality, token id and count."""
+Placeholders = tuple[tuple[Modality, int, int], ...]  # placeholders before a text: modality, token id and count
 
 
 @dataclass(frozen=True)
@@ -85,12 +81,9 @@ class Media:
 
     processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
     """The checkpoint's processor for each modality used; None for random numbers in the shape given by the config."""
-    before: Placeholders = ()
-    """Placeholders before each text."""
-    names: frozenset[str] = frozenset()
-    """Keyword arguments of the forward pass for these modalities."""
-    notes: tuple[str, ...] = ()
-    """One sentence for each modality that is not used, or not prepared by a processor."""
+    before: Placeholders = ()  # placeholders before each text
+    names: frozenset[str] = frozenset()  # keyword arguments of the forward pass for these modalities
+    notes: tuple[str, ...] = ()  # one sentence for each modality that is not used, or not prepared by a processor
 
     @property
     def alone(self) -> bool:
@@ -167,8 +160,7 @@ class Feed:
     model: PreTrainedModel
     media: Media
     seed: int
-    skip: int = 0
-    """Number of the first random draw."""
+    skip: int = 0  # number of the first random draw
     files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
     """Prepared inputs of each modality that is read from files, by sequence."""
 

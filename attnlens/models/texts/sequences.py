@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHARACTERS = 128
-"""Number of ids to draw from for a model that takes any id (CANINE hashes characters)."""
+CHARACTERS = 128  # number of ids to draw from for a model that takes any id (CANINE hashes characters)
 
 
 def token_tensors(
@@ -48,15 +47,13 @@ def text_inputs(
     the same mask. If the encoder reads pixels or sound, the decoder gets the text unchanged, since its special tokens
     begin with the start token.
     """
-    inputs: dict[str, Tensor] = {}
+    inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
-        inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
+        inputs |= {"input_ids" if "input_ids" in parameters else "inputs": ids, "attention_mask": mask}
     if decodes_text(model):
-        decoder_text, seen = ids[:, start:], mask[:, start:]
-        decoder_ids = shift_right(model, decoder_text) if reads_ids(model) else decoder_text
-        inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
-    parameters = set(signature(model.forward).parameters)
-    parameters -= {"inputs"} if "input_ids" in parameters else set()
+        text = ids[:, start:]
+        decoder_ids = shift_right(model, text) if reads_ids(model) else text
+        inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": mask[:, start:]}
     return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in parameters}
 
 
@@ -100,10 +97,8 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    names = ["decoder_start_token_id"]
-    if method is None:
-        names += ["bos_token_id", "pad_token_id"]
-    else:
+    names = ("decoder_start_token_id", *(("bos_token_id", "pad_token_id") if method is None else ()))
+    if method is not None:
         # T5 raises without a start token in its config; MusicGen generates no text
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             shifted: Tensor = method(labels=ids)
@@ -119,8 +114,7 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
 
 FOREIGN = 0.5
 """Share of unknown tokens from which a text is foreign to a model, which then sees little more than word positions."""
-NOTABLE = 0.1
-"""Share of unknown tokens from which the report contains a note."""
+NOTABLE = 0.1  # share of unknown tokens from which the report contains a note
 
 
 def unknown_shares(
@@ -191,14 +185,10 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 class WindowedText:
     """The windows of a running text, each cut on request, since only a few of thousands are fed."""
 
-    ids: Sequence[int]
-    """Ids of the whole text."""
-    room: int
-    """Number of the text's ids in a window."""
-    before: Sequence[int]
-    """Special tokens at the beginning of each window."""
-    after: Sequence[int]
-    """Special tokens at the end of each window."""
+    ids: Sequence[int]  # of the whole text
+    room: int  # number of the text's ids in a window
+    before: Sequence[int]  # special tokens at the beginning of each window
+    after: Sequence[int]  # special tokens at the end of each window
 
     def __len__(self) -> int:
         return len(self.ids) // self.room
@@ -277,15 +267,13 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
     limit = position_limit(model)
     if limit is not None and limit < 2:
-        raise UsageError(
-            f"The model accepts only {limit} token, but attention needs at least two.", "Use --source weights."
-        )
+        problem = f"The model accepts only {limit} token, but attention needs at least two."
+        raise UsageError(problem, "Use --source weights.")
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(
-            f"A window of {tokens} tokens is too short: attention needs at least two.", "Give at least --length 2."
-        )
+        problem = f"A window of {tokens} tokens is too short: attention needs at least two."
+        raise UsageError(problem, "Give at least --length 2.")
     if limit is not None and tokens > limit:
         raise UsageError(f"The model accepts at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens

@@ -277,8 +277,7 @@ SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Parameters of torch's fused attention, in order."""
 
-Refused = dict[nn.Module, str]
-"""Unreadable attention that was found: maps the module that computes it to the reason."""
+Refused = dict[nn.Module, str]  # unreadable attention that was found: maps the module that computes it to the reason
 
 
 @contextmanager

@@ -51,8 +51,7 @@ class Product:
 class Sum:
     """A product of attention weights with values."""
 
-    value: Tensor
-    """(…, keys, value_dim), its leading axes in the order of the weights' axes."""
+    value: Tensor  # (…, keys, value_dim), its leading axes in the order of the weights' axes
     arrange: Callable[[Tensor], Tensor] | None = None
     """Maps (…, queries, value_dim), with axes in the order of the weights', to the layout of the call's own result.
     None if the layouts are equal."""

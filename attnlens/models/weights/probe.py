@@ -25,58 +25,25 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-@dataclass(frozen=True, eq=False)
-class Mixture:
-    """Many tokens that are linear combinations of a few tokens."""
-
-    few: Float[Tensor, "few d_model"]  # the few tokens
-    shares: Float[Tensor, "*tokens few"]  # coefficient of each of the few in every token
-
-    @cached_property
-    def tokens(self) -> Float[Tensor, "*tokens d_model"]:
-        """All tokens. Cached, so that `is_made` can recognise this tensor."""
-        return self.shares @ self.few
-
-    def is_made(self, tokens: Tensor) -> bool:
-        """Return whether `tokens` is this mixture's own tensor, possibly with reshaped leading axes."""
-        original = self.tokens
-        if original._version:  # private counter of in-place changes: a module has changed the tokens
-            return False
-        same = tokens.data_ptr() == original.data_ptr() and tokens.dtype == original.dtype and tokens.is_contiguous()
-        return same and tokens.shape[-1:] == original.shape[-1:] and tokens.numel() == original.numel()
+Function = Callable[..., object]
+Keywords = Mapping[str, object] | None
 
 
 class FewTokens(TorchFunctionMode):
-    """Torch function mode: F.linear of repeated tokens or these mixtures multiplies weights only by distinct tokens."""
-
-    def __init__(self, mixtures: Sequence[Mixture] = ()) -> None:
-        super().__init__()
-        self.mixtures = mixtures
+    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
 
     def __torch_function__(
-        self,
-        function: Callable[..., object],
-        _types: object,
-        args: tuple[Tensor, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
     ) -> object:
         """Call a torch function, with the shortcut for F.linear."""
-        if function is F.linear and not kwargs and len(args) in (2, 3) and type(args[0]) is Tensor:
-            return self._linear(*args)
-        return function(*args, **kwargs or {})
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        for mixture in self.mixtures:
-            if mixture.is_made(x):
-                shares = mixture.shares.reshape(*x.shape[:-1], -1)
-                mixed = shares @ F.linear(mixture.few, weight)
-                return mixed if bias is None else mixed + bias
-        steps = x.stride()
-        if any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
-            distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
-            result = F.linear(distinct, weight, bias)
-            return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
-        return F.linear(x, weight, bias)
+        if function is not F.linear or kwargs or type(args[0]) is not Tensor:
+            return function(*args, **kwargs or {})
+        x, steps = args[0], args[0].stride()
+        if not any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
+            return F.linear(*args)
+        distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
+        result = F.linear(distinct, *args[1:])
+        return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
 
 
 TOLERANCE = 1e-4
@@ -127,7 +94,8 @@ class Probe:
             try:
                 functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
             except _AttentionRequested as request:
-                return request.call
+                call: Call = request.args[0]
+                return call
             except FAILURES as error:  # a module of another library, on inputs it was not written for
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
@@ -178,11 +146,6 @@ class Probe:
         """Shapes (batch, tokens, …, d_model) of the captured inputs; for cross-attention of both sequences."""
         return [tuple(part.shape) for part in self.captured[: 1 if self.target.other is None else 2]]
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in each captured sequence."""
-        return math.prod(self.shapes[0][1:-1])
-
     @cached_property
     def odd(self) -> Call:
         """The module's call on ODD sequences."""
@@ -211,32 +174,20 @@ class Probe:
             draws.append(values.to(self.arguments[self.target.input_name]).expand(-1, *axes, -1))
         return draws[0], draws[-1]
 
-    def mix_inputs(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
-        """Return seeded inputs with different tokens at all positions, each a mixture of MIXED random tokens."""
-        generator = torch.Generator().manual_seed(seed)
-        like, draws = self.arguments[self.target.input_name], []
-        for _, *tokens, size in self.shapes:
-            axes = self.batch or batch, *(tokens if self.whole else [1])
-            shares = torch.randn(*axes, MIXED, generator=generator) / MIXED**0.5
-            draws.append(Mixture(torch.randn(MIXED, size, generator=generator).to(like), shares.to(like)))
-        return draws[0], draws[-1]
-
 
 def smallest(probe: Probe) -> Probe:
     """Return the probe with the smallest input the module accepts: a token, a sequence, or the whole captured batch.
 
     Raises UnreadableError if it accepts none of them.
     """
-    captured = probe.shapes[0]
-    for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
-        try:
+    whole = replace(probe, whole=True)
+    candidates = [probe, whole, replace(whole, batch=probe.shapes[0][0])] if len(probe.shapes[0]) > 2 else [probe]
+    for candidate in candidates[:-1]:
+        with suppress(UnreadableError):
             _ = candidate.odd
-        except UnreadableError as error:
-            if candidate.batch is not None or len(captured) < 3:
-                raise error from None
-        else:
             return candidate
-    raise AssertionError(probe)
+    _ = candidates[-1].odd
+    return candidates[-1]
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
@@ -253,33 +204,24 @@ def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ..
 
     Found by which parameters have a gradient: no values are needed, and parameters of later projections are never read.
     """
-    leaves = {
-        name: part.detach().requires_grad_(part.is_floating_point()) for name, part in target.module.named_parameters()
-    }
-    buffers = dict(target.module.named_buffers())
-    probe = smallest(Probe(model, target, {**leaves, **buffers}, layout))
+    parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
+    leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
+    probe = smallest(Probe(model, target, parameters | leaves | buffers, layout))
     with torch.enable_grad():
         call = probe(*probe.random(ODD, seed=0))
         outputs = [part.sum() for part in (call.query, call.key) if part.requires_grad]
     if not outputs:
         return list(buffers)
-    floating = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    slopes = torch.autograd.grad(outputs, [leaves[name] for name in floating], allow_unused=True)
-    return [name for name, slope in zip(floating, slopes, strict=True) if slope is not None] + list(buffers)
+    slopes = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
+    return [name for name, slope in zip(leaves, slopes, strict=True) if slope is not None] + list(buffers)
 
 
 ALIKE = 4  # seed of the tokens that are repeated at every position
-MIXED = 16  # number of random tokens in a mixture
-ODD = 7
-"""Number of sequences tried first; a power of two might fit by accident an input made for another number."""
+ODD = 7  # number of sequences tried first; a power of two might fit by accident an input made for another number
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
-    """Raised when a module requests an attention computation, to stop it there."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
+    """Raised with the call when a module requests an attention computation, to stop it there."""
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -303,8 +245,7 @@ class Norm:
 
 Norms = Mapping[nn.Module, Norm]
 
-ANY_WIDTH = (8,)
-"""Shape of the test input for a norm without weights that does not declare its own shape."""
+ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does not declare its own shape
 
 
 def norms_inside(module: nn.Module) -> Norms:
@@ -342,11 +283,6 @@ def _fit_norm(module: nn.Module) -> Norm | None:
     return None
 
 
-def without_gains(norms: Norms) -> Norms:
-    """Return the same norms with gain 1, so that coordinates with gain 0 can be followed through the norm."""
-    return {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
-
-
 @contextmanager
 def linear(norms: Norms) -> Iterator[None]:
     """Disable the per-token scaling of these norms inside the `with`; gain and centring remain."""
@@ -371,11 +307,7 @@ class WithoutLengths(TorchFunctionMode):
     """Torch function mode that drops hand-written lengths: x/‖x‖ and x · rsqrt(mean x²) become x."""
 
     def __torch_function__(
-        self,
-        function: Callable[..., object],
-        _types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, function: Function, _types: object, args: tuple[object, ...] = (), kwargs: Keywords = None
     ) -> object:
         """Call a torch function, with the lengths of tokens replaced by 1."""
         if function is F.normalize and args:

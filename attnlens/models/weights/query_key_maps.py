@@ -19,7 +19,6 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import is_announced
 from attnlens.models.weights.probe import (
     TOLERANCE,
-    FewTokens,
     Norms,
     Present,
     Probe,
@@ -31,7 +30,6 @@ from attnlens.models.weights.probe import (
     smallest,
     unreadable,
     used_weights,
-    without_gains,
 )
 from attnlens.models.weights.rows import Factors, Maps, match_weights, unit
 from attnlens.records import Call, QueryKey, Rotation
@@ -45,10 +43,8 @@ ROWS = 16
 POSITIONS = 32  # positions used to determine the pairs
 STILL = 1e-5
 """Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
-ANGLE = 1e-3
-"""Largest root-mean-square error of an angle over the pairs; positions times frequencies are float32."""
-SINGLE = torch.finfo(torch.float32).eps
-"""Relative rounding of cos and sin in a model that is not in half precision."""
+ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
+SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
@@ -109,7 +105,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     coordinate's rotation; that the same R rotates the model's actual queries and keys is then checked. Angles are those
     of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image.
     """
-    if probe.tokens < 2:
+    if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
     heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
@@ -122,7 +118,8 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
         return None
     if probe.target.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
-    with linear(without_gains(norms)):
+    # a gain of 0 would hide how its coordinate rotates
+    with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
         query, key = _sides(probe(*probe.random(rows, seed=5)))
     rounding = rounding_of(probe)
     rotation = fit_rotation(query, key, rounding)
@@ -446,9 +443,8 @@ def _mismatch(sides: Sides, groups: Groups = ()) -> str | None:
 
 def _check_everywhere(factors: Factors, window: Probe) -> None:
     """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
-    mixtures = window.mix_inputs(window.least, seed=3)
-    inputs = mixtures[0].tokens, mixtures[1].tokens
-    with torch.no_grad(), FewTokens(mixtures):
+    inputs = window.random(window.least, seed=3, alike=False)
+    with torch.no_grad():
         call = window(*inputs)
         rebuilt = factors.rebuild(*inputs, (call.query, call.key))
     border = TOLERANCE if factors.rotation is None else max(ANGLE, 4 * rounding_of(window))

@@ -35,8 +35,7 @@ class Maps:
     query_bias: Float[Tensor, "heads queries head_dim"]
     """One bias for all positions, or one per position if the module adds positions to its inputs (DETR)."""
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
-    key_latent: LatentMap | None = field(default=None, kw_only=True)
-    """W_K as a product, if it was found as one."""
+    key_latent: LatentMap | None = field(default=None, kw_only=True)  # W_K as a product, if it was found as one
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
@@ -71,13 +70,9 @@ class Factors:
     """
 
     site: Site
-    """The site."""
-    maps: Maps
-    """W_Q, W_K and the biases."""
-    scale: float
-    """Factor of the product of queries and keys."""
-    rotation: Rotation | None
-    """R(i), or None if queries and keys are not rotated by their position."""
+    maps: Maps  # W_Q, W_K and the biases
+    scale: float  # factor of the product of queries and keys
+    rotation: Rotation | None  # R(i), or None if queries and keys are not rotated by their position
     groups: tuple[Int[Tensor, " some"], ...] = ()
     """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
     coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
