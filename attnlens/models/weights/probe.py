@@ -130,7 +130,7 @@ class Probe:
         The mask determines which keys are used, not their values. With fewer tokens than the mask is for, Swin expands
         it to a shape whose memory per sequence grows with the square of the tokens.
         """
-        arguments = as_float64(self.target.arguments)
+        arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
         dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._is_shorter))
@@ -171,7 +171,7 @@ class Probe:
         for _, *tokens, size in self.shapes:
             axes = tokens if self.whole else [1]
             values = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
-            draws.append(values.to(self.arguments[self.target.input_name]).expand(-1, *axes, -1))
+            draws.append(values.to(self.captured[0].device, torch.float64).expand(-1, *axes, -1))
         return draws[0], draws[-1]
 
 
@@ -225,9 +225,8 @@ class _AttentionRequested(BaseException):  # not an Exception, which a module mi
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of one module, the floating-point ones in float64."""
-    with torch.no_grad():
-        return {name: as_float64(part) for name, part in (*module.named_parameters(), *module.named_buffers())}
+    """Return the parameters and buffers of one module without gradients, the floating-point ones in float64."""
+    return {name: as_float64(part.detach()) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
 def unreadable(reason: str) -> UnreadableError:
@@ -264,7 +263,6 @@ def norms_inside(module: nn.Module) -> Norms:
     return norms
 
 
-@torch.no_grad()
 def _fit_norm(module: nn.Module) -> Norm | None:
     weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape

@@ -90,20 +90,18 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
-    rounding = rounding_of(probe)
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
-    return not any(
-        _changes_with_position(part) if rotation is None else _differs_from(part, rotation, rounding) for part in parts
-    )
+    if rotation is None:
+        return not any(map(_changes_with_position, parts))
+    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
 
 
-@torch.no_grad()
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
-    The fit works pair by pair on queries and keys. Under QK-norm it omits the gains, since a gain of 0 hides its
-    coordinate's rotation; that the same R rotates the model's actual queries and keys is then checked. Angles are those
-    of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image.
+    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation; whether the same R rotates
+    the model's actual queries and keys is then checked. Angles are those of distances (Su et al. 2021, RoFormer, Eq.
+    16) or of each place in an image.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -112,13 +110,11 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         parts, others = ([unit(part) for part in side] for side in (parts, others))
-    if not any(_changes_with_position(part) for part in parts):
-        return None
-    if not any(_changes_with_position(part - other) for part, other in zip(parts, others, strict=True)):
+    changes = (part - other for part, other in zip(parts, others, strict=True))
+    if not any(map(_changes_with_position, parts)) or not any(map(_changes_with_position, changes)):
         return None
     if probe.target.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
-    # a gain of 0 would hide how its coordinate rotates
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
         query, key = _sides(probe(*probe.random(rows, seed=5)))
     rounding = rounding_of(probe)
@@ -262,14 +258,14 @@ def factors(
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites called with a single token (position 0), `window` the sites called with as many positions as
-    the rotations shall have. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms
-    inside the module keep their gains and drop their positive per-token scalars; if they act on queries or keys
-    themselves (QK-norm), only directions are checked. Works in float64, on a copy of one module at a time.
+    `first` are the sites called with a single token (position 0), `window` those called with as many positions as the
+    rotations shall have. The maps must be affine, which is checked at other inputs. Norms inside the module keep their
+    gains and drop their positive per-token scalars; if they act on queries or keys themselves (QK-norm), only
+    directions are checked. Works in float64, on a copy of one module at a time.
 
-    `chosen` are the indices of the sites to read, None for all. A site's result does not depend on the choice: a
-    rotation is fitted at the first site that has it, chosen or not, and stored in `turns`. Inside `present`, a module
-    of a model that is not in memory has the weights of the given names; no others are read.
+    `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
+    chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
+    the given names.
     """
     turns = Turns() if turns is None else turns
     for index in range(len(window)) if chosen is None else chosen:
@@ -295,8 +291,7 @@ def _read_site(
             window = replace(window, batch=window.shapes[0][0])
         window.check(window.target.call, *window.captured)
         if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
-            reason = "its queries or keys depend on the output of other modules, so the model must be loaded"
-            raise unreadable(reason)
+            raise unreadable("its queries or keys depend on the output of other modules, so the model must be loaded")
         norms = norms_inside(single.module)
         # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
         rotation = turns.of(window, {}, leading=leading) if probe.whole else None
@@ -324,29 +319,26 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
     reason = _mismatch(sides)
     if reason is None:
         return maps, ()
-    groups = _find_groups(sides) if norms else None
-    if groups is None:
-        with linear(norms), WithoutLengths():
-            maps = _differentiate(probe, rotation)
-        groups = _find_groups(_first_tokens(probe, maps))
-        if groups is None:
-            remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
-            raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
-    return maps, groups
+    if norms and (groups := _find_groups(sides)) is not None:
+        return maps, groups
+    with linear(norms), WithoutLengths():
+        maps = _differentiate(probe, rotation)
+    if (groups := _find_groups(_first_tokens(probe, maps))) is not None:
+        return maps, groups
+    remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
+    raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
 
 
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Probe i carries the tangent e_i, so that row i of W is exact, without the rounding of a difference. NaN weights of
-    one head do not spread to others (in a backward pass they would: 0 · NaN enters every gradient). A probe is a token,
-    rotated back to position 0 by `rotation`, or a whole sequence of one token if queries and keys come from two
-    sequences or if cos and sin are rounded to half precision.
+    Probe i carries the tangent e_i, so that row i of W is exact, and NaN weights of one head do not spread to others: in
+    a backward pass 0 · NaN enters every gradient. A probe is a token, rotated back to position 0 by `rotation`, or a
+    whole sequence of one token if queries and keys come from two sequences or cos and sin have half precision.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
-    with torch.no_grad():
-        zero = probe(*(torch.zeros_like(x) for x in base))
+    zero = probe(*(torch.zeros_like(x) for x in base))
     tokens = max(x[0, ..., 0].numel() for x in base)
     rows = probe.batch or max(1, CHUNK // tokens)
     step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
@@ -363,7 +355,7 @@ def _tangents(
 ) -> tuple[Tensor, Tensor]:
     """Compute rows start … start + step of both Jacobians, (rows, heads, head_dim) each; fewer at the end."""
     counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
-    with torch.no_grad(), forward_ad.dual_level():
+    with forward_ad.dual_level():
         duals = []
         for x, count in zip(base, counts, strict=True):
             tokens = 1 if alike else x[0, ..., 0].numel()
@@ -389,8 +381,7 @@ def _tangents(
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
     """Return the maps with the biases of every position, if they differ."""
-    with torch.no_grad():
-        zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
+    zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = []
     for part, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
         by_position = part[0].double()
@@ -405,9 +396,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
     Each is (sequences, heads, head_dim), without the heads that have NaN.
     """
     inputs = probe.random(8, seed=2, alike=False)
-    with torch.no_grad():
-        call = probe(*inputs)
-    sides = []
+    call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
         fine = expected[:, :, 0].isfinite().all(-1).all(0)
         sides.append((part[:, fine, 0].double(), expected[:, fine, 0]))
@@ -444,9 +433,8 @@ def _mismatch(sides: Sides, groups: Groups = ()) -> str | None:
 def _check_everywhere(factors: Factors, window: Probe) -> None:
     """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
     inputs = window.random(window.least, seed=3, alike=False)
-    with torch.no_grad():
-        call = window(*inputs)
-        rebuilt = factors.rebuild(*inputs, (call.query, call.key))
+    call = window(*inputs)
+    rebuilt = factors.rebuild(*inputs, (call.query, call.key))
     border = TOLERANCE if factors.rotation is None else max(ANGLE, 4 * rounding_of(window))
     for name, part, expected in zip(("queries", "keys"), (call.query, call.key), rebuilt, strict=True):
         fine = expected.isfinite().all(-1).all(-1).all(0)
@@ -462,6 +450,6 @@ def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
     """
     captured = target.call.query_key(target.site)
     names = target.input_name, target.other or target.input_name
-    x, y = (target.sequences(target.arguments[name]) for name in names)
-    query, key = factors.rebuild(x, y, (captured.query, captured.key))
+    inputs = (target.sequences(target.arguments[name]) for name in names)
+    query, key = factors.rebuild(*inputs, (captured.query, captured.key))
     return replace(captured, query=query, key=key)

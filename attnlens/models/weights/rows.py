@@ -107,21 +107,20 @@ class Factors:
     @property
     def parts(self) -> tuple[QueryKey, ...]:
         """The bilinear form; for latent attention the form of the nope part and that of the rope part."""
-        heads = tuple(range(self.maps.query.shape[0]))
-        group = len(heads) // self.maps.key.shape[0]
-        whole = QueryKey(
-            *(self.maps.query, self.maps.key, self.scale, "weights", self.site, heads),
-            key_of=tuple(head // group for head in heads),
-            rotation=self.rotation,
-        )
+        query, key, heads = self.maps.query, self.maps.key, tuple(range(len(self.maps.query)))
+        key_of = tuple(head * len(key) // len(query) for head in heads)
+        whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
         if not self.latent:
             return (whole,)
-        parts = []
-        for coordinates in self.groups:
-            query, key = (_coordinates(factor, coordinates) for factor in (whole.query, whole.key))
-            rotation = None if whole.rotation is None else whole.rotation.of_coordinates(coordinates)
-            parts.append(replace(whole, query=query, key=key, rotation=rotation))
-        return tuple(parts)
+        return tuple(
+            replace(
+                whole,
+                query=_coordinates(query, coordinates),
+                key=_coordinates(key, coordinates),
+                rotation=None if self.rotation is None else self.rotation.of_coordinates(coordinates),
+            )
+            for coordinates in self.groups
+        )
 
     @property
     def summed(self) -> QueryKey:
@@ -243,7 +242,7 @@ def match_weights(probe: Probe) -> Maps | None:
     if probe.whole or probe.batch is not None:
         return None
     inputs = probe.random(DRAWS, seed=7)
-    with torch.no_grad(), _record_inner_inputs(probe.target.module) as inner:
+    with _record_inner_inputs(probe.target.module) as inner:
         call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
     # not tensor subclasses, whose rows may be quantised
     plain = [weight for weight in probe.weights.values() if type(weight) in (Tensor, nn.Parameter)]
@@ -304,13 +303,13 @@ def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Te
 
 def _largest_product(pieces: Sequence[MatchedColumns], shape: torch.Size) -> LatentMap | None:
     """Return the largest piece that is a product of two matrices, or None."""
-    products = [(piece, piece.down) for piece in pieces if piece.down is not None]
-    if not products:
+    products = [piece for piece in pieces if piece.down is not None]
+    columns, up, down = max(products, key=lambda piece: len(piece.columns), default=(None, None, None))
+    if columns is None or up is None or down is None:
         return None
-    piece, down = max(products, key=lambda product: len(product[0].columns))
-    up = piece.up.new_full((shape.numel(), piece.up.shape[1]), torch.nan)
-    up[piece.columns] = piece.up
-    return LatentMap(up.reshape(*shape, -1).mT, down.mT)
+    whole = up.new_full((shape.numel(), up.shape[1]), torch.nan)
+    whole[columns] = up
+    return LatentMap(whole.reshape(*shape, -1).mT, down.mT)
 
 
 def _match_rows(
