@@ -332,7 +332,7 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Probe i carries the tangent e_i, so that row i of W is exact, and NaN weights of one head do not spread to others: in
+    Probe i carries the tangent e_i, so that row i of W is exact and NaN weights of one head do not spread to others: in
     a backward pass 0 · NaN enters every gradient. A probe is a token, rotated back to position 0 by `rotation`, or a
     whole sequence of one token if queries and keys come from two sequences or cos and sin have half precision.
     """
