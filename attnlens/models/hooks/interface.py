@@ -64,9 +64,9 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
 
 def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return every configuration in use, each once."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs = [getattr(module, "config", None) for module in model.modules()]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
-    return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
+    return list({id(config): config for config in [*configs, *nested] if isinstance(config, PreTrainedConfig)}.values())
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
@@ -214,11 +214,11 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
     def as_eager(*args: Any, **more: Any) -> tuple[Tensor, None]:
         return attention(*args, **more | {"is_causal": False})  # eager functions apply no causal mask of their own
 
-    names = name, f"{name}_eager"
-    for each, function, mask in zip(names, (attention, as_eager), (sdpa_mask, eager_mask), strict=True):
-        AttentionInterface.register(each, function)
-        AttentionMaskInterface.register(each, mask)
-    return names
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register(f"{name}_eager", as_eager)
+    AttentionMaskInterface.register(f"{name}_eager", eager_mask)
+    return name, f"{name}_eager"
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from attnlens.choices import Part
 from attnlens.errors import ModelError
@@ -170,12 +171,12 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     return Survey(model, sites, ran, refused)
 
 
-def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
+def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
     """Return the model's outputs without a cache, so that every query meets every key in one call.
 
     A model that draws random numbers (ViTMAE's masks) draws the same numbers in every pass.
     """
-    with _disable_cache(model), _fix_seed(model):
+    with _deterministic(model):
         return model(**inputs, **without_cache(model), **more)
 
 
@@ -185,40 +186,33 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 @contextmanager
-def _disable_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Switch off `use_cache` in all configurations inside the `with`: submodels do not receive the argument."""
+def _deterministic(model: PreTrainedModel) -> Iterator[None]:
+    """Switch off caches inside the `with`, and seed the random draws of a model in eval mode, only in here.
+
+    `use_cache` is changed in all configurations, because submodels do not receive the argument.
+    """
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
+    device, draws = device_of_inputs(model), not model.training
     try:
-        yield
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=draws):
+            if draws and device.type == "cpu":
+                torch.default_generator.manual_seed(0)
+            elif draws:  # seeds all devices, and records the stack trace for devices that are not initialised yet
+                torch.manual_seed(0)
+            yield
     finally:
         for config in caching:
             config.use_cache = True
 
 
-@contextmanager
-def _fix_seed(model: PreTrainedModel) -> Iterator[None]:
-    """Seed the random draws of a model in eval mode inside the `with`; generators outside are unaffected."""
-    if model.training:
-        yield
-        return
-    device = device_of_inputs(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(0)
-        else:  # this seeds all devices, and records the stack trace for devices that are not initialised yet
-            torch.manual_seed(0)
-        yield
+def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the floating-point outputs of a model at its real tokens; nested ones (backbones) if there are no others.
 
-
-def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs of a model at its real tokens; nested ones only if there are no others.
-
-    Backbones have only nested ones. Padding is left out because a padded query may see no key, and implementations may
-    then differ.
+    Padding is left out because a padded query may see no key, and implementations may then differ.
     """
-    values = result.to_tuple() if hasattr(result, "to_tuple") else result
+    values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
 

@@ -244,11 +244,11 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     if any("auto_map" in read_json(Path(file)) for file in files):
         problem = f"The processor of {place} is Python code in the checkpoint, which attnlens does not run."
         raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
-    load = (AutoImageProcessor if modality == "image" else AutoFeatureExtractor).from_pretrained
+    class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    load: Callable[..., Processor] = class_.from_pretrained
     try:
         with _bounded_memory():
-            processor: Processor = load(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
-            return processor
+            return load(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
     except UNPREPARED as error:
         problem = f"The processor for {modality} input of {place} can't be loaded: {first_line(error)}"
         raise ModelError(problem, f"Correct {files[0]}, or leave out --{modality}.") from error
@@ -291,7 +291,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
 
     Raises TextError for a spectrogram of unknown layout, and for invalid sizes.
     """
-    name, shape = _input_name(model, modality), tuple[object, ...]()
+    name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
         shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
         frames = setting(model, "num_frames", "frames_per_clip")
@@ -351,20 +351,18 @@ def _process(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
     """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
-    names = _parameters(model)
+    names, options = _parameters(model), dict[str, object]()
+    if modality == "audio":
+        options["sampling_rate"] = _rate(processor)
+        if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
+            options["return_attention_mask"] = True
     try:
         with _bounded_memory():
-            if modality == "image":
-                result = dict(processor(images=raw, return_tensors="pt"))
-            else:
-                options = {"sampling_rate": _rate(processor), "return_tensors": "pt"}
-                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
-                    options["return_attention_mask"] = True
-                result = dict(processor(raw, **options))
+            result = dict(processor(raw, return_tensors="pt", **options))
     except UNPREPARED as error:
         problem = f"The model's processor fails on {name}: {first_line(error)}"
         raise ModelError(problem, "Give another file, or leave it out.") from error
-    inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
+    inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
         problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} accepts none of them."
         raise ModelError(problem, f"Leave out --{modality}.")
@@ -374,14 +372,15 @@ def _process(
 def _parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return the parameters of the model's forward pass, keyed by the names that processors give them."""
     parameters = signature(model.forward).parameters
-    names = {name: name for name in parameters}
-    names |= {alias: name for name, alias in ALIASES.items() if name in parameters}
+    names = {name: name for name in parameters} | {alias: name for name, alias in ALIASES.items() if name in parameters}
     if "grid_thw" in parameters and "hidden_states" in parameters:
         names["pixel_values"] = "hidden_states"
+    masks = [name for name in MASKS if name in parameters]
     if "input_ids" in names:  # `attention_mask` belongs to the ids
         names.pop("attention_mask", None)
-    masks = [name for name in MASKS if name in parameters]
-    return ({"attention_mask": masks[0]} if masks else {}) | names
+    if masks:
+        names.setdefault("attention_mask", masks[0])
+    return names
 
 
 @contextmanager

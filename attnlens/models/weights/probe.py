@@ -312,5 +312,6 @@ class WithoutLengths(TorchFunctionMode):
             return args[0]
         result = function(*args, **kwargs or {})
         # Lengths of tokens have axes; the root of a constant, such as head_dim, belongs to the scale and is kept.
-        is_length = function in LENGTHS and isinstance(result, Tensor) and result.dim()
-        return torch.ones_like(result) if is_length else result
+        if function in LENGTHS and isinstance(result, Tensor) and result.dim():
+            return torch.ones_like(result)
+        return result

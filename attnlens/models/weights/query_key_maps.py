@@ -450,6 +450,6 @@ def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
     """
     captured = target.call.query_key(target.site)
     names = target.input_name, target.other or target.input_name
-    inputs = (target.sequences(target.arguments[name]) for name in names)
-    query, key = factors.rebuild(*inputs, (captured.query, captured.key))
+    x, y = (target.sequences(target.arguments[name]) for name in names)
+    query, key = factors.rebuild(x, y, (captured.query, captured.key))
     return replace(captured, query=query, key=key)
