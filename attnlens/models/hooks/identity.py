@@ -212,10 +212,7 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Switch off the features that refuse float64, in a model that attnlens loaded.
-
-    They are the grouped product of experts and GPT-2's attention in float32. In exact arithmetic nothing changes.
-    """
+    """Switch off what refuses float64 in a model loaded by attnlens: grouped experts, and GPT-2's float32 attention."""
     for module in model.modules():
         # private: transformers offers no public test of whether a model has such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():

@@ -103,10 +103,7 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
 ) -> Call:
-    """Convert the arguments of one of transformers' attention functions to a Call.
-
-    Raises ModelError for an unsupported argument that changes the scores.
-    """
+    """Convert the arguments of transformers' attention functions to a Call; raise ModelError for an unsupported one."""
     scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
     if more.get("sinks") is not None:
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
@@ -187,10 +184,9 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Answer every attention computation of `model` with `answer` permanently, for a model built to use it.
+    """Answer the attention of a model built for `answer` permanently; transformers then knows it by `name`.
 
-    transformers then knows it by `name`, in this process. Raises ModelError if no part of the model goes through the
-    interface.
+    Raises ModelError if no part of the model goes through transformers' interface.
     """
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)

@@ -172,10 +172,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
-    """Return the model's outputs without a cache, so that every query meets every key in one call.
-
-    A model that draws random numbers (ViTMAE's masks) draws the same numbers in every pass.
-    """
+    """Return the model's outputs without a cache, with the same random draws in every pass (ViTMAE's masks)."""
     with _deterministic(model):
         return model(**inputs, **without_cache(model), **more)
 
@@ -288,7 +285,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
     """Return the same computation with all keys hidden from padded queries of a cross-attention.
 
-    In self-attention, padding is the tokens that no query sees. In cross-attention only a mask shows it.
+    In self-attention no query sees padding; in cross-attention only a mask shows it.
     """
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):

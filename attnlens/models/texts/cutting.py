@@ -79,8 +79,7 @@ def batches(
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
     """Return the number of files of each modality, one per sequence, or None without files.
 
-    Raises UsageError if the modalities have different numbers of files, or there are more than `most`: a file in two
-    sequences would count twice.
+    Raises UsageError if modalities differ in it, or it is above `most`: a file in two sequences would count twice.
     """
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
@@ -130,8 +129,8 @@ def reads_noise(loaded: Loaded) -> bool:
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
     """Build random ids (and noise for models of pixels or sound), to find a model's attention sites without a text.
 
-    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if
-    the model requires an input that attnlens can't make up.
+    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if the
+    model requires an input that attnlens can't make up.
     """
     accepted = _checked_media(loaded)
     rows: list[list[int]] = []

@@ -97,8 +97,8 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
     """Determine, once per model, which images and sounds it accepts, by a trial pass on random ones.
 
-    `folder` contains the processor's settings; without it, they are looked up by the name the model was loaded by. A
-    modality is left out, with a note, if its tower or the model fails on it and the model also runs without it.
+    `folder` contains the processor's settings; without it, they are looked up by the model's name. A modality is left
+    out, with a note, if its tower or the model fails on it and the model also runs without it.
     """
     if model not in _cache:
         media = Media()
@@ -206,8 +206,7 @@ class Feed:
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
     """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file.
 
-    Raises UsageError if the model does not read the modality, TextError if a file can't be read, and ModelError if
-    the checkpoint has no processor, or the processor fails.
+    Raises UsageError if the model does not read the modality, TextError for a bad file, ModelError for the processor.
     """
     if modality not in modalities(loaded.model):
         problem = f"{loaded.info.id} does not take {modality} input: --{modality} would be ignored."
@@ -223,10 +222,7 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
 
 
 def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Processor:
-    """Load the checkpoint's image or audio processor, from local files and without running the checkpoint's code.
-
-    Raises ModelError if there is no processor, or it can't be loaded.
-    """
+    """Load the checkpoint's image or audio processor from local files without running code, or raise ModelError."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor
     from transformers.utils.hub import cached_file
 
@@ -259,7 +255,7 @@ def _make_up(
 ) -> dict[str, Tensor]:
     """Return the inputs of one random image or sound, which depend only on seed and number.
 
-    Raises ModelError if the processor fails, TextError if there is no processor and the shape is unknown.
+    Raises ModelError if the processor fails, TextError if there is none and the shape is unknown.
     """
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
@@ -287,10 +283,7 @@ def _sides(model: PreTrainedModel) -> tuple[object, object]:
 
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
-    """Return the shape of one image, video or sound by the config.
-
-    Raises TextError for a spectrogram of unknown layout, and for invalid sizes.
-    """
+    """Return the shape of one image, video or sound by the config, or raise TextError if it is unknown or invalid."""
     name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
         shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))

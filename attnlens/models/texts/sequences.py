@@ -213,7 +213,7 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
 def cut_lines(
     tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the ids of all non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
+    """Return the ids of all non-empty lines, with special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
     UsageError if the special tokens leave no room.

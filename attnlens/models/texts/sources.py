@@ -29,7 +29,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     """Read the rows of a dataset as lines of text, cut off after `most` characters.
 
     Rows are streamed, and no code of the dataset is run. Raises UsageError if `datasets` is not installed, TextError if
-    the dataset, configuration, split or column does not exist or can't be read.
+    the dataset, configuration, split or column can't be read.
     """
     try:
         import datasets

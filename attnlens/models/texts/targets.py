@@ -98,9 +98,9 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """Return the predictions at the text's tokens: the last ones if the model `sees`, since an image can precede them.
+    """Return the predictions at the text's tokens: the last ones if an image can precede them (the model `sees`: GIT).
 
-    GIT is such a model. In other models they are the first ones, before unused positions (Perceiver).
+    In other models they are the first ones, before unused positions (Perceiver).
     """
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]

@@ -70,10 +70,7 @@ def unreadable(reason: str) -> UnreadableError:
 
 @dataclass(frozen=True)
 class Affine:
-    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), up to a term per query.
-
-    The softmax ignores such a term.
-    """
+    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), up to a term per query."""
 
     factor: Tensor  # (heads,): the factor of the product
     allowed: Tensor | None  # which keys a query may see; None for all
@@ -436,8 +433,7 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the answer for one site in `dtype`, or the result of the model's `original` function.
 
-        The last of `owners` owns the site; `arrange` gives an answer the axes of the original result (None: it has
-        them).
+        The last of `owners` owns the site; `arrange` gives an answer the axes of the original result, if they differ.
         """
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):

@@ -248,10 +248,10 @@ ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does
 
 
 def norms_inside(module: nn.Module) -> Norms:
-    """Find the normalisations inside an attention module.
+    """Find the normalisations inside an attention module that are positive multiples of a linear map.
 
-    RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. Norms of
-    any other form are omitted, and the affine check then refuses the site.
+    These are RMSNorm, g∘x/rms(x), and LayerNorm without bias, g∘(x − mean)/sd; the affine check refuses a site with
+    others.
     """
     norms: dict[nn.Module, Norm] = {}
     for part in module.modules():

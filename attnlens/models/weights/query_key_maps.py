@@ -64,9 +64,9 @@ class Turns:
         return leader, is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return a site's rotation: the leader's if it also fits here, otherwise a new fit.
+        """Return the leader's rotation if it also fits this site (others may lie between), or else a new fit.
 
-        Layers without rotation may lie between others. Fits under `norms` concern directions only and are stored apart.
+        Fits under `norms` concern directions only and are stored apart.
         """
         _, fits = self._fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
@@ -125,7 +125,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield the rotation of each site, None if its keys are not rotated, or the error that makes it unreadable.
+    """Yield each site's rotation, None if its keys are not rotated, or the error that makes it unreadable.
 
     `window` lists the sites, called with as many positions as the rotations shall have.
     """
@@ -306,10 +306,7 @@ def _read_site(
 
 
 def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
-    """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none.
-
-    Hand-written normalisations are removed if those in modules do not explain the queries and keys.
-    """
+    """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none."""
     with linear(norms):
         maps = match_weights(probe)
         if maps is not None and not norms:
@@ -391,10 +388,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return queries and keys of the first token of eight sequences, from the module and from the maps.
-
-    Each is (sequences, heads, head_dim), without the heads that have NaN.
-    """
+    """Return actual and expected (sequences, heads, head_dim) queries and keys of 8 first tokens, without NaN heads."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -446,7 +440,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
     """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
 
-    Under QK-norm, the length per token, which W_Q does not contain, is taken from the captured queries and keys.
+    Under QK-norm, the length per token, which W_Q does not contain, is that of the captured queries and keys.
     """
     captured = target.call.query_key(target.site)
     names = target.input_name, target.other or target.input_name

@@ -315,10 +315,7 @@ def _largest_product(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Lat
 def _match_rows(
     vectors: Tensor, columns: Tensor, down: Tensor | None, rows: Tensor, products: Tensor
 ) -> MatchedColumns | None:
-    """Return those columns that are multiples of these rows; None if the first column is not among them.
-
-    Tries consecutive rows from the first column's on; if they are too few or do not fit, tries the most similar rows.
-    """
+    """Return the columns that are multiples of consecutive or else the most similar rows; None if the first is not."""
     start, count = int(_most_similar_rows(vectors[:, :1], products)), vectors.shape[1]
     if not bool(_fit_factors(vectors[:, :1], products[:, [start]])[1]):
         return None
