@@ -88,14 +88,9 @@ class SiteCall:
                 return axes
         return usual
 
-    def sequences(self, hidden: Tensor) -> Tensor:
-        """Return inputs of the module as (batch, tokens, …, d_model)."""
-        return as_sequences(hidden, self.layout)
-
-
-def as_sequences(hidden: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """Return a module's inputs as (batch, tokens, …, d_model), given their `layout`; add a missing batch axis."""
-    return hidden[None] if hidden.dim() == 2 else hidden.permute(layout)
+    def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
+        """Return inputs of the module as (batch, tokens, …, d_model), by default with the `layout` of this call."""
+        return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
 
 @dataclass(frozen=True)
@@ -131,10 +126,9 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run one forward pass and return the attention it shows. Raises ModelError if no attention can be read."""
     paths = {module: path for path, module in model.named_modules()}
-    # arguments of the modules that are running
-    running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}
+    running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
     ran = set[nn.Module]()
-    calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
+    calls = list[tuple[nn.Module, Call, dict[str, Any]]]()
 
     def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         running[module] = args, kwargs
@@ -160,12 +154,11 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
         raise out_of_reach(model, {paths[module]: reason for module, reason in refused.items()}, ran)
 
     total, ordinals, tower_of = Counter(module for module, _, _ in calls), Counter[nn.Module](), towers(model)
-    sites: list[SiteCall] = []
+    sites = list[SiteCall]()
     for layer, (module, call, arguments) in enumerate(calls):
-        part = _part(call, arguments)
+        part, ordinal, repeated = _part(call, arguments), ordinals[module], total[module] > 1
         part = tower_of.get(module, part) if part == "encoder" else part
-        repeated = total[module] > 1
-        site = Site(paths[module], ordinals[module], layer, part, repeated=repeated, traced=call.traced)
+        site = Site(paths[module], ordinal, layer, part, repeated=repeated, traced=call.traced)
         ordinals[module] += 1
         sites.append(SiteCall(site, module, arguments, call))
     return Survey(model, sites, ran, refused)

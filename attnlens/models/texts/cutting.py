@@ -158,7 +158,7 @@ def _cut_texts(
     counts = sequences.split_evenly(
         [len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences
     )
-    rows, names, texts = list[tuple[list[int], list[int]]](), list[str](), list[Text]()
+    rows, names, texts = sequences.Cutting(), list[str](), list[Text]()
     for content, cutting, used, count, digest in zip(contents, cuttings, skips, counts, digests, strict=True):
         chosen = sequences.choose_windows(len(cutting), count, cut.placement, cut.seed, used)
         numbers = chosen[cut.turn[0] :: cut.turn[1]]

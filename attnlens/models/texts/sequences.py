@@ -6,10 +6,9 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -174,32 +173,14 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
-Cutting: TypeAlias = "WindowedText | list[tuple[list[int], list[int]]]"
+Cutting = list[tuple[Sequence[int], Sequence[int]]]
 """(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 RANDOM_SPLITS = ("dropout", "alpha")
 """Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
-@dataclass(frozen=True)
-class WindowedText:
-    """The windows of a running text, each cut on request, since only a few of thousands are fed."""
-
-    ids: Sequence[int]  # of the whole text
-    room: int  # number of the text's ids in a window
-    before: Sequence[int]  # special tokens at the beginning of each window
-    after: Sequence[int]  # special tokens at the end of each window
-
-    def __len__(self) -> int:
-        return len(self.ids) // self.room
-
-    def __getitem__(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the ids of window `number`, and an empty list of token types."""
-        start = number * self.room
-        return [*self.before, *self.ids[start : start + self.room], *self.after], []
-
-
-def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
+def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
     """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
@@ -207,43 +188,40 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
     if len(ids) < room:
         problem = f"The text ({content.name}) has {len(ids)} tokens, but one window needs {room}."
         raise TextError(problem, "Give a longer text, or a smaller --length.")
-    return WindowedText(array("i", ids), room, before, after)
+    starts = range(0, len(ids) - room + 1, room)
+    # arrays need a tenth of the memory of lists
+    return [(array("i", [*before, *ids[start : start + room], *after]), ()) for start in starts]
 
 
-def cut_lines(
-    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
-) -> list[tuple[list[int], list[int]]]:
+def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
     """Return the ids of all non-empty lines, with special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
     UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
-    nonempty = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
+    lines = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
     with _tokenizing(tokenizer, content):
-        rows = tokenizer(nonempty, truncation=True, max_length=tokens)["input_ids"]
-    long_enough = [(ids, list[int]()) for ids in rows if len(ids) >= 2]
+        rows = tokenizer(lines, truncation=True, max_length=tokens)["input_ids"]
+    long_enough: Cutting = [(ids, ()) for ids in rows if len(ids) >= 2]
     if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
     return long_enough
 
 
-def cut_pairs(
-    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
-) -> list[tuple[list[int], list[int]]]:
+def cut_pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
     """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
-    rows = []
+    rows: Cutting = []
     for number, line in enumerate(content.text.split("\n"), 1):
+        texts = line.removesuffix("\r").split("\t")
         if not line.strip():
             continue
-        first, tab, second = line.removesuffix("\r").partition("\t")
-        if not tab or "\t" in second or not first.strip() or not second.strip():
+        if len(texts) != 2 or not all(map(str.strip, texts)):
             problem = f"Line {number} of {content.name} is not a pair: it must contain two texts separated by one tab."
             raise TextError(problem, "Write one pair per line: FIRST<tab>SECOND.")
         with _tokenizing(tokenizer, content):
-            encoded = tokenizer(first, second, truncation=True, max_length=tokens, return_token_type_ids=True)
-        ids: list[int] = encoded["input_ids"]
-        rows.append((ids, list(encoded.get("token_type_ids", [0] * len(ids)))))
+            encoded = tokenizer(*texts, truncation=True, max_length=tokens, return_token_type_ids=True)
+        rows.append((encoded["input_ids"], encoded.get("token_type_ids", [0] * len(encoded["input_ids"]))))
     return rows
 
 

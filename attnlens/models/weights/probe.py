@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, PreTrainedModel
 
 from attnlens.errors import FAILURES, UnreadableError
-from attnlens.models.hooks import SiteCall, answer_calls, as_float64, as_sequences
+from attnlens.models.hooks import SiteCall, answer_calls, as_float64
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call
 
@@ -113,8 +113,8 @@ class Probe:
     @property
     def captured(self) -> tuple[Tensor, Tensor]:
         """Captured inputs, (batch, tokens, …, d_model): the first sequence and, for cross-attention, the other one."""
-        names = self.target.input_name, self.target.other or self.target.input_name
-        first, other = (as_sequences(self.target.arguments[name], self.layout) for name in names)
+        target, names = self.target, (self.target.input_name, self.target.other or self.target.input_name)
+        first, other = (target.sequences(target.arguments[name], self.layout) for name in names)
         return first, other
 
     def _as_argument(self, tokens: Tensor) -> Tensor:
