@@ -69,13 +69,13 @@ def _tokenized_once() -> Iterator[None]:
     """The built-in texts, which most tests feed, are tokenized once by all small tokenizers that say the same."""
     honest, known = sequences._ids, {}
 
-    def ids(tokenizer: Any, content: Content, text: str, longest: int | None) -> list[int]:
+    def ids(tokenizer: Any, content: Content, text: str, *, special: bool) -> list[int]:
         rust = getattr(tokenizer, "backend_tokenizer", None)
-        if content.name not in BUILT_IN or longest is not None or rust is None or len(tokenizer) > LARGEST:
-            return honest(tokenizer, content, text, longest)
+        if content.name not in BUILT_IN or special or rust is None or len(tokenizer) > LARGEST:
+            return honest(tokenizer, content, text, special=special)
         key = type(tokenizer), rust.to_str(), text
         if key not in known:
-            known[key] = honest(tokenizer, content, text, longest)
+            known[key] = honest(tokenizer, content, text, special=special)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -43,7 +43,7 @@ def test_the_share_is_that_of_a_search_token_by_token(evaluated, calibrated):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "RUN", 5)
         patch.setattr(overlap, "LEAST", 3)
-        found = overlap.share_in_runs(evaluated, calibrated)
+        found = overlap.shared_share(None, evaluated, calibrated)
     longest, shared, total = min(5, max(map(len, calibrated))), 0, sum(map(len, evaluated))
     for passage in evaluated:
         length = min(longest, len(passage))
@@ -85,17 +85,17 @@ def test_windows_that_follow_each_other_are_one_passage_and_lines_are_not(demo):
 
 def test_the_beginning_of_a_text_may_be_cut_otherwise_than_its_repetitions():
     held = [list(range(100, 200))]
-    assert overlap.share_in_runs([[7, *range(120, 151)]], held) == 31 / 32
-    assert overlap.share_in_runs([[7, *range(120, 135)]], held) == 15 / 16
-    assert overlap.share_in_runs([[7, 8, *range(120, 150)]], held) == 0, "the control: two other tokens"
+    assert overlap.shared_share(None, [[7, *range(120, 151)]], held) == 31 / 32
+    assert overlap.shared_share(None, [[7, *range(120, 135)]], held) == 15 / 16
+    assert overlap.shared_share(None, [[7, 8, *range(120, 150)]], held) == 0, "the control: two other tokens"
 
 
 def test_nothing_is_no_share():
     assert overlap.shared_share(None, [], []) == 0
-    assert overlap.share_in_runs([[]], [[1] * 40]) == 0
-    assert overlap.share_in_runs([[1] * 40], [[]]) == 0
-    assert overlap.share_in_runs([[1] * 7], [[1] * 40]) == 0, "seven tokens prove nothing"
-    assert overlap.share_in_runs([[1] * 8], [[1] * 40]) == 1
+    assert overlap.shared_share(None, [[]], [[1] * 40]) == 0
+    assert overlap.shared_share(None, [[1] * 40], [[]]) == 0
+    assert overlap.shared_share(None, [[1] * 7], [[1] * 40]) == 0, "seven tokens prove nothing"
+    assert overlap.shared_share(None, [[1] * 8], [[1] * 40]) == 1
 
 
 # --- texts that share -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from heads import random
 from torch import nn
 
 from attnlens.maths import linalg
-from attnlens.models.weights.probe import FewTokens, Mixture
+from attnlens.models.weights.probe import FewTokens
 from attnlens.records import QueryKey, Site
 
 
@@ -22,17 +22,6 @@ def test_tokens_that_repeat_one_have_its_answer_and_may_be_changed_in_place(laye
     torch.testing.assert_close(found, layer(x.contiguous()))
     found[0, 0] += 1
     assert not torch.equal(found[0, 0], found[0, 1])
-
-
-def test_mixtures_have_the_answers_of_their_tokens_and_others_their_own(layer):
-    mixture = Mixture(random(3, 12, seed=1), random(2, 7, 3, seed=2))
-    other = random(2, 7, 12, seed=3)
-    with torch.no_grad(), FewTokens([mixture]):
-        for x in (mixture.tokens, mixture.tokens.flatten(0, 1), other, mixture.tokens + 1, mixture.tokens[:1]):
-            torch.testing.assert_close(layer(x), x @ layer.weight.mT + layer.bias)
-    assert mixture.is_made(mixture.tokens)
-    assert not mixture.is_made(mixture.tokens.clone())
-    assert not mixture.is_made(mixture.tokens[:1])
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "rows of weights"])

@@ -488,7 +488,7 @@ def test_rows_of_weights_are_the_jacobian(name):
     checked = 0
     for probe in probes(name):
         with linear(norms_inside(probe.target.module)):
-            found, jacobian = rows.rows_of_weights(probe), query_key_maps._differentiate(probe, None)
+            found, jacobian = rows.match_weights(probe), query_key_maps._differentiate(probe, None)
         if found is None:
             continue
         for one, other in ((found.query, jacobian.query), (found.key, jacobian.key)):
@@ -501,7 +501,7 @@ def test_rows_of_weights_are_the_jacobian(name):
             spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
         other = Probe(probe.model, probe.target, spoilt, probe.layout)
         with linear(norms_inside(probe.target.module)):
-            assert float((rows.rows_of_weights(other).query - jacobian.query).abs().max()) > 1e-9, "a control"
+            assert float((rows.match_weights(other).query - jacobian.query).abs().max()) > 1e-9, "a control"
     assert checked >= 2
 
 
@@ -509,7 +509,7 @@ def test_where_a_column_is_no_multiple_of_a_row_there_are_no_rows_of_weights():
     """Latent attention multiplies two matrices."""
     for probe in probes("deepseek_v3"):
         with linear(norms_inside(probe.target.module)):
-            assert rows.rows_of_weights(probe) is None
+            assert rows.match_weights(probe).key_latent is not None
             assert query_key_maps._differentiate(probe, None).query.shape == (4, 64, 24)
 
 
@@ -524,6 +524,7 @@ class Linear:
     bias: torch.Tensor
     whole: bool = False
     batch: int | None = None
+    target = SimpleNamespace(module=torch.nn.Module())
 
     def random(self, batch, seed):
         drawn = torch.randn(batch, 1, self.query.shape[1], generator=torch.Generator().manual_seed(seed))
@@ -562,7 +563,7 @@ def layers(draw):
 @given(layers())
 def test_rows_are_found_in_any_order_and_scale_and_a_mixed_column_is_not_taken_for_one(case):
     layer, mixed, plain = case
-    found = rows.rows_of_weights(layer)
+    found = rows.match_weights(layer)
     if mixed:
         assert found is None
         return

@@ -79,14 +79,14 @@ def apart(one: Maps, other: Maps) -> float:
 def test_products_are_the_jacobian(name: str) -> None:
     checked = 0
     for probe in probes(enlarged(model_types.build(name))):
-        if read(probe, rows.rows_of_weights) is not None:
-            continue
-        found, expected = read(probe, rows.products_of_weights), jacobian(probe)
+        found, expected = read(probe, rows.match_weights), jacobian(probe)
         assert found is not None
+        if found.key_latent is None:
+            continue
         assert apart(found, expected) <= 1e-12
         with torch.no_grad():
             spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
-        other = read(replace(probe, weights=spoilt), rows.products_of_weights)
+        other = read(replace(probe, weights=spoilt), rows.match_weights)
         assert other is not None
         assert apart(other, expected) > ALIKE, "a control"
         checked += 1
@@ -98,7 +98,7 @@ def test_biases_below_the_norm_and_queries_without_a_latent(changes: dict[str, A
     model = deepseek(**changes)
     model.model.layers[0].self_attn.kv_a_layernorm.weight[2:5] = 0
     (probe,) = probes(model)
-    found = read(probe, rows.products_of_weights)
+    found = read(probe, rows.match_weights)
     assert found is not None
     assert apart(found, jacobian(probe)) <= 1e-12
 
@@ -112,7 +112,7 @@ def measured(model: Any, monkeypatch: pytest.MonkeyPatch, *, differentiated: boo
         raise AssertionError("differentiated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(query_key_maps, "products_of_weights" if differentiated else "_differentiate", refused)
+        patch.setattr(query_key_maps, "match_weights" if differentiated else "_differentiate", refused)
         report = attnlens.inspect(loaded(model), source="weights", length=7)
     assert report.coverage.complete
     numbers = [number for head in report.heads for measure in head.measures.values() for number in [measure.value]]
@@ -171,7 +171,7 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
     biased = enlarged(nn.LayerNorm(len(norm.weight)).double())
     setattr(module, latent, biased if kind == "norm with a bias" else Between(norm, nn.SiLU()))
     (probe,) = probes(model)
-    assert read(probe, rows.products_of_weights) is None
+    assert read(probe, rows.match_weights) is None
     inputs = [texts.placeholder(loaded(model), tokens, 0).batches[0].inputs for tokens in (1, 7)]
     (found,) = weights.factors(model, *(hooks.survey(model, one) for one in inputs))
     assert isinstance(found, NotBilinearError)
@@ -180,7 +180,7 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
 @pytest.mark.parametrize("latent", ["q_a_layernorm", "kv_a_layernorm"])
 def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (probe,) = probes(deepseek())
-    assert read(probe, rows.products_of_weights) is not None
+    assert read(probe, rows.match_weights) is not None
     gain, noted_by = getattr(probe.target.module, latent).weight, rows._record_inner_inputs
 
     @contextmanager
@@ -190,12 +190,12 @@ def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.Mon
             noted[:] = [part / gain if part.shape[-1] == len(gain) else part for part in noted]
 
     monkeypatch.setattr(rows, "_record_inner_inputs", without)
-    assert read(probe, rows.products_of_weights) is None
+    assert read(probe, rows.match_weights) is None
 
 
 def test_hooks_are_taken_away() -> None:
     (probe,) = probes(deepseek())
-    read(probe, rows.products_of_weights)
+    read(probe, rows.match_weights)
     assert not any(part._forward_pre_hooks for part in probe.target.module.modules())
     with pytest.raises(ZeroDivisionError), rows._record_inner_inputs(probe.target.module):
         raise ZeroDivisionError

@@ -19,7 +19,7 @@ import transformers
 from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.models import loading, texts
 from attnlens.models.loading.configs import kind_of
-from attnlens.models.texts import cutting
+from attnlens.models.texts import sequences
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thin_text
 from attnlens.records import ModelInfo
@@ -235,8 +235,8 @@ def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
 
 
 def test_a_text_is_tokenized_once_until_it_is_cut_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, honest = [], cutting.cut_windows
-    monkeypatch.setattr(cutting, "cut_windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
+    cut, honest = [], sequences.cut_windows
+    monkeypatch.setattr(sequences, "cut_windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
     text, model, other = content(PROSE), reading("gpt2"), reading("bert")
     first, rest = texts.Cut(tokens=16, sequences=4), texts.Cut(tokens=16, sequences=8)
     evaluated = texts.batches(model, [text], first)

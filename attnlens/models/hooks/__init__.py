@@ -38,7 +38,6 @@ from attnlens.models.hooks.survey import (
     SiteCall,
     Survey,
     as_float64,
-    as_sequences,
     at_real_tokens,
     forward,
     real_outputs,

@@ -41,10 +41,10 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
 
 
 @contextmanager
-def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Any]]:
+def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, object]]:
     """Record the output of each block in the forward pass inside the `with`, keyed by the block's path."""
     paths = {block: path for path, block in blocks}
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, object] = {}
 
     def record(module: nn.Module, _args: object, output: object) -> None:
         outputs[paths[module]] = output
@@ -54,7 +54,9 @@ def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
 
 
 @contextmanager
-def replay_outputs(blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, Any], site: Site) -> Iterator[None]:
+def replay_outputs(
+    blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object], site: Site
+) -> Iterator[None]:
     """Replay the recorded outputs of the blocks that run before the block of `site`, instead of computing them.
 
     The result is exact if all changes are in that block or later. If no block contains the site, all are computed.
@@ -76,29 +78,27 @@ def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected
 
     They come from the site's softmax if its shape fits; otherwise (a sink adds a column) from the module's output.
     """
-    shapes = {target.site: (*target.call.query.shape[:3], target.call.key.shape[2]) for target in sites}
-    by_call = {(site.path, site.ordinal): site for site in shapes}
-    paths = {target.module: target.site.path for target in sites}
-    softmaxes, calls = Counter[str](), Counter[str]()
+    by_call = {(target.module, target.site.ordinal): target for target in sites}
+    softmaxes, calls = Counter[nn.Module](), Counter[nn.Module]()
 
-    def collect(module: nn.Module, weights: Tensor) -> None:
-        path = paths.get(module, "")
-        site = by_call.get((path, softmaxes[path]))
-        if site is not None and weights.shape == shapes[site]:
-            collected[site] = weights
-        softmaxes[path] += 1
+    def collect(module: nn.Module, ordinal: int, weights: object) -> None:
+        target = by_call.get((module, ordinal))
+        shape = () if target is None else (*target.call.query.shape[:3], target.call.key.shape[2])
+        if target is not None and isinstance(weights, Tensor) and weights.shape == shape:
+            collected[target.site] = weights
+
+    def collect_softmax(module: nn.Module, weights: Tensor) -> None:
+        collect(module, softmaxes[module], weights)
+        softmaxes[module] += 1
 
     def search_output(module: nn.Module, _args: object, output: object) -> None:
-        path = paths[module]
-        site = by_call[path, calls[path]]
-        calls[path] += 1
-        for part in output if isinstance(output, tuple) and softmaxes[path] < calls[path] else ():
-            if isinstance(part, Tensor) and part.shape == shapes[site]:
-                collected[site] = part  # the last one: T5 returns its position bias first
+        calls[module] += 1
+        for part in output if isinstance(output, tuple) and softmaxes[module] < calls[module] else ():
+            collect(module, calls[module] - 1, part)  # keeps the last one: T5 returns its position bias first
 
-    handles = [module.register_forward_hook(search_output) for module in paths]
+    handles = [module.register_forward_hook(search_output) for module in {target.module for target in sites}]
     unused = attrgetter("value")  # the model does not use the answer
-    tracer = trace_attention(model, unused, prove=True, on_weights=collect)
+    tracer = trace_attention(model, unused, prove=True, on_weights=collect_softmax)
     with remove_hooks(handles), implementation(model, "eager"), tracer:
         yield
 
@@ -124,14 +124,14 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
-    if may_be_rounding and repeat_error(model, inputs) <= IDENTITY_TOLERANCE:
-        try:
-            return largest_site_error(model, inputs, precise or partial(widen, model))
-        except RuntimeError as failure:
-            if is_memory(failure):
-                raise
-            return error  # a module converts some of its numbers to float32 itself
-    return error
+    if not may_be_rounding or repeat_error(model, inputs) > IDENTITY_TOLERANCE:
+        return error
+    try:
+        return largest_site_error(model, inputs, precise or partial(widen, model))
+    except RuntimeError as failure:
+        if is_memory(failure):
+            raise
+        return error  # a module converts some of its numbers to float32 itself
 
 
 def recompute(call: Call) -> Tensor:
@@ -161,10 +161,10 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 def _site_error(
     target: SiteCall, arguments: Mapping[str, Any], inputs: Mapping[str, Tensor], precise: Precise
 ) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64.
+    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64, on its inputs in the unmodified model.
 
-    The module runs on its inputs in the unmodified model (`arguments`), with the masks and positions of each
-    implementation. Raises RuntimeError if it computes no attention when run alone, so that nothing was recomputed.
+    The masks and positions are those of each implementation. Raises RuntimeError if the module computes no attention
+    when run alone, so that nothing was recomputed.
     """
     calls: list[Call] = []
 
@@ -190,38 +190,34 @@ def _site_error(
 def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
     """Let the site's module compute in float64 inside the `with`, and restore its original numbers at the end."""
     module = target.module
-    parts = [part for part in (*module.parameters(), *module.buffers()) if part.is_floating_point()]
-    originals = [part.data for part in parts]
-    upcasting = _upcasting_modules(module)
+    originals = {part: part.data for part in (*module.parameters(), *module.buffers()) if part.is_floating_point()}
+    upcasting = _stop_upcasting(module)
     try:
-        for part in parts:
+        for part in originals:
             part.data = part.data.double()
-        for inner in upcasting:
-            inner.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
         yield model, module
     finally:
-        for part, data in zip(parts, originals, strict=True):
+        for part, data in originals.items():
             part.data = data
         for inner in upcasting:
             inner.reorder_and_upcast_attn = True  # type: ignore[assignment]
 
 
-def _upcasting_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules set to compute their attention in float32 whatever their dtype (GPT-2)."""
-    return [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
+def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
+    """Change and return the parts that were set to compute their attention in float32 whatever their dtype (GPT-2)."""
+    upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
+    for part in upcasting:
+        part.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
+    return upcasting
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Switch off the features that refuse float64, in a model that attnlens loaded.
-
-    They are the grouped product of experts and GPT-2's attention in float32. In exact arithmetic nothing changes.
-    """
+    """Switch off what refuses float64 in a model loaded by attnlens: grouped experts, and GPT-2's float32 attention."""
     for module in model.modules():
         # private: transformers offers no public test of whether a model has such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
             module.set_experts_implementation("eager")
-    for module in _upcasting_modules(model):
-        module.reorder_and_upcast_attn = False  # type: ignore[assignment]
+    _stop_upcasting(model)
 
 
 def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

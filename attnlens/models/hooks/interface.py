@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -49,9 +49,10 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
     """Set the implementation of each part that uses transformers' interface; return whether there is such a part."""
-    inside = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     # private: transformers offers no public test; its setter only logs a warning about a class without the interface
-    parts = [part for part in inside if part._can_set_attn_implementation()]
+    parts = [
+        part for part in model.modules() if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+    ]
     previous = _implementations(model)
     for part in parts[:1] if model in parts else parts:  # the outermost model also sets its submodels
         part.set_attn_implementation(name)
@@ -61,14 +62,14 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
     return bool(parts)
 
 
-def list_configs(model: PreTrainedModel) -> list[Any]:
+def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return every configuration in use, each once."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs = [getattr(module, "config", None) for module in model.modules()]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
-    return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
+    return list({id(config): config for config in [*configs, *nested] if isinstance(config, PreTrainedConfig)}.values())
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
     """Return every configuration that names an attention implementation, with that name."""
     named = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation_internal) for config in named]
@@ -85,14 +86,12 @@ def out_of_reach(
     if refused:
         path, reason = next(iter(refused.items()))
         return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
-    if not any(is_attention(module) for module in model.modules()):
+    if not any(map(is_attention, model.modules())):
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
     if ran is not None and not any(map(is_attention, ran)):
         return ModelError(f"{name} runs no attention on this input.", "Give an input that reaches its attention.")
-    return ModelError(
-        f"{name} has its own attention code, without a softmax over query–key products that weights the values.",
-        f"Choose a model with softmax attention: {IN_REACH}.",
-    )
+    problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
+    return ModelError(problem, f"Choose a model with softmax attention: {IN_REACH}.")
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -104,18 +103,13 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
 ) -> Call:
-    """Convert the arguments of one of transformers' attention functions to a Call.
-
-    Raises ModelError for an unsupported argument that changes the scores.
-    """
-    scaling, is_causal = more.get("scaling"), more.get("is_causal")
+    """Convert the arguments of transformers' attention functions to a Call; raise ModelError for an unsupported one."""
+    scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
     if more.get("sinks") is not None:
-        raise ModelError(
-            f"{type(module).__name__} has a separate sink for every query, which attnlens does not support yet.",
-            "Choose another model; one sink per head is supported.",
-        )
+        problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
+        raise ModelError(problem, "Choose another model; one sink per head is supported.")
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
-        raise ModelError(f"{type(module).__name__} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
+        raise ModelError(f"{name} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
     key, value = pair_heads(key, value)
     if mask is not None:  # one row may apply to all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
@@ -126,10 +120,9 @@ def read_call(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     places = more.get("position_ids")
-    vectors, scale = (query, key, value), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     call = Call(
-        *vectors,
-        scale,
+        *(query, key, value),
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         allowed,
         causal=mask is None and query.shape[2] > 1 and bool(is_causal),  # the rule of transformers' SDPA function
         bias=added if bias is None else bias,
@@ -191,10 +184,9 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Answer every attention computation of `model` with `answer` permanently, for a model built to use it.
+    """Answer the attention of a model built for `answer` permanently; transformers then knows it by `name`.
 
-    transformers then knows it by `name`, in this process. Raises ModelError if no part of the model goes through the
-    interface.
+    Raises ModelError if no part of the model goes through transformers' interface.
     """
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)
@@ -203,8 +195,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
     """Register `answer` with transformers, and return its names in place of the SDPA and of the eager function.
 
-    Each name also gets the mask function of the function it replaces; without one, transformers silently passes None as
-    the mask.
+    Each name also gets a mask function; without one, transformers silently passes None as the mask.
     """
 
     def attention(
@@ -239,10 +230,8 @@ class CallCounter:
         path = self.names[module]
         total = self._calls_per_pass(path)
         if not total:
-            raise ModelError(
-                f"{path} runs on this input, but did not run on the input used to find the sites.",
-                "Give inputs of the same kind in both calls.",
-            )
+            problem = f"{path} runs on this input, but did not run on the input used to find the sites."
+            raise ModelError(problem, "Give inputs of the same kind in both calls.")
         self.calls[path] += 1
         return self.sites[path, (self.calls[path] - 1) % total]
 
@@ -263,8 +252,7 @@ class Replacement:
     heads: tuple[int, ...] | None = None  # query heads; None for all
 
 
-Swaps = Mapping[Site, Replacement]
-"""Maps each swapped site to its replacement."""
+Swaps = Mapping[Site, Replacement]  # maps each swapped site to its replacement
 
 
 def watch(
@@ -321,10 +309,8 @@ def replace(
         yield counter
     missed = [site.name for site in swaps if not counter.calls[site.path]]
     if missed and every_site:
-        raise ModelError(
-            f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}.",
-            "Run a forward pass that uses these layers, or leave them out with --layers.",
-        )
+        problem = f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}."
+        raise ModelError(problem, "Run a forward pass that uses these layers, or leave them out with --layers.")
 
 
 def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from attnlens.choices import Part
 from attnlens.errors import ModelError
@@ -87,14 +88,9 @@ class SiteCall:
                 return axes
         return usual
 
-    def sequences(self, hidden: Tensor) -> Tensor:
-        """Return inputs of the module as (batch, tokens, …, d_model)."""
-        return as_sequences(hidden, self.layout)
-
-
-def as_sequences(hidden: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """Return a module's inputs as (batch, tokens, …, d_model), given their `layout`; add a missing batch axis."""
-    return hidden[None] if hidden.dim() == 2 else hidden.permute(layout)
+    def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
+        """Return inputs of the module as (batch, tokens, …, d_model), by default with the `layout` of this call."""
+        return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
 
 @dataclass(frozen=True)
@@ -130,10 +126,9 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run one forward pass and return the attention it shows. Raises ModelError if no attention can be read."""
     paths = {module: path for path, module in model.named_modules()}
-    # arguments of the modules that are running
-    running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}
+    running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
     ran = set[nn.Module]()
-    calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
+    calls = list[tuple[nn.Module, Call, dict[str, Any]]]()
 
     def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         running[module] = args, kwargs
@@ -159,23 +154,19 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
         raise out_of_reach(model, {paths[module]: reason for module, reason in refused.items()}, ran)
 
     total, ordinals, tower_of = Counter(module for module, _, _ in calls), Counter[nn.Module](), towers(model)
-    sites: list[SiteCall] = []
+    sites = list[SiteCall]()
     for layer, (module, call, arguments) in enumerate(calls):
-        part = _part(call, arguments)
+        part, ordinal, repeated = _part(call, arguments), ordinals[module], total[module] > 1
         part = tower_of.get(module, part) if part == "encoder" else part
-        repeated = total[module] > 1
-        site = Site(paths[module], ordinals[module], layer, part, repeated=repeated, traced=call.traced)
+        site = Site(paths[module], ordinal, layer, part, repeated=repeated, traced=call.traced)
         ordinals[module] += 1
         sites.append(SiteCall(site, module, arguments, call))
     return Survey(model, sites, ran, refused)
 
 
-def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
-    """Return the model's outputs without a cache, so that every query meets every key in one call.
-
-    A model that draws random numbers (ViTMAE's masks) draws the same numbers in every pass.
-    """
-    with _disable_cache(model), _fix_seed(model):
+def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
+    """Return the model's outputs without a cache, with the same random draws in every pass (ViTMAE's masks)."""
+    with _deterministic(model):
         return model(**inputs, **without_cache(model), **more)
 
 
@@ -185,40 +176,33 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 @contextmanager
-def _disable_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Switch off `use_cache` in all configurations inside the `with`: submodels do not receive the argument."""
+def _deterministic(model: PreTrainedModel) -> Iterator[None]:
+    """Switch off caches inside the `with`, and seed the random draws of a model in eval mode, only in here.
+
+    `use_cache` is changed in all configurations, because submodels do not receive the argument.
+    """
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
+    device, draws = device_of_inputs(model), not model.training
     try:
-        yield
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=draws):
+            if draws and device.type == "cpu":
+                torch.default_generator.manual_seed(0)
+            elif draws:  # seeds all devices, and records the stack trace for devices that are not initialised yet
+                torch.manual_seed(0)
+            yield
     finally:
         for config in caching:
             config.use_cache = True
 
 
-@contextmanager
-def _fix_seed(model: PreTrainedModel) -> Iterator[None]:
-    """Seed the random draws of a model in eval mode inside the `with`; generators outside are unaffected."""
-    if model.training:
-        yield
-        return
-    device = device_of_inputs(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(0)
-        else:  # this seeds all devices, and records the stack trace for devices that are not initialised yet
-            torch.manual_seed(0)
-        yield
+def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the floating-point outputs of a model at its real tokens; nested ones (backbones) if there are no others.
 
-
-def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs of a model at its real tokens; nested ones only if there are no others.
-
-    Backbones have only nested ones. Padding is left out because a padded query may see no key, and implementations may
-    then differ.
+    Padding is left out because a padded query may see no key, and implementations may then differ.
     """
-    values = result.to_tuple() if hasattr(result, "to_tuple") else result
+    values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
 
@@ -294,7 +278,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
     """Return the same computation with all keys hidden from padded queries of a cross-attention.
 
-    In self-attention, padding is the tokens that no query sees. In cross-attention only a mask shows it.
+    In self-attention no query sees padding; in cross-attention only a mask shows it.
     """
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):

@@ -8,42 +8,11 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
-from attnlens.models.texts.media import (
-    Feed,
-    Media,
-    Modality,
-    ids_of,
-    media_of,
-    move_inputs,
-    placeholder_ids,
-    read_files,
-    types_of,
-    without_placeholders,
-)
-from attnlens.models.texts.sequences import (
-    CHARACTERS,
-    WindowedText,
-    choose_windows,
-    cut_lines,
-    cut_pairs,
-    cut_windows,
-    decodes_text,
-    describe_missing_inputs,
-    reads_ids,
-    refuse_foreign,
-    required_inputs,
-    split_evenly,
-    text_inputs,
-    token_tensors,
-    unknown_shares,
-    vocabulary,
-    window_length,
-)
+from attnlens.models.texts import media, sequences
+from attnlens.models.texts.sequences import CHARACTERS, vocabulary
 from attnlens.models.texts.sources import Content, thin_text
 from attnlens.models.texts.windows import Batch, Batches, Cut
 from attnlens.records import Text
@@ -53,20 +22,16 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 """Names of the inputs that are built from a text."""
-Cuttings: TypeAlias = WindowedText | list[tuple[list[int], list[int]]]
-"""(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
     """The ids of sequences; empty if the model reads no tokens."""
 
-    ids: Sequence[Sequence[int]]
-    """Ids of each sequence."""
+    ids: Sequence[Sequence[int]] = ()  # ids of each sequence
     types: Sequence[Sequence[int]] = ()
     """Token types of each sequence, which number the texts of a pair; empty without pairs."""
-    names: tuple[str, ...] = ()
-    """Name of the text that each sequence belongs to."""
+    names: tuple[str, ...] = ()  # name of the text that each sequence belongs to
 
 
 def batches(
@@ -86,52 +51,47 @@ def batches(
     for option, number in (("windows", cut.sequences), ("batch-size", cut.batch_size)):
         if number < 1:
             raise UsageError(f"--{option} {number} is not a positive number.", f"Give at least --{option} 1.")
-    media = _checked_media(loaded)
-    files, records = dict[Modality, list[dict[str, Tensor]]](), list[list[Text]]()
-    media_paths: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
-    for modality in (modality for modality, paths in media_paths.items() if paths):
-        files[modality], file_records = read_files(loaded, modality, media_paths[modality])
-        records.append(file_records)
+    accepted = _checked_media(loaded)
+    paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    prepared = {modality: media.read_files(loaded, modality, each) for modality, each in paths.items() if each}
+    files = {modality: inputs for modality, (inputs, _) in prepared.items()}
     files_each = _count_files(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     rows, texts = _cut_texts(loaded, contents, replace(cut, sequences=files_each or cut.sequences), taken)
-    unknown = unknown_shares(loaded.tokenizer, rows.ids, rows.names)
+    unknown = sequences.unknown_shares(loaded.tokenizer, rows.ids, rows.names)
     if not cut.allow_foreign:
-        refuse_foreign(unknown)
+        sequences.refuse_foreign(unknown)
     count = len(rows.ids) or files_each or cut.sequences
-    feed = Feed(loaded.model, media, cut.seed, skip_noise, files)
+    feed = media.Feed(loaded.model, accepted, cut.seed, skip_noise, files)
     return Batches(
         batches=_build_batches(loaded, feed, rows, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, rows.ids), default=0),
-        texts=(*texts, *(record for file_records in records for record in file_records[:count]), *feed.texts),
+        texts=(*texts, *(record for _, records in prepared.values() for record in records[:count]), *feed.texts),
         unknown=unknown,
         pack=cut.pack,
-        notes=(*(() if files else media.notes), *_explain_fewer(count, files_each, cut, texts)),
+        notes=(*(() if files else accepted.notes), *_explain_fewer(count, files_each, cut, texts)),
         made_up=reads_noise(loaded) and not files,
         left_out=tuple(content.name for content in contents if rows.ids and content.name not in rows.names),
     )
 
 
-def _count_files(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
+def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
     """Return the number of files of each modality, one per sequence, or None without files.
 
-    Raises UsageError if the modalities have different numbers of files, or there are more than `most`: a file in two
-    sequences would count twice.
+    Raises UsageError if modalities differ in it, or it is above `most`: a file in two sequences would count twice.
     """
-    if not files:
-        return None
     counts = {modality: len(inputs) for modality, inputs in files.items()}
-    least = min(counts.values())
-    if max(counts.values()) > least:
+    if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(
             f"Each sequence needs one file of each kind, but there are {counted}.", "Give as many of each."
         )
-    if least > most:
-        problem = f"Each sequence uses one file: {least} files are more than --windows {most}."
-        raise UsageError(problem, f"Give --windows {least}.")
-    return least
+    count = next(iter(counts.values()), None)
+    if count is not None and count > most:
+        problem = f"Each sequence uses one file: {count} files are more than --windows {most}."
+        raise UsageError(problem, f"Give --windows {count}.")
+    return count
 
 
 def _explain_fewer(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> Iterator[str]:
@@ -147,18 +107,18 @@ def _explain_fewer(count: int, files: int | None, cut: Cut, texts: Sequence[Text
         yield f"The text has only {count} of the {cut.sequences} requested {what}."
 
 
-def _checked_media(loaded: Loaded) -> Media:
+def _checked_media(loaded: Loaded) -> media.Media:
     """Return the model's images and sounds. Raises TextError if it requires an input that attnlens can't make up."""
-    media = media_of(loaded.model, loaded.folder)
-    available = (*media.names, *IDS * reads_text(loaded))
-    if missing := [name for name in required_inputs(loaded.model) if name not in available]:
-        raise TextError(*describe_missing_inputs(loaded.model, missing))
-    return media
+    accepted = media.media_of(loaded.model, loaded.folder)
+    available = (*accepted.names, *IDS * reads_text(loaded))
+    if missing := [name for name in sequences.required_inputs(loaded.model) if name not in available]:
+        raise TextError(*sequences.describe_missing_inputs(loaded.model, missing))
+    return accepted
 
 
 def reads_text(loaded: Loaded) -> bool:
     """Return whether any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
-    return reads_ids(loaded.model) or decodes_text(loaded.model)
+    return sequences.reads_ids(loaded.model) or sequences.decodes_text(loaded.model)
 
 
 def reads_noise(loaded: Loaded) -> bool:
@@ -169,17 +129,17 @@ def reads_noise(loaded: Loaded) -> bool:
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
     """Build random ids (and noise for models of pixels or sound), to find a model's attention sites without a text.
 
-    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if
-    the model requires an input that attnlens can't make up.
+    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if the
+    model requires an input that attnlens can't make up.
     """
-    media = _checked_media(loaded)
+    accepted = _checked_media(loaded)
     rows: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # not for cryptography
-        known, placeholders = vocabulary(loaded.model) or CHARACTERS, placeholder_ids(loaded.model)
+        known, placeholders = vocabulary(loaded.model) or CHARACTERS, media.placeholder_ids(loaded.model)
         usable = (number for number in iter(lambda: draws.randrange(known), None) if number not in placeholders)
         rows = [[next(usable) for _ in range(tokens)] for _ in range(sequences)]
-    feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
+    feed = media.Feed(loaded.model, media.without_placeholders(accepted) if bare else accepted, seed)
     texts = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
     passes = _build_batches(loaded, feed, TokenRows(rows), sequences, sequences)
     return Batches(passes, sequences, tokens * bool(rows), (*texts, *feed.texts), {})
@@ -190,19 +150,19 @@ def _cut_texts(
 ) -> tuple[TokenRows, list[Text]]:
     """Cut the texts and choose sequences; return their ids and a record per text. Raises TextError if none is left."""
     if not reads_text(loaded):
-        return TokenRows(()), []
-    length = window_length(loaded.model, cut.tokens)
+        return TokenRows(), []
+    length = sequences.window_length(loaded.model, cut.tokens)
     cuttings = [_cut_text(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
     skips = [taken.get(digest, frozenset()) for digest in digests]
-    counts = split_evenly(
+    counts = sequences.split_evenly(
         [len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences
     )
-    rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
+    rows, names, texts = sequences.Cutting(), list[str](), list[Text]()
     for content, cutting, used, count, digest in zip(contents, cuttings, skips, counts, digests, strict=True):
-        numbers = choose_windows(len(cutting), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
-        rows += [cutting[number][0] for number in numbers]
-        types += [cutting[number][1] for number in numbers if cut.pairs]
+        chosen = sequences.choose_windows(len(cutting), count, cut.placement, cut.seed, used)
+        numbers = chosen[cut.turn[0] :: cut.turn[1]]
+        rows += [cutting[number] for number in numbers]
         names += [content.name] * len(numbers)
         if numbers:
             texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(cutting)))
@@ -210,14 +170,14 @@ def _cut_texts(
         names_of_texts = ", ".join(content.name for content in contents)
         problem = f"The text ({names_of_texts}) has no windows left besides the evaluated ones."
         raise TextError(problem, "Give a longer text, another one with --calibration, or fewer --windows.")
-    known, largest = vocabulary(loaded.model), max(map(max, rows))
+    known, largest = vocabulary(loaded.model), max(max(ids) for ids, _ in rows)
     if known is not None and largest >= known:
         problem = f"The tokenizer returns token {largest}, but the model's vocabulary has only {known} tokens."
         raise TextError(problem, "Tokenizer and weights don't belong together; use --source weights.")
-    return TokenRows(rows, types, tuple(names)), texts
+    return TokenRows([ids for ids, _ in rows], [types for _, types in rows if cut.pairs], tuple(names)), texts
 
 
-def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
+def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> sequences.Cutting:
     """Cut a text into all its windows, lines or pairs, or return the last result if it was cut in the same way."""
     tokenizer, is_spread = loaded.tokenizer, cut.placement != "first"
     key = (tokenizer, length, cut.pairs, cut.pack, is_spread)
@@ -226,36 +186,31 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttin
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
             raise TextError(problem, "Put its tokenizer files into the model's folder, or use --source weights.")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
-        thin = thin_text(content, spread=is_spread)
-        if cut.pairs:
-            content.cuttings[key] = cut_pairs(tokenizer, thin, tokens=length)
-        elif cut.pack:
-            content.cuttings[key] = cut_windows(tokenizer, thin, tokens=length)
-        else:
-            content.cuttings[key] = [(ids, []) for ids in cut_lines(tokenizer, thin, tokens=length)]
-    cuttings: Cuttings = content.cuttings[key]
-    return cuttings
+        windows_or_lines = sequences.cut_windows if cut.pack else sequences.cut_lines
+        cut_into = sequences.cut_pairs if cut.pairs else windows_or_lines
+        content.cuttings[key] = cut_into(tokenizer, thin_text(content, spread=is_spread), tokens=length)
+    return content.cuttings[key]
 
 
-def _build_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
+def _build_batches(loaded: Loaded, feed: media.Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
     """Split the sequences into batches of `size`; of 1 for files, or if the patches of all images form one row."""
     size = 1 if feed.media.alone or feed.files else size
-    spans = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    return tuple(_build_batch(loaded, feed, rows, span) for span in spans)
+    return tuple(_build_batch(loaded, feed, rows, slice(at, min(at + size, count))) for at in range(0, count, size))
 
 
-def _build_batch(loaded: Loaded, feed: Feed, rows: TokenRows, span: range) -> Batch:
+def _build_batch(loaded: Loaded, feed: media.Feed, rows: TokenRows, part: slice) -> Batch:
     """Build one batch of sequences, each preceded by the same placeholders of images and sounds."""
-    model, part = loaded.model, slice(span.start, span.stop)
-    placeholders = feed.placeholders(span.start)
-    before = ids_of(placeholders) if rows.ids else []
+    model = loaded.model
+    placeholders = feed.placeholders(part.start)
+    before = media.ids_of(placeholders) if rows.ids else []
     id_rows = [[*before, *row] for row in rows.ids[part]]
-    inputs = feed.take(span)
+    inputs = feed.take(range(part.start, part.stop))
     if id_rows:
         choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
-        ids, mask = token_tensors(id_rows, padding)
-        inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, placeholders, ids)
+        ids, mask = sequences.token_tensors(id_rows, padding)
+        inputs |= sequences.text_inputs(model, ids, mask, len(before)) | media.types_of(model, placeholders, ids)
     if rows.types and "token_type_ids" in signature(model.forward).parameters:
-        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in rows.types[part]], 0)[0]
-    return Batch(move_inputs(model, inputs), tuple(map(len, id_rows)), rows.names[part], len(before))
+        types = [[*[0] * len(before), *row] for row in rows.types[part]]
+        inputs["token_type_ids"] = sequences.token_tensors(types, 0)[0]
+    return Batch(media.move_inputs(model, inputs), tuple(map(len, id_rows)), rows.names[part], len(before))

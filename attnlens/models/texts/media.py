@@ -28,6 +28,7 @@ from attnlens.models.loading.locate import read_json
 from attnlens.models.loading.placement import device_of_inputs
 from attnlens.models.texts.sequences import describe_missing_inputs, reads_ids, required_inputs, text_inputs
 from attnlens.models.texts.windows import PACKED
+from attnlens.models.trace import tensors
 from attnlens.records import Text
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ INPUTS: dict[Modality, tuple[str, ...]] = {
     "audio": ("input_values", "input_features"),
 }
 """Names of the prepared image or sound in a forward pass."""
-RANDOM: dict[str, str] = {"image": "random pixels", "audio": "random sound"}
-"""Names of random inputs in reports."""
+RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
 TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
 """Names in the config of the placeholder id for a part of an image or sound."""
 FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
@@ -60,12 +60,10 @@ SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
-LARGEST_FILE = 2**28
-"""Maximum size of an image or sound file in bytes."""
+LARGEST_FILE = 2**28  # maximum size of an image or sound file in bytes
 LARGEST_INPUT = 2**24
 """Largest number of values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz."""
-MEMORY = 2**32
-"""Bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size."""
+MEMORY = 2**32  # bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size
 COLOURS, IMAGE_SIZE = 16, 224
 """Random colours, and pixels, along each side of a random image. Processors keep differences of this size."""
 FRAMES, MOST_FRAMES = 8, 256
@@ -74,8 +72,7 @@ RATE = 16_000
 """Samples per second if the processor does not give its rate, and length of a random sound without a processor."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
-Placeholders = tuple[tuple[Modality, int, int], ...]
-"""Placeholders before a text: modality, token id and count."""
+Placeholders = tuple[tuple[Modality, int, int], ...]  # placeholders before a text: modality, token id and count
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,14 @@ class Media:
 
     processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
     """The checkpoint's processor for each modality used; None for random numbers in the shape given by the config."""
-    names: frozenset[str] = frozenset()
-    """Keyword arguments of the forward pass for these modalities."""
-    before: Placeholders = ()
-    """Placeholders before each text."""
-    notes: tuple[str, ...] = ()
-    """One sentence for each modality that is not used, or not prepared by a processor."""
-    alone: bool = False
-    """True if each sequence needs its own pass because the patches of all images of a batch form one row."""
+    before: Placeholders = ()  # placeholders before each text
+    names: frozenset[str] = frozenset()  # keyword arguments of the forward pass for these modalities
+    notes: tuple[str, ...] = ()  # one sentence for each modality that is not used, or not prepared by a processor
+
+    @property
+    def alone(self) -> bool:
+        """Whether each sequence needs its own pass because the patches of all images of a batch form one row."""
+        return not PACKED.isdisjoint(self.names)
 
 
 _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
@@ -100,49 +97,47 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
     """Determine, once per model, which images and sounds it accepts, by a trial pass on random ones.
 
-    `folder` contains the processor's settings; without it, they are looked up by the name the model was loaded by. A
-    modality is left out, with a note, if its tower or the model fails on it and the model also runs without it.
+    `folder` contains the processor's settings; without it, they are looked up by the model's name. A modality is left
+    out, with a note, if its tower or the model fails on it and the model also runs without it.
     """
     if model not in _cache:
-        _cache[model] = _find_media(model, folder)
+        media = Media()
+        for modality in modalities(model):
+            media = _add_modality(model, media, modality, folder)
+        _cache[model] = media
     return _cache[model]
 
 
-def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
-    """Try each modality with the checkpoint's processor, else with random numbers, and keep those that work."""
-    media, notes = Media(), list[str]()
-    for modality in modalities(model):
-        processor, problem = None, ""
-        try:
-            processor = load_processor(model, modality, folder)
-            inputs = _make_up(model, modality, processor, 0, 0)
-        except ModelError as error:
-            processor, problem = None, error.problem
-        try:
-            if problem:
-                inputs = _make_up(model, modality, None, 0, 0)
-            candidate = Media({modality: processor}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
-            if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
-                candidate = replace(candidate, before=((modality, *_count_parts(model, modality, inputs)),))
-                _try(model, candidate)
-        except (TextError, *FAILURES) as error:
-            needed = _input_name(model, modality) in required_inputs(model)
-            if is_memory(error) or (needed and isinstance(error, TextError)):
-                raise
-            if not needed:
-                why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
-                notes.append(
-                    f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
-                )
-                continue
-            candidate = replace(candidate, before=())
+def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
+    """Add a modality with the checkpoint's processor, or else with random numbers; or only a note if neither works."""
+    processor, before, problem = None, Placeholders(), ""
+    try:
+        processor = load_processor(model, modality, folder)
+        inputs = _make_up(model, modality, processor, 0, 0)
+    except ModelError as error:
+        processor, problem = None, error.problem
+    try:
         if problem:
-            notes.append(
-                f"Each {modality} consists of random numbers in the shape given by config.json. No processor: {problem}"
-            )
-        names, before = media.names | candidate.names, media.before + candidate.before
-        media = Media({**media.processors, **candidate.processors}, names, before, alone=media.alone or candidate.alone)
-    return replace(media, notes=tuple(notes))
+            inputs = _make_up(model, modality, None, 0, 0)
+        if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
+            before = ((modality, *_count_parts(model, modality, inputs)),)
+            _try(model, Media({modality: processor}, before))
+    except (TextError, *FAILURES) as error:
+        needed = _input_name(model, modality) in required_inputs(model)
+        if is_memory(error) or (needed and isinstance(error, TextError)):
+            raise
+        if not needed:
+            why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
+            note = f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
+            return replace(media, notes=(*media.notes, note))
+        before = ()
+    note = f"Each {modality} consists of random numbers in the shape given by config.json. No processor: {problem}"
+    return Media(
+        {**media.processors, modality: processor},
+        media.before + before,
+        media.names | inputs.keys(),
+        (*media.notes, note) if problem else media.notes,
+    )
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
@@ -154,32 +149,31 @@ def without_placeholders(media: Media) -> Media:
     """Return `media` without the modalities that have placeholder ids."""
     removed = {modality for modality, _, _ in media.before}
     processors = {modality: processor for modality, processor in media.processors.items() if modality not in removed}
-    return replace(media, processors=processors, before=(), alone=media.alone and "image" not in removed)
+    names = media.names - PACKED if "image" in removed else media.names
+    return replace(media, processors=processors, before=(), names=names)
 
 
+@dataclass
 class Feed:
     """Images and sounds of numbered sequences: random, or from the files of a modality."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        media: Media,
-        seed: int,
-        skip: int = 0,
-        files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] | None = None,
-    ) -> None:
-        """Start random inputs at draw number `skip`."""
-        self.media, self.files = media, files or {}
-        self._model, self._seed, self._skip = model, seed, skip
-        self._random = [modality for modality in media.processors if modality not in self.files]
-        self._digests = {modality: sha256() for modality in self._random}
+    model: PreTrainedModel
+    media: Media
+    seed: int
+    skip: int = 0  # number of the first random draw
+    files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
+    """Prepared inputs of each modality that is read from files, by sequence."""
+
+    def __post_init__(self) -> None:
+        """Start the digest of each modality's random inputs."""
+        self._digests = {modality: sha256() for modality in self.media.processors if modality not in self.files}
 
     def placeholders(self, number: int) -> Placeholders:
         """Return the placeholders before the text of a sequence."""
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
-                placeholders.append((modality, *_count_parts(self._model, modality, inputs[number])))
+                placeholders.append((modality, *_count_parts(self.model, modality, inputs[number])))
             except FAILURES as error:
                 if is_memory(error):
                     raise
@@ -192,14 +186,14 @@ class Feed:
         each = []
         for number in numbers:
             inputs = dict[str, Tensor]()
-            for modality in self._random:
+            for modality, digest in self._digests.items():
                 processor = self.media.processors[modality]
-                random = _make_up(self._model, modality, processor, self._seed, number + self._skip)
+                random = _make_up(self.model, modality, processor, self.seed, number + self.skip)
                 for value in random.values():
-                    self._digests[modality].update(value.numpy().tobytes())
+                    digest.update(value.numpy().tobytes())
                 inputs |= random
-            for modality in self.files:
-                inputs |= self.files[modality][number]
+            for files in self.files.values():
+                inputs |= files[number]
             each.append(inputs)
         return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
@@ -212,8 +206,7 @@ class Feed:
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
     """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file.
 
-    Raises UsageError if the model does not read the modality, TextError if a file can't be read, and ModelError if
-    the checkpoint has no processor, or the processor fails.
+    Raises UsageError if the model does not read the modality, TextError for a bad file, ModelError for the processor.
     """
     if modality not in modalities(loaded.model):
         problem = f"{loaded.info.id} does not take {modality} input: --{modality} would be ignored."
@@ -229,20 +222,16 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
 
 
 def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Processor:
-    """Load the checkpoint's image or audio processor, from local files and without running the checkpoint's code.
-
-    Raises ModelError if there is no processor, or it can't be loaded.
-    """
+    """Load the checkpoint's image or audio processor from local files without running code, or raise ModelError."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor
     from transformers.utils.hub import cached_file
 
-    place, files = folder or model.name_or_path, list[str]()
-    # private options of transformers: return None for a missing file, and the commit that the model was loaded from
-    options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    place, files = str(folder or model.name_or_path), list[str]()
+    # private, in transformers: return None for a missing file, and the commit that the model was loaded from
+    quiet, revision = {"_raise_exceptions_for_missing_entries": False}, getattr(model.config, "_commit_hash", None)
     with suppress(OSError):  # neither a folder nor in the hub's cache
-        revision = getattr(model.config, "_commit_hash", None)
-        paths = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
-        files = [path for path in paths if path]
+        paths = [cached_file(place, name, revision=revision, local_files_only=True, **quiet) for name in SETTINGS]
+        files = [path for path in paths if path] if place else []
     if not files:
         problem = (
             f"{place or type(model).__name__} has no {SETTINGS[1]}, which describes how to prepare {modality} input."
@@ -251,13 +240,11 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     if any("auto_map" in read_json(Path(file)) for file in files):
         problem = f"The processor of {place} is Python code in the checkpoint, which attnlens does not run."
         raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
-    class_: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    load: Callable[..., Processor] = class_.from_pretrained
     try:
         with _bounded_memory():
-            processor: Processor = class_.from_pretrained(
-                Path(files[0]).parent, local_files_only=True, trust_remote_code=False
-            )
-            return processor
+            return load(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
     except UNPREPARED as error:
         problem = f"The processor for {modality} input of {place} can't be loaded: {first_line(error)}"
         raise ModelError(problem, f"Correct {files[0]}, or leave out --{modality}.") from error
@@ -268,7 +255,7 @@ def _make_up(
 ) -> dict[str, Tensor]:
     """Return the inputs of one random image or sound, which depend only on seed and number.
 
-    Raises ModelError if the processor fails, TextError if there is no processor and the shape is unknown.
+    Raises ModelError if the processor fails, TextError if there is none and the shape is unknown.
     """
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
@@ -296,10 +283,7 @@ def _sides(model: PreTrainedModel) -> tuple[object, object]:
 
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
-    """Return the shape of one image, video or sound by the config.
-
-    Raises TextError for a spectrogram of unknown layout, and for invalid sizes.
-    """
+    """Return the shape of one image, video or sound by the config, or raise TextError if it is unknown or invalid."""
     name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
         shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
@@ -360,20 +344,18 @@ def _process(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
     """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
-    names = _parameters(model)
+    names, options = _parameters(model), dict[str, object]()
+    if modality == "audio":
+        options["sampling_rate"] = _rate(processor)
+        if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
+            options["return_attention_mask"] = True
     try:
         with _bounded_memory():
-            if modality == "image":
-                result = dict(processor(images=raw, return_tensors="pt"))
-            else:
-                options = {"sampling_rate": _rate(processor), "return_tensors": "pt"}
-                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
-                    options["return_attention_mask"] = True
-                result = dict(processor(raw, **options))
+            result = dict(processor(raw, return_tensors="pt", **options))
     except UNPREPARED as error:
         problem = f"The model's processor fails on {name}: {first_line(error)}"
         raise ModelError(problem, "Give another file, or leave it out.") from error
-    inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
+    inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
         problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} accepts none of them."
         raise ModelError(problem, f"Leave out --{modality}.")
@@ -383,14 +365,15 @@ def _process(
 def _parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return the parameters of the model's forward pass, keyed by the names that processors give them."""
     parameters = signature(model.forward).parameters
-    names = {name: name for name in parameters}
-    names |= {alias: name for name, alias in ALIASES.items() if name in parameters}
+    names = {name: name for name in parameters} | {alias: name for name, alias in ALIASES.items() if name in parameters}
     if "grid_thw" in parameters and "hidden_states" in parameters:
         names["pixel_values"] = "hidden_states"
+    masks = [name for name in MASKS if name in parameters]
     if "input_ids" in names:  # `attention_mask` belongs to the ids
         names.pop("attention_mask", None)
-    masks = [name for name in MASKS if name in parameters]
-    return ({"attention_mask": masks[0]} if masks else {}) | names
+    if masks:
+        names.setdefault("attention_mask", masks[0])
+    return names
 
 
 @contextmanager
@@ -418,9 +401,9 @@ def _input_name(model: PreTrainedModel, modality: Modality) -> str:
     return next(names[name] for name in INPUTS[modality] if name in names)
 
 
-def setting(model: PreTrainedModel, *names: str) -> Any:
+def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.json have any type
     """Return the first of these settings in the model's config, else in its nested configs, level by level, or None."""
-    level: list[Any] = [model.config]
+    level: list[object] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
         if values:
@@ -446,9 +429,9 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     run = getattr(owners[-1], FEATURES[modality])  # the innermost module's method lists all parameters by name
     parameters = signature(run).parameters
     with torch.no_grad():
-        result: Any = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})
-    features = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
-    return token, sum(value.shape[:-1].numel() for value in _tensors(features))
+        result = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})
+    features = result if isinstance(result, list | tuple | Tensor) else result.pooler_output
+    return token, sum(value.shape[:-1].numel() for value in tensors(features))
 
 
 def _try(model: PreTrainedModel, media: Media) -> None:
@@ -463,15 +446,6 @@ def _try(model: PreTrainedModel, media: Media) -> None:
 
 def _failure(error: Exception) -> str:
     return f"the model fails on it ({type(error).__name__}: {first_line(error)})"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tower's features, however they are nested."""
-    if hasattr(value, "shape"):
-        yield value
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
@@ -489,15 +463,14 @@ def types_of(model: PreTrainedModel, placeholders: Placeholders, ids: Tensor) ->
     """Return `mm_token_type_ids`, the modality of each id, if the model's forward pass has this parameter."""
     if not placeholders or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
-    types = ids.new_zeros(ids.shape)
     numbers = {"image": 1, "audio": 3}  # text is 0
     known = [numbers[modality] for modality, _, count in placeholders for _ in range(count)]
+    types = torch.zeros_like(ids)
     types[:, : len(known)] = types.new_tensor(known)
     return {"mm_token_type_ids": types}
 
 
 def move_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move inputs to the model's device, and convert floating-point inputs to its number type."""
-    device = device_of_inputs(model)
-    dtype = model.dtype
+    device, dtype = device_of_inputs(model), model.dtype
     return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}

@@ -6,10 +6,9 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHARACTERS = 128
-"""Number of ids to draw from for a model that takes any id (CANINE hashes characters)."""
+CHARACTERS = 128  # number of ids to draw from for a model that takes any id (CANINE hashes characters)
 
 
 def token_tensors(
@@ -48,15 +46,13 @@ def text_inputs(
     the same mask. If the encoder reads pixels or sound, the decoder gets the text unchanged, since its special tokens
     begin with the start token.
     """
-    inputs: dict[str, Tensor] = {}
+    inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
-        inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
+        inputs |= {"input_ids" if "input_ids" in parameters else "inputs": ids, "attention_mask": mask}
     if decodes_text(model):
-        decoder_text, seen = ids[:, start:], mask[:, start:]
-        decoder_ids = shift_right(model, decoder_text) if reads_ids(model) else decoder_text
-        inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
-    parameters = set(signature(model.forward).parameters)
-    parameters -= {"inputs"} if "input_ids" in parameters else set()
+        text = ids[:, start:]
+        decoder_ids = shift_right(model, text) if reads_ids(model) else text
+        inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": mask[:, start:]}
     return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in parameters}
 
 
@@ -99,15 +95,13 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
-    method: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    names = ["decoder_start_token_id"]
-    if method is None:
-        names += ["bos_token_id", "pad_token_id"]
-    else:
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    names = ("decoder_start_token_id", *(("bos_token_id", "pad_token_id") if method is None else ()))
+    if method is not None:
         # T5 raises without a start token in its config; MusicGen generates no text
         with suppress(ValueError, TypeError, AttributeError, IndexError):
-            result: Tensor = method(labels=ids)
-            return result
+            shifted: Tensor = method(labels=ids)
+            return shifted
     configs = model.config, getattr(model, "generation_config", None)
     starts = (getattr(config, name, None) for name in names for config in configs)
     start = next((id_ for id_ in starts if id_ is not None), None)
@@ -119,8 +113,7 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
 
 FOREIGN = 0.5
 """Share of unknown tokens from which a text is foreign to a model, which then sees little more than word positions."""
-NOTABLE = 0.1
-"""Share of unknown tokens from which the report contains a note."""
+NOTABLE = 0.1  # share of unknown tokens from which the report contains a note
 
 
 def unknown_shares(
@@ -180,83 +173,62 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
+Cutting = list[tuple[Sequence[int], Sequence[int]]]
+"""(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 RANDOM_SPLITS = ("dropout", "alpha")
 """Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
-@dataclass(frozen=True)
-class WindowedText:
-    """The windows of a running text, each cut on request, since only a few of thousands are fed."""
-
-    ids: Sequence[int]
-    """Ids of the whole text."""
-    room: int
-    """Number of the text's ids in a window."""
-    before: Sequence[int]
-    """Special tokens at the beginning of each window."""
-    after: Sequence[int]
-    """Special tokens at the end of each window."""
-
-    def __len__(self) -> int:
-        return len(self.ids) // self.room
-
-    def __getitem__(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the ids of window `number`, and an empty list of token types."""
-        start = number * self.room
-        return [*self.before, *self.ids[start : start + self.room], *self.after], []
-
-
-def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
+def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
     """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
-    ids = _ids(tokenizer, content, content.text, None)
+    ids = _ids(tokenizer, content, content.text, special=False)
     if len(ids) < room:
         problem = f"The text ({content.name}) has {len(ids)} tokens, but one window needs {room}."
         raise TextError(problem, "Give a longer text, or a smaller --length.")
-    return WindowedText(array("i", ids), room, before, after)
+    starts = range(0, len(ids) - room + 1, room)
+    # arrays need a tenth of the memory of lists
+    return [(array("i", [*before, *ids[start : start + room], *after]), ()) for start in starts]
 
 
-def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
-    """Return the ids of all non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
+def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
+    """Return the ids of all non-empty lines, with special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
     UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
-    nonempty = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
+    lines = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
     with _tokenizing(tokenizer, content):
-        rows = tokenizer(nonempty, truncation=True, max_length=tokens)["input_ids"]
-    long_enough = [ids for ids in rows if len(ids) >= 2]
+        rows = tokenizer(lines, truncation=True, max_length=tokens)["input_ids"]
+    long_enough: Cutting = [(ids, ()) for ids in rows if len(ids) >= 2]
     if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
     return long_enough
 
 
-def cut_pairs(
-    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
-) -> list[tuple[list[int], list[int]]]:
+def cut_pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
     """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
-    rows = []
+    rows: Cutting = []
     for number, line in enumerate(content.text.split("\n"), 1):
+        texts = line.removesuffix("\r").split("\t")
         if not line.strip():
             continue
-        first, tab, second = line.removesuffix("\r").partition("\t")
-        if not tab or "\t" in second or not first.strip() or not second.strip():
+        if len(texts) != 2 or not all(map(str.strip, texts)):
             problem = f"Line {number} of {content.name} is not a pair: it must contain two texts separated by one tab."
             raise TextError(problem, "Write one pair per line: FIRST<tab>SECOND.")
         with _tokenizing(tokenizer, content):
-            encoded = tokenizer(first, second, truncation=True, max_length=tokens, return_token_type_ids=True)
-        ids: list[int] = encoded["input_ids"]
-        rows.append((ids, list(encoded.get("token_type_ids", [0] * len(ids)))))
+            encoded = tokenizer(*texts, truncation=True, max_length=tokens, return_token_type_ids=True)
+        rows.append((encoded["input_ids"], encoded.get("token_type_ids", [0] * len(encoded["input_ids"]))))
     return rows
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
     """Return the special tokens before and after a sequence, found by tokenizing the beginning of the text."""
     sample = content.text.strip()[:40]
-    bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
+    bare, whole = (_ids(tokenizer, content, sample, special=special) for special in (False, True))
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not sample:
         raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or different text.")
@@ -273,15 +245,13 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
     limit = position_limit(model)
     if limit is not None and limit < 2:
-        raise UsageError(
-            f"The model accepts only {limit} token, but attention needs at least two.", "Use --source weights."
-        )
+        problem = f"The model accepts only {limit} token, but attention needs at least two."
+        raise UsageError(problem, "Use --source weights.")
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(
-            f"A window of {tokens} tokens is too short: attention needs at least two.", "Give at least --length 2."
-        )
+        problem = f"A window of {tokens} tokens is too short: attention needs at least two."
+        raise UsageError(problem, "Give at least --length 2.")
     if limit is not None and tokens > limit:
         raise UsageError(f"The model accepts at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens
@@ -300,13 +270,10 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return min(limits, default=None)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
-    """Tokenize `text`: without special tokens if `longest` is None, else with them and truncated to `longest` ids."""
-    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-    if longest is not None:
-        options = {"truncation": True, "max_length": longest}
+def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, special: bool) -> list[int]:
+    """Tokenize `text` with or without special tokens, and without a warning about its length."""
     with _tokenizing(tokenizer, content):
-        ids: list[int] = tokenizer(text, **options)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from logging import CRITICAL
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.hub import reachable
 from attnlens.models.loading.locate import DEMO
+
+if TYPE_CHECKING:
+    from attnlens.models.texts.sequences import Cutting
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
@@ -26,7 +29,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     """Read the rows of a dataset as lines of text, cut off after `most` characters.
 
     Rows are streamed, and no code of the dataset is run. Raises UsageError if `datasets` is not installed, TextError if
-    the dataset, configuration, split or column does not exist or can't be read.
+    the dataset, configuration, split or column can't be read.
     """
     try:
         import datasets
@@ -61,15 +64,13 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the messages of datasets and huggingface_hub about retries and failures inside the context."""
-    from datasets.utils import logging
-    from huggingface_hub.utils import logging as hub_logging
-
-    with ExitStack() as undo:
-        for module in (logging, hub_logging):
-            undo.callback(module.set_verbosity, module.get_verbosity())
-            module.set_verbosity(CRITICAL)
+    """Silence log messages inside the context, such as those of datasets about retries and failures."""
+    previous = logging.root.manager.disable
+    logging.disable()
+    try:
         yield
+    finally:
+        logging.disable(previous)
 
 
 def _find_dataset(name: str, *, offline: bool) -> str:
@@ -109,8 +110,7 @@ SAMPLE_NAMES = {
     SAMPLES / "source.txt": "attnlens source code",
 }
 """Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
-LARGEST_FILE = 2**30
-"""Maximum size of a text in bytes."""
+LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
 """Characters beyond which a text is replaced by blocks that are spread evenly over it, and the number of blocks."""
 SAY_TEXT = "Give a plain text file in UTF-8."
@@ -121,10 +121,8 @@ class Content:
     """A text and its name."""
 
     text: str
-    """The text itself."""
-    name: str
-    """File name, `stdin`, the specification of a dataset's rows, or the name of a built-in text."""
-    cuttings: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    name: str  # file name, `stdin`, the specification of a dataset's rows, or the name of a built-in text
+    cuttings: dict[object, Cutting] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of the last cutting, keyed by its options, since a run cuts its texts several times."""
 
 
@@ -140,21 +138,18 @@ def read(path: str, *, offline: bool = False) -> Content:
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
     """Read the texts of those paths under unique names. Raises TextError if one is empty, or two are the same text."""
-    each = [read(path, offline=offline) for path in paths]
-    names = [content.name for content in each]
-    contents = tuple(
-        content if names.count(content.name) == 1 else replace(content, name=path)
-        for path, content in zip(paths, each, strict=True)
-    )
-    for content in contents:
-        if not content.text.strip():
-            raise TextError(f"The text is empty: {content.name}.", "Give a text of at least a few hundred words.")
-    known: dict[str, str] = {}
-    for content in contents:
-        if content.text in known:
-            raise TextError(f"{known[content.text]} and {content.name} are the same text.", "Name each text once.")
-        known[content.text] = content.name
-    return contents
+    contents = [read(path, offline=offline) for path in paths]
+    names, known = [content.name for content in contents], dict[str, str]()
+    for index, (path, name) in enumerate(zip(paths, names, strict=True)):
+        if names.count(name) > 1:
+            contents[index] = replace(contents[index], name=path)
+        text, name = contents[index].text, contents[index].name
+        if not text.strip():
+            raise TextError(f"The text is empty: {name}.", "Give a text of at least a few hundred words.")
+        if text in known:
+            raise TextError(f"{known[text]} and {name} are the same text.", "Name each text once.")
+        known[text] = name
+    return tuple(contents)
 
 
 def sample(model: str) -> tuple[Content, ...]:

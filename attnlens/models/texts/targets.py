@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from transformers import PreTrainedModel
 
-NOTHING = -100
-"""Target at positions without a prediction, which torch's cross_entropy ignores."""
-MASKED_SHARE = 0.15
-"""Share of tokens that are masked for a masked language model to predict (Devlin et al. 2019)."""
+NOTHING = -100  # target at positions without a prediction, which torch's cross_entropy ignores
+MASKED_SHARE = 0.15  # share of tokens that are masked for a masked language model to predict (Devlin et al. 2019)
 HEADLESS = "no head that predicts a class, a masked token, or a token from those before it alone"
 """Description of what a model lacks if its hidden states are compared."""
 MEANINGS: dict[Task, str] = {
@@ -45,13 +43,11 @@ NO_LOSS = "the model's input is noise that attnlens made up, on which a loss mea
 class Fed:
     """One forward pass and its targets."""
 
-    inputs: dict[str, Tensor]
-    """Arguments of `model(**inputs)`."""
+    inputs: dict[str, Tensor]  # arguments of `model(**inputs)`
     targets: Int[Tensor, "batch positions"] | None
     """Correct token at each position of the logits, −100 for no prediction; None if the original model's choice is the
     target, or there is none."""
-    noise: bool = False
-    """True if the model reads noise: its predictions can be compared, but have no loss."""
+    noise: bool = False  # True if the model reads noise: its predictions can be compared, but have no loss
 
     def rows(self, low: int, high: int) -> Fed:
         """Return only the sequences low … high − 1."""
@@ -102,9 +98,9 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """Return the predictions at the text's tokens: the last ones if the model `sees`, since an image can precede them.
+    """Return the predictions at the text's tokens: the last ones if an image can precede them (the model `sees`: GIT).
 
-    GIT is such a model. In other models they are the first ones, before unused positions (Perceiver).
+    In other models they are the first ones, before unused positions (Perceiver).
     """
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]

@@ -31,29 +31,13 @@ Ids = Sequence[int]
 def shared_share(
     tokenizer: PreTrainedTokenizerBase | None, evaluated: Sequence[Ids], calibrated: Sequence[Ids]
 ) -> float:
-    """Return the share, 0 to 1, of evaluated tokens in runs of at least RUN that also occur in a calibration passage.
+    """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
-    It is 0 without tokens. Special tokens are left out. A passage of LEAST to RUN tokens counts if all of it occurs.
+    A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A passage of
+    LEAST tokens or more, but fewer than RUN, counts if all of it occurs; from 2 · LEAST tokens on if all but one occur,
+    because the beginning of a text is tokenized differently from its repetitions. The share is 0 without tokens.
     """
-    return share_in_runs(*(_bare(tokenizer, rows) for rows in (evaluated, calibrated)))
-
-
-def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
-    """Return the share, 0 to 1, of tokens in runs of RUN that several sequences contain, without special tokens."""
-    bare = _bare(tokenizer, sequences)
-    all_runs = [_runs(row, RUN) for row in bare]
-    counts = Counter(run for runs in all_runs for run in set(runs))
-    repeated = {run for run, count in counts.items() if count > 1}
-    total = sum(map(len, bare))
-    return _count_covered(all_runs, RUN, repeated) / total if total else 0.0
-
-
-def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
-    """Return the share, 0 to 1, of evaluated ids in runs that also occur within a calibration passage.
-
-    A run has RUN ids, or fewer if all calibration passages are shorter. A passage of 2 · LEAST to RUN ids counts if all
-    but one of them occur, because the beginning of a text is tokenized differently from its repetitions.
-    """
+    evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))
     runs_by_length = defaultdict[int, list[list[bytes]]](list)
     for passage in evaluated:
@@ -65,8 +49,16 @@ def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
         evaluated_runs = {run for runs in passages_runs for run in runs}
         shared = {run for passage in calibrated for run in _runs(passage, length) if run in evaluated_runs}
         covered += _count_covered(passages_runs, length, shared)
-    total = sum(map(len, evaluated))
-    return covered / total if total else 0.0
+    return covered / max(1, sum(map(len, evaluated)))
+
+
+def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
+    """Return the share, 0 to 1, of tokens in runs of RUN that several sequences contain, without special tokens."""
+    bare = _bare(tokenizer, sequences)
+    all_runs = [_runs(row, RUN) for row in bare]
+    counts = Counter(run for runs in all_runs for run in set(runs))
+    repeated = {run for run, count in counts.items() if count > 1}
+    return _count_covered(all_runs, RUN, repeated) / max(1, sum(map(len, bare)))
 
 
 def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
@@ -113,14 +105,11 @@ def first(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
 class Batch:
     """The keyword arguments of one forward pass."""
 
-    inputs: dict[str, Tensor]
-    """Arguments of `model(**inputs)`, on the model's device."""
+    inputs: dict[str, Tensor]  # arguments of `model(**inputs)`, on the model's device
     lengths: tuple[int, ...]
     """Number of ids of each sequence without padding, which is on the right; empty if the model reads no tokens."""
-    parts: tuple[str, ...] = ()
-    """Name of the text of each sequence; empty if the model reads no tokens."""
-    start: int = 0
-    """Index of the text's first id in each sequence, after the placeholders of images and sounds."""
+    parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if the model reads no tokens
+    start: int = 0  # index of the text's first id in each sequence, after the placeholders of images and sounds
 
     @property
     def size(self) -> int:
@@ -132,24 +121,16 @@ class Batch:
 class Batches:
     """All forward passes, and the texts that they are built from."""
 
-    batches: tuple[Batch, ...]
-    """The forward passes, in the order of the texts and of each text's windows."""
-    sequences: int
-    """Number of sequences; fewer than requested if the texts have no more."""
-    tokens: int
-    """Number of ids of the longest sequence, with special tokens; 0 if the model reads no tokens."""
-    texts: tuple[Text, ...]
-    """The texts with the numbers of their windows, followed by files or noise, if any."""
+    batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
+    sequences: int  # number of sequences; fewer than requested if the texts have no more
+    tokens: int  # number of ids of the longest sequence, with special tokens; 0 if the model reads no tokens
+    texts: tuple[Text, ...]  # the texts with the numbers of their windows, followed by files or noise, if any
     unknown: Mapping[str, float]
     """Share, 0 to 1, of each text's ids that are the tokenizer's unknown token; near 1, the text is unreadable."""
-    pack: bool = True
-    """True if the sequences are windows of running text instead of lines."""
-    notes: tuple[str, ...] = ()
-    """Sentences for the reader about inputs other than the texts."""
-    made_up: bool = False
-    """True if the model's main input is noise."""
-    left_out: tuple[str, ...] = ()
-    """Names of texts without any sequence, if there are fewer sequences than texts."""
+    pack: bool = True  # True if the sequences are windows of running text instead of lines
+    notes: tuple[str, ...] = ()  # sentences for the reader about inputs other than the texts
+    made_up: bool = False  # True if the model's main input is noise
+    left_out: tuple[str, ...] = ()  # names of texts without any sequence, if there are fewer sequences than texts
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -197,8 +178,7 @@ class Batches:
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
     """Return the ids of all sequences, joining consecutive windows of a text to one passage, across all batches."""
-    ids_by_window: dict[tuple[str, int], tuple[int, ...]] = {}
-    packed = True
+    ids_by_window, packed = dict[tuple[str, int], tuple[int, ...]](), True
     for batches in several:
         numbers = [number for text in batches.texts for number in text.windows]
         ids_by_window |= zip(zip(batches.parts, numbers, strict=True), batches.ids, strict=True)
@@ -218,23 +198,14 @@ class Cut:
 
     tokens: int | None = None
     """Length of a window in tokens, with special tokens; None: 128, or the model's number of positions if smaller."""
-    sequences: int = 32
-    """Number of sequences over all texts, divided as equally as the lengths of the texts allow."""
-    batch_size: int = 8
-    """Number of sequences per forward pass."""
-    pack: bool = True
-    """True for windows of the running text, False for its lines."""
-    placement: Placement = "spread"
-    """Placement of the windows in each text."""
-    seed: int = 0
-    """Seed of the placement and of noise."""
+    sequences: int = 32  # number of sequences over all texts, divided as equally as the lengths of the texts allow
+    batch_size: int = 8  # number of sequences per forward pass
+    pack: bool = True  # True for windows of the running text, False for its lines
+    placement: Placement = "spread"  # placement of the windows in each text
+    seed: int = 0  # seed of the placement and of noise
     turn: tuple[int, int] = (0, 1)
     """(i, n): use only the chosen sequences i, i + n, i + 2n … of each text, so that n parts are disjoint."""
-    image: tuple[str, ...] = ()
-    """Paths of images, one per sequence; empty for noise."""
-    audio: tuple[str, ...] = ()
-    """Paths of sounds, one per sequence; empty for noise."""
-    pairs: bool = False
-    """True if each line contains two texts separated by a tab, which the tokenizer joins."""
-    allow_foreign: bool = False
-    """True to feed a text even if half of its tokens or more are unknown to the tokenizer."""
+    image: tuple[str, ...] = ()  # paths of images, one per sequence; empty for noise
+    audio: tuple[str, ...] = ()  # paths of sounds, one per sequence; empty for noise
+    pairs: bool = False  # True if each line contains two texts separated by a tab, which the tokenizer joins
+    allow_foreign: bool = False  # True to feed a text even if half of its tokens or more are unknown to the tokenizer

@@ -7,7 +7,7 @@ import math
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -52,11 +52,10 @@ class TracedSoftmax:
         Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
         UnreadableError if several products depend on the inputs on both sides, or if none of several does.
         """
-        content = [scores for scores in self.carried if scores.content]
+        content, count = [scores for scores in self.carried if scores.content], len(self.carried)
         if len(content) > 1:
             raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
-        if not content and len(self.carried) > 1:
-            count = len(self.carried)
+        if not content and count > 1:
             raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
         scores = content[0] if content else next(iter(self.carried))
         if scores.scaled_by_inputs:
@@ -71,10 +70,7 @@ def unreadable(reason: str) -> UnreadableError:
 
 @dataclass(frozen=True)
 class Affine:
-    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), up to a term per query.
-
-    The softmax ignores such a term.
-    """
+    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), up to a term per query."""
 
     factor: Tensor  # (heads,): the factor of the product
     allowed: Tensor | None  # which keys a query may see; None for all
@@ -88,8 +84,7 @@ ROUNDINGS = 32
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
     """Find the affine map that gives `zero` for a product of 0 and `scores` for the product `signs`, (queries, keys).
 
-    Both are (batch, heads, queries, keys). Raises UnreadableError if the factor differs between pairs of a head, or is
-    0.
+    Both are (batch, heads, queries, keys). Raises UnreadableError if the factor differs in a head, or is 0.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -120,10 +115,8 @@ def check_moved(query: Tensor, key: Tensor, fit: Affine, zero: Tensor, scores: T
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
     if not error <= rounding_of(query.dtype):  # `not <=` also refuses NaN
-        raise unreadable(
-            "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate from it "
-            f"({error:.1e})"
-        )
+        problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate from it"
+        raise unreadable(f"{problem} ({error:.1e})")
 
 
 def rounding_of(dtype: torch.dtype) -> float:
@@ -184,16 +177,13 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
     """Determine the axes of scores with these numbers of queries and keys, in a module called with these tokens.
 
     There are as many heads as queries per token, or as keys per token if a module pools its queries. Four axes are
-    (sequences, heads, queries, keys), as everywhere in transformers. Raises UnreadableError if the axis of the heads is
-    ambiguous.
+    (sequences, heads, queries, keys). Raises UnreadableError if the axis of the heads is ambiguous.
     """
-    total, count = math.prod(shape), math.prod(tokens or (0,))
+    total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
     if len(shape) == 1:
         if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
-            raise unreadable(
-                f"its heads can't be distinguished from its sequences: queries have the axes {(*shape, queries)}"
-            )
+            raise unreadable(f"its heads can't be distinguished from its sequences: {axes}")
         return Lead(shape, 1, counts[0])
     # Exclude the first axis of a lone sequence: tokens cannot be counted if channels come before them (SqueezeBERT).
     lone = {0} if tokens and tokens[0] == shape[0] == 1 else set[int]()
@@ -201,17 +191,14 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
     if 1 in fitting or (len(shape) == 2 and not fitting):
         return Lead(shape, 1, shape[1])
     if len(fitting) != 1 or len(shape) == 2:
-        raise unreadable(
-            f"its heads can't be distinguished from its windows: queries have the axes {(*shape, queries)}"
-        )
+        raise unreadable(f"its heads can't be distinguished from its windows: {axes}")
     return Lead(shape, fitting[0], shape[fitting[0]])
 
 
 def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Return queries, keys, scale, mask and bias of a softmax whose weights sum up `value`, (…, keys, value_dim).
+    """Return the Call of a softmax whose weights sum up `value`, (…, keys, value_dim), in a module called with tokens.
 
-    `tokens` are those that `module` was called with. Raises UnreadableError if the softmax's argument is not factor ·
-    ⟨query, key⟩ plus a term that does not depend on their product.
+    Raises UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ plus a term without their product.
     """
     scores = softmax.scores()
     product, standins = scores.product, softmax.carried[scores]
@@ -231,9 +218,8 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
         query, scale = query * fit.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
     wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J converts its queries and keys to float32
-    vectors, relative = (query.to(wide), key.to(wide), value.to(wide)), len(softmax.carried) > 1
-    call = Call(*vectors, scale, fit.allowed, bias=fit.bias, module=module, traced=True, relative=relative)
-    return call, lead
+    vectors, relative = [part.to(wide) for part in (query, key, value)], len(softmax.carried) > 1
+    return Call(*vectors, scale, fit.allowed, bias=fit.bias, module=module, traced=True, relative=relative), lead
 
 
 def fused_call(arguments: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
@@ -251,9 +237,8 @@ def fused_call(arguments: Mapping[str, Any], tokens: Tokens, module: nn.Module) 
         part if part.dim() == 4 and lead.axis == 1 and part.shape[0] == lead.shape[0] else lead.split(part)
         for part in (key, arguments["value"])
     ]
-    vectors = lead.split(query), *pair_heads(*with_batch)
     call = Call(
-        *vectors,
+        *(lead.split(query), *pair_heads(*with_batch)),
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         allowed,
         causal=bool(arguments.get("is_causal")),
@@ -277,8 +262,7 @@ SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Parameters of torch's fused attention, in order."""
 
-Refused = dict[nn.Module, str]
-"""Unreadable attention that was found: maps the module that computes it to the reason."""
+Refused = dict[nn.Module, str]  # unreadable attention that was found: maps the module that computes it to the reason
 
 
 @contextmanager
@@ -317,22 +301,17 @@ def trace_attention(
         yield tracer.refused
 
 
+@dataclass(eq=False)
 class _Tracer(TorchFunctionMode):
-    def __init__(
-        self,
-        answer: Callable[[Call], Tensor],
-        modules: set[nn.Module] | None,
-        content: Collection[Tensor] | None,
-        prove: bool,
-        on_weights: Callable[[nn.Module, Tensor], None] | None,
-    ) -> None:
-        super().__init__()
-        self.answer, self.modules, self.content = answer, modules, content
-        self.prove, self.on_weights = prove, on_weights
-        self.refused: Refused = {}
-        self.known = Provenance()
-        self.running: list[tuple[nn.Module, Tokens]] = []  # outermost first
-        self.constants: set[int] = set()  # addresses of the parameters and buffers
+    answer: Callable[[Call], Tensor]
+    modules: set[nn.Module] | None
+    content: Collection[Tensor] | None
+    prove: bool
+    on_weights: Callable[[nn.Module, Tensor], None] | None
+    refused: Refused = field(default_factory=dict)
+    known: Provenance = field(default_factory=Provenance)
+    running: list[tuple[nn.Module, Tokens]] = field(default_factory=list)  # outermost first
+    constants: set[int] = field(default_factory=set)  # addresses of the parameters and buffers
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Add a module that starts to the running modules (hook); record the inputs of the outermost one."""
@@ -349,7 +328,13 @@ class _Tracer(TorchFunctionMode):
         """Remove the module that ends from the running modules (hook)."""
         self.running.pop()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         call = FunctionCall(function, args, kwargs or {})
         if function is F.multi_head_attention_forward:
             with self:  # its steps are traced like those of any other module
@@ -448,8 +433,7 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the answer for one site in `dtype`, or the result of the model's `original` function.
 
-        The last of `owners` owns the site; `arrange` gives an answer the axes of the original result (None: it has
-        them).
+        The last of `owners` owns the site; `arrange` gives an answer the axes of the original result, if they differ.
         """
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
@@ -469,10 +453,8 @@ class _Tracer(TorchFunctionMode):
             _check_output(as_original(attend(call, OWN, "eager"), lead), result, sees_keys)
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
-                raise ModelError(
-                    f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}.",
-                    "Give inputs of the same kind as those used to find its sites.",
-                ) from None
+                problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
+                raise ModelError(problem, "Give inputs of the same kind as those used to find its sites.") from None
             self.refused[owner] = refusal.problem
             return original()
         self.answer(call)
@@ -482,9 +464,8 @@ class _Tracer(TorchFunctionMode):
 def _sees_any_key(call: Call) -> Tensor:
     """Return which queries see any key, (batch, queries, heads, 1)."""
     visible = call.visible()
-    if visible is None:
-        return call.query.new_ones(1, dtype=torch.bool).expand(*call.query.shape[:3]).transpose(1, 2)[..., None]
-    return visible.any(-1).expand(*call.query.shape[:3]).transpose(1, 2)[..., None]
+    sees = call.query.new_ones(1, dtype=torch.bool) if visible is None else visible.any(-1)
+    return sees.expand(*call.query.shape[:3]).transpose(1, 2)[..., None]
 
 
 def _check_output(output: Tensor, original: Tensor, sees_keys: Tensor) -> None:

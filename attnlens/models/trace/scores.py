@@ -47,12 +47,10 @@ class Product:
         return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """A product of attention weights with values."""
 
-    value: Tensor
-    """(…, keys, value_dim), its leading axes in the order of the weights' axes."""
+    value: Tensor  # (…, keys, value_dim), its leading axes in the order of the weights' axes
     arrange: Callable[[Tensor], Tensor] | None = None
     """Maps (…, queries, value_dim), with axes in the order of the weights', to the layout of the call's own result.
     None if the layouts are equal."""
@@ -62,18 +60,16 @@ MATMULS = frozenset(
     {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__}
 )
 ADDING = frozenset({torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm})
-FUNCTIONS = MATMULS | ADDING | {torch.einsum, F.linear}
+FUNCTIONS = MATMULS | ADDING | {F.linear}
 """Functions whose result is a product of two arguments, plus possibly a multiple of a third."""
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
     """Return the two tensors that a call multiplies as matrices; None for any other call."""
-    if call.function not in FUNCTIONS:
-        return None
     if call.function is torch.einsum:
         parsed = _parse_einsum(call)
         return None if parsed is None else parsed[1:]
-    first, second = _factors(call)
+    first, second = _factors(call) if call.function in FUNCTIONS else (None, None)
     return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
 
 
@@ -214,34 +210,31 @@ class Standins:
 def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """Start scores from a product, with its stand-ins; with `prove`, also that of other queries and keys."""
-    moved = _random_operands(product) if prove else None
+    """Start scores from a product, with its stand-ins; with `prove`, also that of other seeded queries and keys."""
+    wide = torch.promote_types(result.dtype, torch.float32)  # half precision would lose small scores beside masks
+    operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
+    moved = None
+    if prove:  # about as large as the model's own
+        left, right = (
+            (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
+            for part in operands
+        )
+        moved = left, right
     # seeded signs of the queries; neighbouring keys have different signs, so that a query of several keys sees both
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     random_signs = torch.randint(2, (queries, 1), generator=torch.Generator().manual_seed(queries)) * 2 - 1
-    left, right = random_signs.to(product.left), (torch.arange(keys) % 2 * 2 - 1)[:, None].to(product.right)
-    scores = TracedScores(product, content, running, left @ right.T, moved)
-    wide = torch.promote_types(result.dtype, torch.float32)  # half precision would lose small scores beside masks
+    columns = random_signs.to(product.left), (torch.arange(keys) % 2 * 2 - 1)[:, None].to(product.right)
+    scores = TracedScores(product, content, running, columns[0] @ columns[1].T, moved)
     if product.plain:
         zero = torch.zeros_like(result, dtype=wide)
         signs = zero + scores.signs.to(wide)
     else:
-        zeros = [torch.zeros_like(part, dtype=wide) for part in (product.left, product.right)]
+        zeros = [torch.zeros_like(part, dtype=wide) for part in operands]
         zero = product.again(*zeros)
-        for part, column in zip(zeros, (left, right), strict=True):
+        for part, column in zip(zeros, columns, strict=True):
             part[..., :1] = column
         signs = product.again(*zeros)
     return scores, Standins(zero, signs, None if moved is None else product.again(*moved))
-
-
-def _random_operands(product: Product) -> tuple[Tensor, Tensor]:
-    """Return other queries and keys of about the same size, seeded."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (
-        (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
-        for part in (product.left, product.right)
-    )
-    return left, right
 
 
 STEPS_END = frozenset(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, PreTrainedModel
 
 from attnlens.errors import FAILURES, UnreadableError
-from attnlens.models.hooks import SiteCall, answer_calls, as_float64, as_sequences
+from attnlens.models.hooks import SiteCall, answer_calls, as_float64
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call
 
@@ -25,54 +25,25 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-@dataclass(frozen=True, eq=False)
-class Mixture:
-    """Many tokens that are linear combinations of a few tokens."""
-
-    few: Float[Tensor, "few d_model"]  # the few tokens
-    shares: Float[Tensor, "*tokens few"]  # coefficient of each of the few in every token
-
-    @cached_property
-    def tokens(self) -> Float[Tensor, "*tokens d_model"]:
-        """All tokens. Cached, so that `is_made` can recognise this tensor."""
-        return self.shares @ self.few
-
-    def is_made(self, tokens: Tensor) -> bool:
-        """Return whether `tokens` is this mixture's own tensor, possibly with reshaped leading axes."""
-        original = self.tokens
-        if original._version:  # private counter of in-place changes: a module has changed the tokens
-            return False
-        same = tokens.data_ptr() == original.data_ptr() and tokens.dtype == original.dtype and tokens.is_contiguous()
-        return same and tokens.shape[-1:] == original.shape[-1:] and tokens.numel() == original.numel()
+Function = Callable[..., object]
+Keywords = Mapping[str, object] | None
 
 
 class FewTokens(TorchFunctionMode):
-    """Torch function mode: F.linear of repeated tokens or these mixtures multiplies weights only by distinct tokens."""
-
-    def __init__(self, mixtures: Sequence[Mixture] = ()) -> None:
-        super().__init__()
-        self.mixtures = mixtures
+    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
 
     def __torch_function__(
-        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
+    ) -> object:
         """Call a torch function, with the shortcut for F.linear."""
-        if function is F.linear and not kwargs and len(args) in (2, 3) and type(args[0]) is Tensor:
-            return self._linear(*args)
-        return function(*args, **kwargs or {})
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        for mixture in self.mixtures:
-            if mixture.is_made(x):
-                shares = mixture.shares.reshape(*x.shape[:-1], -1)
-                mixed = shares @ F.linear(mixture.few, weight)
-                return mixed if bias is None else mixed + bias
-        steps = x.stride()
-        if any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
-            distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
-            result = F.linear(distinct, weight, bias)
-            return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
-        return F.linear(x, weight, bias)
+        if function is not F.linear or kwargs or type(args[0]) is not Tensor:
+            return function(*args, **kwargs or {})
+        x, steps = args[0], args[0].stride()
+        if not any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
+            return F.linear(*args)
+        distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
+        result = F.linear(distinct, *args[1:])
+        return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
 
 
 TOLERANCE = 1e-4
@@ -97,19 +68,20 @@ class Probe:
 
         `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
         """
-        first, second = (self._as_argument(part) for part in (hidden, other))
-        sequences = self._under_all_names(self.target.input_name, first)
-        if self.target.other is not None:
-            sequences |= self._under_all_names(self.target.other, second)
+        captured, parts = self.target.arguments, [self._as_argument(part) for part in (hidden, other)]
+        sequences = dict[str, Tensor]()
+        for name, tokens in zip((self.target.input_name, self.target.other), parts, strict=True):
+            if name is not None:  # the module may get the same tensor under several names (CTRL: v, k and q)
+                sequences |= {alias: tokens for alias, value in captured.items() if value is captured[name]}
         try:
-            call = self._request(sequences, (first, second))
+            call = self._request(sequences, parts)
         except UnreadableError:
-            mask = self.target.arguments.get("attention_mask")
+            mask = captured.get("attention_mask")
             if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._is_shorter:
                 raise
             # the module needs a mask (DeBERTa)
-            call = self._request(sequences | {"attention_mask": mask[:1]}, (first, second))
-        self._check(call, hidden, hidden if self.target.other is None else other)
+            call = self._request(sequences | {"attention_mask": mask[:1]}, parts)
+        self.check(call, hidden, hidden if self.target.other is None else other)
         return call
 
     def _request(self, arguments: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
@@ -122,18 +94,15 @@ class Probe:
             try:
                 functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
             except _AttentionRequested as request:
-                return request.call
+                call: Call = request.args[0]
+                return call
             except FAILURES as error:  # a module of another library, on inputs it was not written for
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module computes no attention when called on its own")
 
-    def check_captured(self) -> None:
-        """Raise UnreadableError if the captured call does not have one query and one key per token of its inputs."""
-        self._check(self.target.call, *self.captured)
-
-    def _check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError if a call does not have one query and one key per head for each token."""
+    def check(self, call: Call, *sequences: Tensor) -> None:
+        """Raise UnreadableError if a call does not have one query and one key per head for each token of these."""
         captured = self.target.call
         parts = ("query", call.query, captured.query), ("key", call.key, captured.key)
         for (name, part, like), tokens in zip(parts, sequences, strict=True):
@@ -144,8 +113,8 @@ class Probe:
     @property
     def captured(self) -> tuple[Tensor, Tensor]:
         """Captured inputs, (batch, tokens, …, d_model): the first sequence and, for cross-attention, the other one."""
-        names = self.target.input_name, self.target.other or self.target.input_name
-        first, other = (as_sequences(self.target.arguments[name], self.layout) for name in names)
+        target, names = self.target, (self.target.input_name, self.target.other or self.target.input_name)
+        first, other = (target.sequences(target.arguments[name], self.layout) for name in names)
         return first, other
 
     def _as_argument(self, tokens: Tensor) -> Tensor:
@@ -154,19 +123,14 @@ class Probe:
             return tokens.flatten(0, 1)
         return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
 
-    def _under_all_names(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
-        """Return these tokens under each name under which the module got the same tensor (CTRL: v, k and q)."""
-        arguments = self.target.arguments
-        return {other: tokens for other, value in arguments.items() if value is arguments[name]}
-
     @cached_property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Arguments of the module's last call in float64, without a cache and without a mask made for other sequences.
 
         The mask determines which keys are used, not their values. With fewer tokens than the mask is for, Swin expands
         it to a shape whose memory per sequence grows with the square of the tokens.
         """
-        arguments: dict[str, Any] = as_float64(self.target.arguments)
+        arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
         dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._is_shorter))
@@ -182,16 +146,6 @@ class Probe:
         """Shapes (batch, tokens, …, d_model) of the captured inputs; for cross-attention of both sequences."""
         return [tuple(part.shape) for part in self.captured[: 1 if self.target.other is None else 2]]
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in each captured sequence."""
-        return math.prod(self.shapes[0][1:-1])
-
-    @cached_property
-    def least(self) -> int:
-        """Smallest number of sequences the module accepts: 1, or that of the captured call, set by its masks."""
-        return self.shapes[0][0] if self._single_sequence is None else 1
-
     @cached_property
     def odd(self) -> Call:
         """The module's call on ODD sequences."""
@@ -200,15 +154,15 @@ class Probe:
     @cached_property
     def alike(self) -> Call:
         """The module's call on the least number of sequences, with the same token at every position."""
-        return self(*self.random(self.least, seed=ALIKE)) if self._single_sequence is None else self._single_sequence
-
-    @cached_property
-    def _single_sequence(self) -> Call | None:
-        """The module's call on one such sequence; None if it does not accept one."""
         try:
             return self(*self.random(1, seed=ALIKE))
-        except UnreadableError:
-            return None
+        except UnreadableError:  # masks made for the number of sequences in the captured call
+            return self(*self.random(self.shapes[0][0], seed=ALIKE))
+
+    @property
+    def least(self) -> int:
+        """Smallest number of sequences the module accepts: 1, or that of the captured call."""
+        return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
         """Return seeded standard normal inputs, `alike` at all positions or not; for self-attention one tensor."""
@@ -217,17 +171,7 @@ class Probe:
         for _, *tokens, size in self.shapes:
             axes = tokens if self.whole else [1]
             values = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
-            draws.append(values.to(self.arguments[self.target.input_name]).expand(-1, *axes, -1))
-        return draws[0], draws[-1]
-
-    def mix_inputs(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
-        """Return seeded inputs with different tokens at all positions, each a mixture of MIXED random tokens."""
-        generator = torch.Generator().manual_seed(seed)
-        like, draws = self.arguments[self.target.input_name], []
-        for _, *tokens, size in self.shapes:
-            axes = self.batch or batch, *(tokens if self.whole else [1])
-            shares = torch.randn(*axes, MIXED, generator=generator) / MIXED**0.5
-            draws.append(Mixture(torch.randn(MIXED, size, generator=generator).to(like), shares.to(like)))
+            draws.append(values.to(self.captured[0].device, torch.float64).expand(-1, *axes, -1))
         return draws[0], draws[-1]
 
 
@@ -236,16 +180,14 @@ def smallest(probe: Probe) -> Probe:
 
     Raises UnreadableError if it accepts none of them.
     """
-    captured = probe.shapes[0]
-    for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
-        try:
+    whole = replace(probe, whole=True)
+    candidates = [probe, whole, replace(whole, batch=probe.shapes[0][0])] if len(probe.shapes[0]) > 2 else [probe]
+    for candidate in candidates[:-1]:
+        with suppress(UnreadableError):
             _ = candidate.odd
-        except UnreadableError as error:
-            if candidate.batch is not None or len(captured) < 3:
-                raise error from None
-        else:
             return candidate
-    raise AssertionError(probe)
+    _ = candidates[-1].odd
+    return candidates[-1]
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
@@ -262,39 +204,29 @@ def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ..
 
     Found by which parameters have a gradient: no values are needed, and parameters of later projections are never read.
     """
-    leaves = {
-        name: part.detach().requires_grad_(part.is_floating_point()) for name, part in target.module.named_parameters()
-    }
-    buffers = dict(target.module.named_buffers())
-    probe = smallest(Probe(model, target, {**leaves, **buffers}, layout))
+    parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
+    leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
+    probe = smallest(Probe(model, target, parameters | leaves | buffers, layout))
     with torch.enable_grad():
         call = probe(*probe.random(ODD, seed=0))
         outputs = [part.sum() for part in (call.query, call.key) if part.requires_grad]
     if not outputs:
         return list(buffers)
-    floating = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    slopes = torch.autograd.grad(outputs, [leaves[name] for name in floating], allow_unused=True)
-    return [name for name, slope in zip(floating, slopes, strict=True) if slope is not None] + list(buffers)
+    slopes = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
+    return [name for name, slope in zip(leaves, slopes, strict=True) if slope is not None] + list(buffers)
 
 
 ALIKE = 4  # seed of the tokens that are repeated at every position
-MIXED = 16  # number of random tokens in a mixture
-ODD = 7
-"""Number of sequences tried first; a power of two might fit by accident an input made for another number."""
+ODD = 7  # number of sequences tried first; a power of two might fit by accident an input made for another number
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
-    """Raised when a module requests an attention computation, to stop it there."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
+    """Raised with the call when a module requests an attention computation, to stop it there."""
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of one module, the floating-point ones in float64."""
-    with torch.no_grad():
-        return {name: as_float64(part) for name, part in (*module.named_parameters(), *module.named_buffers())}
+    """Return the parameters and buffers of one module without gradients, the floating-point ones in float64."""
+    return {name: as_float64(part.detach()) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
 def unreadable(reason: str) -> UnreadableError:
@@ -312,37 +244,29 @@ class Norm:
 
 Norms = Mapping[nn.Module, Norm]
 
-ANY_WIDTH = (8,)
-"""Shape of the test input for a norm without weights that does not declare its own shape."""
+ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does not declare its own shape
 
 
 def norms_inside(module: nn.Module) -> Norms:
-    """Find the normalisations inside an attention module.
+    """Find the normalisations inside an attention module that are positive multiples of a linear map.
 
-    RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. Norms of
-    any other form are omitted, and the affine check then refuses the site.
+    These are RMSNorm, g∘x/rms(x), and LayerNorm without bias, g∘(x − mean)/sd; the affine check refuses a site with
+    others.
     """
-    norms = {part: _read_norm(part) for part in module.modules() if "Norm" in type(part).__name__}
-    return {part: norm for part, norm in norms.items() if norm is not None}
+    norms: dict[nn.Module, Norm] = {}
+    for part in module.modules():
+        if "Norm" in type(part).__name__ and next(part.children(), None) is None:
+            with suppress(*FAILURES):  # it takes several tensors (Zaya), or images (LeViT)
+                norm = _fit_norm(part)
+                if norm is not None:
+                    norms[part] = norm
+    return norms
 
 
-@torch.no_grad()
-def _read_norm(module: nn.Module) -> Norm | None:
-    if next(module.children(), None) is not None:
-        return None
-    weight = next(module.parameters(), None)
+def _fit_norm(module: nn.Module) -> Norm | None:
+    weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
-    try:
-        norm = _fit_norm(module, ones)
-    except FAILURES:  # it takes several tensors (Zaya), or images (LeViT)
-        return None
-    # A norm without weights has one gain for all coordinates, whatever their number.
-    return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
-
-
-def _fit_norm(module: nn.Module, ones: Tensor) -> Norm | None:
-    weights = float64_weights(module)
     x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(0)).to(ones)
     signs = ones.clone()
     signs[..., 1::2] = -1
@@ -352,13 +276,9 @@ def _fit_norm(module: nn.Module, ones: Tensor) -> Norm | None:
         expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
         # Not strict: if all gains are 0, the norm's output and both sides are 0.
         if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
-            return Norm(gain, centred)
+            # A norm without weights has one gain for all coordinates, whatever their number.
+            return Norm(gain if weight is not None else gain.flatten()[0], centred)
     return None
-
-
-def without_gains(norms: Norms) -> Norms:
-    """Return the same norms with gain 1, so that coordinates with gain 0 can be followed through the norm."""
-    return {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
 
 
 @contextmanager
@@ -385,11 +305,13 @@ class WithoutLengths(TorchFunctionMode):
     """Torch function mode that drops hand-written lengths: x/‖x‖ and x · rsqrt(mean x²) become x."""
 
     def __torch_function__(
-        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, function: Function, _types: object, args: tuple[object, ...] = (), kwargs: Keywords = None
+    ) -> object:
         """Call a torch function, with the lengths of tokens replaced by 1."""
         if function is F.normalize and args:
             return args[0]
         result = function(*args, **kwargs or {})
         # Lengths of tokens have axes; the root of a constant, such as head_dim, belongs to the scale and is kept.
-        return torch.ones_like(result) if function in LENGTHS and result.dim() else result
+        if function in LENGTHS and isinstance(result, Tensor) and result.dim():
+            return torch.ones_like(result)
+        return result

@@ -19,7 +19,6 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import is_announced
 from attnlens.models.weights.probe import (
     TOLERANCE,
-    FewTokens,
     Norms,
     Present,
     Probe,
@@ -31,9 +30,8 @@ from attnlens.models.weights.probe import (
     smallest,
     unreadable,
     used_weights,
-    without_gains,
 )
-from attnlens.models.weights.rows import Factors, Maps, products_of_weights, rows_of_weights, unit
+from attnlens.models.weights.rows import Factors, Maps, match_weights, unit
 from attnlens.records import Call, QueryKey, Rotation
 
 if TYPE_CHECKING:
@@ -45,11 +43,8 @@ ROWS = 16
 POSITIONS = 32  # positions used to determine the pairs
 STILL = 1e-5
 """Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
-ANGLE = 1e-3
-"""Largest root-mean-square error of an angle over the pairs; positions times frequencies are float32."""
-EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
-SINGLE = torch.finfo(torch.float32).eps
-"""Relative rounding of cos and sin in a model that is not in half precision."""
+ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
+SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
@@ -59,22 +54,19 @@ class Turns:
 
     _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
 
-    def leader(self, window: Sequence[SiteCall], index: int) -> int:
-        """Return the index of the first site of the same kind, which rotates alike as far as arguments show."""
+    def find_leader(self, window: Sequence[SiteCall], index: int) -> tuple[int, bool]:
+        """Return the index of the first site of the same kind, which should rotate alike, and whether it is new."""
         kind = _kind(window[index])
-        return next(other for other, target in enumerate(window) if _kind(target) == kind)
-
-    def add(self, leader: SiteCall) -> bool:
-        """Add the kind of a leader, even if no rotation will fit it; return whether it is new."""
-        new = _kind(leader) not in self._fitted
-        if new:  # store the positions too, so that no other tensors reuse their addresses
-            self._fitted[_kind(leader)] = _positions(leader), {}
-        return new
+        leader = next(other for other, target in enumerate(window) if _kind(target) == kind)
+        is_new = kind not in self._fitted
+        if is_new:  # store the positions too, so that no other tensors reuse their addresses
+            self._fitted[kind] = _positions(window[leader]), {}
+        return leader, is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return a site's rotation: the leader's if it also fits here, otherwise a new fit.
+        """Return the leader's rotation if it also fits this site (others may lie between), or else a new fit.
 
-        Layers without rotation may lie between others. Fits under `norms` concern directions only and are stored apart.
+        Fits under `norms` concern directions only and are stored apart.
         """
         _, fits = self._fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
@@ -98,34 +90,33 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
-    parts = [unit(part) for part in _sides(probe.alike)] if norms else _sides(probe.alike)
+    parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
-        return not any(_changes_with_position(part) for part in parts)
+        return not any(map(_changes_with_position, parts))
     return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
 
 
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
-    The fit works pair by pair on queries and keys. Under QK-norm it omits the gains, since a gain of 0 hides its
-    coordinate's rotation; that the same R rotates the model's actual queries and keys is then checked. Angles are those
-    of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image.
+    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation; whether the same R rotates
+    the model's actual queries and keys is then checked. Angles are those of distances (Su et al. 2021, RoFormer, Eq.
+    16) or of each place in an image.
     """
-    if probe.tokens < 2:
+    if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
     heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
-    parts, others = _sides(probe.alike), _query_and_key(probe, probe.random(probe.least, seed=6))
+    parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         parts, others = ([unit(part) for part in side] for side in (parts, others))
-    if not any(_changes_with_position(part) for part in parts):
-        return None
-    if not any(_changes_with_position(part - other) for part, other in zip(parts, others, strict=True)):
+    changes = (part - other for part, other in zip(parts, others, strict=True))
+    if not any(map(_changes_with_position, parts)) or not any(map(_changes_with_position, changes)):
         return None
     if probe.target.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
-    with linear(without_gains(norms)):
-        query, key = _query_and_key(probe, probe.random(rows, seed=5))
+    with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
+        query, key = _sides(probe(*probe.random(rows, seed=5)))
     rounding = rounding_of(probe)
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
@@ -134,22 +125,16 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield the rotation of each site, None if its keys are not rotated, or the error that makes it unreadable.
+    """Yield each site's rotation, None if its keys are not rotated, or the error that makes it unreadable.
 
-    `window` lists the sites, called with as many positions as the rotations shall have. Equal rotations are one object.
+    `window` lists the sites, called with as many positions as the rotations shall have.
     """
-    known: list[Rotation] = []
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            rotation = find_rotation(probe, norms_inside(target.module))
+            yield find_rotation(probe, norms_inside(target.module))
         except UnreadableError as error:
             yield error
-            continue
-        equal = next((other for other in known if rotation is not None and _are_equal(other, rotation)), None)
-        if rotation is not None and equal is None:
-            known.append(rotation)
-        yield equal or rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -162,13 +147,8 @@ def rounding_of(probe: Probe) -> float:
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
-def _query_and_key(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
-    """Return queries and keys of all inputs and heads, without heads that have NaN."""
-    with torch.no_grad():
-        return _sides(probe(*inputs))
-
-
 def _sides(call: Call) -> list[Float[Tensor, "rows positions head_dim"]]:
+    """Return queries and keys of all inputs and heads, without heads that have NaN."""
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 
@@ -187,10 +167,9 @@ def fit_rotation(
     Raises UnreadableError if queries and keys rotate differently, or if position does more than rotate.
     """
     pairs = _find_pairs(torch.cat((query, key)))
-    of_queries, of_keys = (_overlaps(part, pairs) for part in (query, key))
-    both = _have_signal(of_queries) & _have_signal(of_keys)
+    (of_queries, have_query), (of_keys, have_key) = (_overlaps(part, pairs) for part in (query, key))
     rotation = Rotation(pairs, (of_queries + of_keys).angle(), query.shape[-1])
-    if _exceed_rounding((of_queries * of_keys.conj())[:, both].angle(), rounding):
+    if _exceed_rounding((of_queries * of_keys.conj())[:, have_query & have_key].angle(), rounding):
         raise unreadable("queries and keys turn differently with position")
     if any(_differs_from(part, rotation, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
@@ -225,17 +204,15 @@ def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "
     return pairs
 
 
-def _overlaps(part: Tensor, pairs: Int[Tensor, "pairs 2"]) -> Complex[Tensor, "positions pairs"]:
-    """Compute Σ conj(w_0) w_i."""
+def _overlaps(
+    part: Tensor, pairs: Int[Tensor, "pairs 2"]
+) -> tuple[Complex[Tensor, "positions pairs"], Bool[Tensor, " pairs"]]:
+    """Compute Σ conj(w_0) w_i, and which pairs have an angle: a length at position 0 above rounding of the longest."""
     first, second = pairs.unbind(-1)
     turning = torch.complex(part[..., first], part[..., second])
-    return (turning[:, :1].conj() * turning).sum(0)
-
-
-def _have_signal(overlaps: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
-    """Return which pairs have an angle: their length at position 0 exceeds the rounding of the longest."""
+    overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
-    return lengths > torch.finfo(lengths.dtype).eps * lengths.max()
+    return overlaps, lengths > torch.finfo(lengths.dtype).eps * lengths.max()
 
 
 def _differs_from(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
@@ -265,15 +242,7 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-def _are_equal(first: Rotation, second: Rotation) -> bool:
-    """Return whether two rotations differ only by rounding."""
-    if first.angles.shape != second.angles.shape or first.by_distance != second.by_distance:
-        return False
-    same_pairs = torch.equal(first.pairs, second.pairs)
-    return same_pairs and bool((_wrap(first.angles - second.angles).abs() < EQUAL).all())
-
-
-Sides = tuple[Tensor, Tensor]  # queries and keys
+Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
 Groups = tuple[Tensor, ...]  # coordinates of a head that are normalised together
 CHUNK = 512  # probe tokens that go through a module at once
 
@@ -289,20 +258,20 @@ def factors(
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites called with a single token (position 0), `window` the sites called with as many positions as
-    the rotations shall have. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms
-    inside the module keep their gains and drop their positive per-token scalars; if they act on queries or keys
-    themselves (QK-norm), only directions are checked. Works in float64, on a copy of one module at a time.
+    `first` are the sites called with a single token (position 0), `window` those called with as many positions as the
+    rotations shall have. The maps must be affine, which is checked at other inputs. Norms inside the module keep their
+    gains and drop their positive per-token scalars; if they act on queries or keys themselves (QK-norm), only
+    directions are checked. Works in float64, on a copy of one module at a time.
 
-    `chosen` are the indices of the sites to read, None for all. A site's result does not depend on the choice: a
-    rotation is fitted at the first site that has it, chosen or not, and stored in `turns`. Inside `present`, a module
-    of a model that is not in memory has the weights of the given names; no others are read.
+    `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
+    chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
+    the given names.
     """
     turns = Turns() if turns is None else turns
     for index in range(len(window)) if chosen is None else chosen:
         try:
-            leader = turns.leader(window, index)
-            if turns.add(window[leader]) and leader != index:
+            leader, is_new = turns.find_leader(window, index)
+            if is_new and leader != index:
                 with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
                     _read_site(model, first[leader], window[leader], turns, present, leading=True)
             yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
@@ -320,10 +289,9 @@ def _read_site(
         window = Probe(model, many, weights, many.layout, whole=True)
         if probe.batch:
             window = replace(window, batch=window.shapes[0][0])
-        window.check_captured()
+        window.check(window.target.call, *window.captured)
         if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
-            reason = "its queries or keys depend on the output of other modules, so the model must be loaded"
-            raise unreadable(reason)
+            raise unreadable("its queries or keys depend on the output of other modules, so the model must be loaded")
         norms = norms_inside(single.module)
         # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
         rotation = turns.of(window, {}, leading=leading) if probe.whole else None
@@ -338,42 +306,36 @@ def _read_site(
 
 
 def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
-    """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none.
-
-    Hand-written normalisations are removed if those in modules do not explain the queries and keys.
-    """
+    """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none."""
     with linear(norms):
-        rows = rows_of_weights(probe)
-        if rows is not None and not norms:
-            return rows, ()  # the random inputs have shown this
-        maps = rows or products_of_weights(probe) or _differentiate(probe, rotation)
+        maps = match_weights(probe)
+        if maps is not None and not norms:
+            return maps, ()  # the random inputs have shown this
+        maps = maps or _differentiate(probe, rotation)
     sides = _first_tokens(probe, maps)
-    reason = _mismatch(*sides)
+    reason = _mismatch(sides)
     if reason is None:
         return maps, ()
-    groups = _find_groups(*sides) if norms else None
-    if groups is None:
-        with linear(norms), WithoutLengths():
-            maps = _differentiate(probe, rotation)
-        groups = _find_groups(*_first_tokens(probe, maps))
-        if groups is None:
-            remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
-            raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
-    return maps, groups
+    if norms and (groups := _find_groups(sides)) is not None:
+        return maps, groups
+    with linear(norms), WithoutLengths():
+        maps = _differentiate(probe, rotation)
+    if (groups := _find_groups(_first_tokens(probe, maps))) is not None:
+        return maps, groups
+    remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
+    raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
 
 
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Probe i carries the tangent e_i, so that row i of W is exact, without the rounding of a difference. NaN weights of
-    one head do not spread to others (in a backward pass they would: 0 · NaN enters every gradient). A probe is a token,
-    rotated back to position 0 by `rotation`, or a whole sequence of one token if queries and keys come from two
-    sequences or if cos and sin are rounded to half precision.
+    Probe i carries the tangent e_i, so that row i of W is exact and NaN weights of one head do not spread to others: in
+    a backward pass 0 · NaN enters every gradient. A probe is a token, rotated back to position 0 by `rotation`, or a
+    whole sequence of one token if queries and keys come from two sequences or cos and sin have half precision.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
-    with torch.no_grad():
-        zero = probe(*(torch.zeros_like(x) for x in base))
+    zero = probe(*(torch.zeros_like(x) for x in base))
     tokens = max(x[0, ..., 0].numel() for x in base)
     rows = probe.batch or max(1, CHUNK // tokens)
     step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
@@ -390,7 +352,7 @@ def _tangents(
 ) -> tuple[Tensor, Tensor]:
     """Compute rows start … start + step of both Jacobians, (rows, heads, head_dim) each; fewer at the end."""
     counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
-    with torch.no_grad(), forward_ad.dual_level():
+    with forward_ad.dual_level():
         duals = []
         for x, count in zip(base, counts, strict=True):
             tokens = 1 if alike else x[0, ..., 0].numel()
@@ -416,8 +378,7 @@ def _tangents(
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
     """Return the maps with the biases of every position, if they differ."""
-    with torch.no_grad():
-        zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
+    zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = []
     for part, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
         by_position = part[0].double()
@@ -426,44 +387,38 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
     return replace(maps, query_bias=biases[0], key_bias=biases[1])
 
 
-def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
-    """Return queries and keys of the first token of eight sequences, from the module and from the maps.
-
-    Each is (sequences, heads, head_dim), without the heads that have NaN.
-    """
+def _first_tokens(probe: Probe, maps: Maps) -> Sides:
+    """Return actual and expected (sequences, heads, head_dim) queries and keys of 8 first tokens, without NaN heads."""
     inputs = probe.random(8, seed=2, alike=False)
-    with torch.no_grad():
-        call = probe(*inputs)
-    sides = []
+    call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
         fine = expected[:, :, 0].isfinite().all(-1).all(0)
         sides.append((part[:, fine, 0].double(), expected[:, fine, 0]))
-    (query, expected_query), (key, expected_key) = sides
-    return (query, key), (expected_query, expected_key)
+    return sides
 
 
-def _find_groups(actual: Sides, expected: Sides) -> Groups | None:
+def _find_groups(sides: Sides) -> Groups | None:
     """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
 
     The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
     """
-    all_coordinates = (torch.arange(actual[1].shape[-1]),)
-    if _mismatch(actual, expected, all_coordinates) is None:
+    actual, expected = (part.flatten(0, 1) for part in sides[1])
+    all_coordinates = (torch.arange(actual.shape[-1]),)
+    if _mismatch(sides, all_coordinates) is None:
         return all_coordinates
-    difference = (actual[1] - expected[1]).flatten(0, 1).norm(dim=0)
-    affine = difference <= TOLERANCE * expected[1].flatten(0, 1).norm(dim=0)
+    affine = (actual - expected).norm(dim=0) <= TOLERANCE * expected.norm(dim=0)
     parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())
     # The direction of a single number is only a sign, which proves nothing.
-    return parts if min(map(len, parts)) > 1 and _mismatch(actual, expected, parts) is None else None
+    return parts if min(map(len, parts)) > 1 and _mismatch(sides, parts) is None else None
 
 
-def _mismatch(actual: Sides, expected: Sides, groups: Groups = ()) -> str | None:
+def _mismatch(sides: Sides, groups: Groups = ()) -> str | None:
     """Return why the actual values are not the expected ones, up to a positive scalar per group; None if they are."""
     kind = "no positive multiple of an affine function" if groups else "no affine function"
-    for name, theirs, ours in zip(("queries", "keys"), actual, expected, strict=True):
-        pairs = [(unit(theirs[..., part]), unit(ours[..., part])) for part in groups] or [(theirs, ours)]
-        for first, second in pairs:
-            error = float((second - first).norm() / second.norm()) if second.norm() > 0 else float(first.norm())
+    for name, side in zip(("queries", "keys"), sides, strict=True):
+        for actual, expected in [tuple(unit(part[..., group]) for part in side) for group in groups] or [side]:
+            size = expected.norm()
+            error = float((expected - actual).norm() / size if size > 0 else actual.norm())
             if not error < TOLERANCE:  # `not <` also catches NaN
                 return f"its {name} are {kind} of its inputs (relative difference {error:.1e})"
     return None
@@ -471,11 +426,9 @@ def _mismatch(actual: Sides, expected: Sides, groups: Groups = ()) -> str | None
 
 def _check_everywhere(factors: Factors, window: Probe) -> None:
     """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
-    mixtures = window.mix_inputs(window.least, seed=3)
-    inputs = mixtures[0].tokens, mixtures[1].tokens
-    with torch.no_grad(), FewTokens(mixtures):
-        call = window(*inputs)
-        rebuilt = factors.rebuild(*inputs, (call.query, call.key))
+    inputs = window.random(window.least, seed=3, alike=False)
+    call = window(*inputs)
+    rebuilt = factors.rebuild(*inputs, (call.query, call.key))
     border = TOLERANCE if factors.rotation is None else max(ANGLE, 4 * rounding_of(window))
     for name, part, expected in zip(("queries", "keys"), (call.query, call.key), rebuilt, strict=True):
         fine = expected.isfinite().all(-1).all(-1).all(0)
@@ -487,7 +440,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
     """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
 
-    Under QK-norm, the length per token, which W_Q does not contain, is taken from the captured queries and keys.
+    Under QK-norm, the length per token, which W_Q does not contain, is that of the captured queries and keys.
     """
     captured = target.call.query_key(target.site)
     names = target.input_name, target.other or target.input_name

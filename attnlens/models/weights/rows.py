@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,8 +35,7 @@ class Maps:
     query_bias: Float[Tensor, "heads queries head_dim"]
     """One bias for all positions, or one per position if the module adds positions to its inputs (DETR)."""
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
-    key_latent: LatentMap | None = field(default=None, kw_only=True)
-    """W_K as a product, if it was found as one."""
+    key_latent: LatentMap | None = field(default=None, kw_only=True)  # W_K as a product, if it was found as one
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
@@ -71,13 +70,9 @@ class Factors:
     """
 
     site: Site
-    """The site."""
-    maps: Maps
-    """W_Q, W_K and the biases."""
-    scale: float
-    """Factor of the product of queries and keys."""
-    rotation: Rotation | None
-    """R(i), or None if queries and keys are not rotated by their position."""
+    maps: Maps  # W_Q, W_K and the biases
+    scale: float  # factor of the product of queries and keys
+    rotation: Rotation | None  # R(i), or None if queries and keys are not rotated by their position
     groups: tuple[Int[Tensor, " some"], ...] = ()
     """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
     coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
@@ -112,21 +107,20 @@ class Factors:
     @property
     def parts(self) -> tuple[QueryKey, ...]:
         """The bilinear form; for latent attention the form of the nope part and that of the rope part."""
-        heads = tuple(range(self.maps.query.shape[0]))
-        group = len(heads) // self.maps.key.shape[0]
-        whole = QueryKey(
-            *(self.maps.query, self.maps.key, self.scale, "weights", self.site, heads),
-            key_of=tuple(head // group for head in heads),
-            rotation=self.rotation,
-        )
+        query, key, heads = self.maps.query, self.maps.key, tuple(range(len(self.maps.query)))
+        key_of = tuple(head * len(key) // len(query) for head in heads)
+        whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
         if not self.latent:
             return (whole,)
-        parts = []
-        for coordinates in self.groups:
-            query, key = (_coordinates(factor, coordinates) for factor in (whole.query, whole.key))
-            rotation = None if whole.rotation is None else whole.rotation.of_coordinates(coordinates)
-            parts.append(replace(whole, query=query, key=key, rotation=rotation))
-        return tuple(parts)
+        return tuple(
+            replace(
+                whole,
+                query=_coordinates(query, coordinates),
+                key=_coordinates(key, coordinates),
+                rotation=None if self.rotation is None else self.rotation.of_coordinates(coordinates),
+            )
+            for coordinates in self.groups
+        )
 
     @property
     def summed(self) -> QueryKey:
@@ -201,159 +195,73 @@ class MatchedColumns(NamedTuple):
     down: Float[Tensor, "rank d_model"] | None
 
 
-Products = dict[tuple[int, int], Tensor]
-"""Cached products of the matrices tried, keyed by (index of the multiplicand, index of the matrix)."""
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices among a module's weights, and their products with the multiplicands of one input."""
 
+    weights: Sequence[Float[Tensor, "rows columns"]]
+    _products: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-def rows_of_weights(probe: Probe) -> Maps | None:
-    """Find W_Q and W_K if each of their columns is a multiple of one row of a weight matrix: q_hk(x) = c θ_r · x + b.
+    def candidates(self, multiplicands: Sequence[Multiplicand]) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
+        """Yield the matrices that may contain a column of W: the map below them, their rows, and their products."""
+        for number, (values, down) in enumerate(multiplicands):
+            size = values.shape[1]
+            linear = [weight for weight in self.weights if weight.shape[1] == size]  # (outputs, inputs)
+            conv1d = [weight.mT for weight in self.weights if weight.shape[0] == size]  # stored transposed
+            for index, rows in enumerate(linear + conv1d):
+                if (number, index) not in self._products:
+                    self._products[number, index] = values @ rows.mT
+                yield down, rows, self._products[number, index]
 
-    This holds for linear layers, fused or not, of any layout, with gains and scales after them (c). It is tested on
-    DRAWS random inputs. The columns are read from the weights: the Jacobian would cost d_model times as much. Returns
-    None if it does not hold (latent attention), if the module accepts no single token, or if there is NaN.
-    """
-    if probe.whole or probe.batch is not None:
-        return None
-    sides, products, inputs = [], Products(), probe.random(DRAWS, seed=7)
-    for x, (vectors, bias) in zip(inputs, compute_vectors(probe, inputs), strict=True):
-        products = products if x is inputs[0] else {}  # self-attention: keys have the same inputs as queries
-        multiplicand = Multiplicand(x.double().flatten(0, -2))
-        pieces = match_columns(vectors.flatten(1), [multiplicand], list(probe.weights.values()), products)
-        if pieces is None:
+    def match(self, vectors: Tensor, multiplicands: Sequence[Multiplicand]) -> list[MatchedColumns] | None:
+        """Match all columns of `vectors`, (draws, columns), to multiples of rows; return None if any has no match."""
+        if not bool(vectors.isfinite().all()):
             return None
-        sides.append((compose_map(pieces, vectors.shape[1:]), bias))
-    (query, query_bias), (key, key_bias) = sides
-    return Maps(query, key, query_bias, key_bias)
+        pieces, remaining = [], torch.arange(vectors.shape[1], device=vectors.device)
+        while len(remaining):
+            candidates = self.candidates(multiplicands)
+            matches = (_match_rows(vectors[:, remaining], remaining, *candidate) for candidate in candidates)
+            piece = next((match for match in matches if match is not None), None)
+            if piece is None:
+                return None
+            pieces.append(piece)
+            remaining = remaining[~torch.isin(remaining, piece.columns)]
+        return pieces
 
 
-def compute_vectors(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return queries and keys of these inputs without biases, (draws, heads, head_dim), and the biases."""
-    with torch.no_grad():
-        call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
-    vectors = [part[:, :, 0].double() for part in (call.query, call.key)]
-    return [(part[1:] - part[:1], part[0, :, None]) for part in vectors]
+def match_weights(probe: Probe) -> Maps | None:
+    """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
 
-
-def match_columns(
-    vectors: Float[Tensor, "draws columns"],
-    multiplicands: Sequence[Multiplicand],
-    weights: Sequence[Tensor],
-    products: Products,
-) -> list[MatchedColumns] | None:
-    """Match all columns to multiples of rows of the first matrix that has them; return None if any has no match."""
-    if not bool(vectors.isfinite().all()):
-        return None
-    pieces, remaining = [], torch.arange(vectors.shape[1], device=vectors.device)
-    while len(remaining):
-        candidates = _candidates(multiplicands, weights, products)
-        matches = (_match_rows(vectors[:, remaining], remaining, *candidate) for candidate in candidates)
-        piece = next((match for match in matches if match is not None), None)
-        if piece is None:
-            return None
-        pieces.append(piece)
-        remaining = remaining[~torch.isin(remaining, piece.columns)]
-    return pieces
-
-
-def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """Return W of each head; a view, if its columns are rows of a single matrix."""
-    first = pieces[0]
-    if len(pieces) == 1 and first.down is None:
-        whole = first.up
-    else:
-        whole = first.up.new_empty(shape.numel(), (first.up if first.down is None else first.down).shape[1])
-        for piece in pieces:
-            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece[:2]), strict=True):
-                whole[columns] = up if piece.down is None else up @ piece.down
-    return whole.reshape(*shape, -1).transpose(1, 2)
-
-
-def _candidates(
-    multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor], products: Products
-) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
-    """Yield the matrices that may contain a column: the map below them, their rows, and their products."""
-    for number, (values, down) in enumerate(multiplicands):
-        for index, rows in enumerate(_oriented_matrices(weights, values.shape[1])):
-            if (number, index) not in products:
-                products[number, index] = values @ rows.mT
-            yield down, rows, products[number, index]
-
-
-def _oriented_matrices(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
-    """Yield the matrices that can multiply a vector of this size, outputs first: linear layers', then Conv1D's."""
-    plain = [weight for weight in weights if type(weight) in (Tensor, torch.nn.Parameter)]
-    matrices = [weight for weight in plain if weight.dim() == 2 and weight.is_floating_point()]
-    yield from (weight for weight in matrices if weight.shape[1] == size)
-    yield from (weight.mT for weight in matrices if weight.shape[0] == size)
-
-
-def _match_rows(
-    vectors: Tensor, columns: Tensor, down: Tensor | None, rows: Tensor, products: Tensor
-) -> MatchedColumns | None:
-    """Return those columns that are multiples of these rows; None if the first column is not among them.
-
-    Tries consecutive rows from the first column's on; if they are too few or do not fit, tries the most similar rows.
-    """
-    start, count = int(_most_similar_rows(vectors[:, :1], products)), vectors.shape[1]
-    _, fits = _fit_factors(vectors[:, :1], products[:, [start]])
-    if not bool(fits.all()):
-        return None
-    indices = torch.arange(start, start + count, device=products.device)
-    consecutive = start + count <= products.shape[1]
-    if consecutive:
-        factors, fits = _fit_factors(vectors, products[:, indices])
-    if not consecutive or not bool(fits.all()):
-        indices = _most_similar_rows(vectors, products)
-        factors, fits = _fit_factors(vectors, products[:, indices])
-    if not bool(fits[0]):
-        return None
-    indices, factors = indices[fits], factors[fits]
-    if torch.equal(indices, torch.arange(start, start + len(indices), device=indices.device)):
-        up = rows[start : start + len(indices)]  # a view, which needs no memory
-    else:
-        up = rows[indices]
-    return MatchedColumns(columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], down)
-
-
-def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
-    """Return the row whose products have the direction most similar to each column, up to sign and length."""
-    directions = torch.nn.functional.normalize(products, dim=0)
-    return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
-
-
-def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
-    """Fit the factor c of each column by least squares; return it, and which columns are c times their product."""
-    # clamped so that a row of zeros gives 0, not NaN
-    factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
-    factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)
-    # the second term is the rounding of subtracting the bias, which scales with all columns
-    border = SAME * vectors.norm(dim=0) + torch.finfo(vectors.dtype).eps * vectors.norm()
-    return factors, (vectors - factors * products).norm(dim=0) <= border
-
-
-def products_of_weights(probe: Probe) -> Maps | None:
-    """Find W_Q and W_K if q_hk(x) = c υ · z + b, υ a row of a matrix, and z_r = c_r θ_r · x + a_r, θ_r rows of another.
-
-    This holds for a linear layer, a norm without its lengths and a second linear layer in sequence; some columns may be
-    rows of one matrix alone. Both steps are tested as in `rows_of_weights`, on the same random inputs: z is what the
-    module passes to its second layer, so that c_r includes the gains. Returns None if z is not linear in x, or queries
-    and keys are not linear in z.
+    The first holds for linear layers, fused or not, of any layout, with gains and scales after them: q_hk(x) = c θ_r ·
+    x + b. The second holds for a linear layer, a norm without its lengths and a second linear layer in sequence:
+    q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both are tested on DRAWS random inputs; z is what the module
+    passes to its second layer, so that c_r includes the gains. The columns are read from the weights: the Jacobian
+    would cost d_model times as much. Returns None if neither holds, if the module accepts no single token, or if there
+    is NaN.
     """
     if probe.whole or probe.batch is not None:
         return None
     inputs = probe.random(DRAWS, seed=7)
     with _record_inner_inputs(probe.target.module) as inner:
-        sides = compute_vectors(probe, inputs)
-    maps, latent, weights = [], None, list(probe.weights.values())
-    for x, (vectors, _) in zip(inputs, sides, strict=True):
-        outer = Multiplicand(x.double().flatten(0, -2))
-        pieces = match_columns(vectors.flatten(1), [outer, *_find_latents(outer, inner, weights)], weights, {})
+        call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
+    # not tensor subclasses, whose rows may be quantised
+    plain = [weight for weight in probe.weights.values() if type(weight) in (Tensor, nn.Parameter)]
+    weights = [weight for weight in plain if weight.dim() == 2 and weight.is_floating_point()]
+    maps, biases, latent, matrices = [], [], None, Matrices(weights)
+    for x, part in zip(inputs, (call.query, call.key), strict=True):
+        if x is not inputs[0]:  # in self-attention, keys have the same inputs as queries
+            matrices = Matrices(weights)
+        values = part[:, :, 0].double()
+        vectors, outer = values[1:] - values[:1], Multiplicand(x.double().flatten(0, -2))
+        pieces = matrices.match(vectors.flatten(1), [outer])
+        if pieces is None:
+            pieces = matrices.match(vectors.flatten(1), [outer, *_find_latents(outer, inner, matrices)])
         if pieces is None:
             return None
         maps.append(compose_map(pieces, vectors.shape[1:]))
+        biases.append(values[0, :, None])
         latent = _largest_product(pieces, vectors.shape[1:])
-    query, key = maps
-    return Maps(query, key, *(bias for _, bias in sides), key_latent=latent)
+    return Maps(*maps, *biases, key_latent=latent)
 
 
 @contextmanager
@@ -369,23 +277,69 @@ def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
         yield inputs
 
 
-def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
+def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], matrices: Matrices) -> Iterator[Multiplicand]:
     """Yield those inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
     for inputs in inner:
         z = inputs.double().flatten(1)
         if len(z) == len(outer.values) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
             values = z[1:] - z[:1]
-            pieces = match_columns(values, [outer], weights, {})
+            pieces = matrices.match(values, [outer])
             if pieces is not None:
                 yield Multiplicand(values, compose_map(pieces, torch.Size((1, z.shape[1])))[0].mT)
 
 
+def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
+    """Return W of each head; a view, if its columns are rows of a single matrix."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.down is None:
+        whole = first.up
+    else:
+        whole = first.up.new_empty(shape.numel(), (first.up if first.down is None else first.down).shape[1])
+        for piece in pieces:
+            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece[:2]), strict=True):
+                whole[columns] = up if piece.down is None else up @ piece.down
+    return whole.reshape(*shape, -1).transpose(1, 2)
+
+
 def _largest_product(pieces: Sequence[MatchedColumns], shape: torch.Size) -> LatentMap | None:
     """Return the largest piece that is a product of two matrices, or None."""
-    products = [(piece, piece.down) for piece in pieces if piece.down is not None]
-    if not products:
+    products = [piece for piece in pieces if piece.down is not None]
+    columns, up, down = max(products, key=lambda piece: len(piece.columns), default=(None, None, None))
+    if columns is None or up is None or down is None:
         return None
-    piece, down = max(products, key=lambda product: len(product[0].columns))
-    up = piece.up.new_full((shape.numel(), piece.up.shape[1]), torch.nan)
-    up[piece.columns] = piece.up
-    return LatentMap(up.reshape(*shape, -1).mT, down.mT)
+    whole = up.new_full((shape.numel(), up.shape[1]), torch.nan)
+    whole[columns] = up
+    return LatentMap(whole.reshape(*shape, -1).mT, down.mT)
+
+
+def _match_rows(
+    vectors: Tensor, columns: Tensor, down: Tensor | None, rows: Tensor, products: Tensor
+) -> MatchedColumns | None:
+    """Return the columns that are multiples of consecutive or else the most similar rows; None if the first is not."""
+    start, count = int(_most_similar_rows(vectors[:, :1], products)), vectors.shape[1]
+    if not bool(_fit_factors(vectors[:, :1], products[:, [start]])[1]):
+        return None
+    indices = torch.arange(start, start + count, device=products.device)
+    if start + count > products.shape[1] or not bool(_fit_factors(vectors, products[:, indices])[1].all()):
+        indices = _most_similar_rows(vectors, products)
+    factors, fits = _fit_factors(vectors, products[:, indices])
+    if not bool(fits[0]):
+        return None
+    up, factors = _coordinates(rows.mT, indices[fits]).mT, factors[fits]
+    return MatchedColumns(columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], down)
+
+
+def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
+    """Return the row whose products have the direction most similar to each column, up to sign and length."""
+    directions = nn.functional.normalize(products, dim=0)
+    return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
+
+
+def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
+    """Fit the factor c of each column by least squares; return it, and which columns are c times their product."""
+    # clamped so that a row of zeros gives 0, not NaN
+    factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
+    factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)
+    # the second term is the rounding of subtracting the bias, which scales with all columns
+    border = SAME * vectors.norm(dim=0) + torch.finfo(vectors.dtype).eps * vectors.norm()
+    return factors, (vectors - factors * products).norm(dim=0) <= border
