@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from shlex import quote
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,7 +20,7 @@ import typer
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
 from attnlens.cli.show import complain, console, interruptible_at_once, progress, say
-from attnlens.errors import AttnlensError, IdentityError, OutputError, TextError, UsageError
+from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
     check_writable,
@@ -30,21 +30,26 @@ from attnlens.files import (
     with_home,
     write_atomically,
 )
-from attnlens.wording import clean, format_count, join_items
+from attnlens.requests import Request
+from attnlens.requests.run_options import SharedRequest
+from attnlens.wording import clean, format_count
 
 if TYPE_CHECKING:
     from attnlens.records import Report
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-
-REMEDY = "Do not trust numbers from these sites; `attnlens doctor {} --json FILE` saves all errors for a bug report."
+Tell = Callable[[str, int, int], None]
+"""Report progress: (stage, steps done, total steps)."""
+Written = Callable[[], None]
+"""Function to call once the report is written: it removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
-def named_model(name: str | None, *, quiet: bool) -> str:
+def named_model(params: Mapping[str, str | None]) -> str:
     """Return the requested model, else demo, with a message. Raise UsageError for an invalid name."""
-    if name is None and not quiet:
+    name = params["model"]
+    if name is None and not params["quiet"]:
         say(NO_MODEL)
     return "demo" if name is None else checked_model(name)
 
@@ -68,38 +73,54 @@ def check_reading(request: SeriesRequest) -> None:
 
 
 @contextmanager
-def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress and silence transformers during the one call of a command."""
-    gc.freeze()  # imported objects stay alive: the collector needn't scan them
-    gc.enable()
-    with interruptible_at_once():
-        from attnlens.models.loading.building import silence_logging
-
-    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
-        yield tell
-
-
-def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]) -> Report:
-    """Run one piece of work and deliver its report; after an interruption, the report of the finished part.
-
-    `work` is (attnlens.cli.analyses, progress) → the report, and what is called once it is written, or None.
-    """
+def working(outputs: Outputs) -> Iterator[tuple[ModuleType, Tell]]:
+    """Import `attnlens.cli.analyses`, show progress and silence transformers during the one call of a command."""
     with interruptible_at_once():
         from attnlens.cli import analyses
+        from attnlens.models.loading.building import silence_logging
 
-    stopped, written = False, None
-    with working(outputs) as tell:
+    gc.freeze()  # imported objects stay alive: the collector needn't scan them
+    gc.enable()
+    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
+        yield analyses, tell
+
+
+def run_command(
+    params: Mapping[str, Any],
+    models: Sequence[str],
+    request: Request,
+    work: Callable[[ModuleType, Tell], Report | tuple[Report, Written]],
+) -> Report:
+    """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
+
+    `work` is a function of `attnlens.cli.analyses` and progress. After the report is delivered, raise OutputError if
+    the changed model could not be saved, and Exit if --strict requires it; `doctor` judges this by itself.
+    """
+    outputs = Outputs.of(params)
+    outputs.check(Inputs.of(params, models))
+    if isinstance(request, SharedRequest):
+        start_workers(request.engine, request.jobs)
+    stopped, unsaved, written = False, None, None
+    with working(outputs) as (analyses, tell):
         try:
-            report, written = work(analyses, tell)
+            result = work(analyses, tell)
+            report, written = result if isinstance(result, tuple) else (result, None)
         except analyses.Interrupted as stop:
             report, stopped = stop.report, True
-    deliver(outputs, report, interrupted=stopped)
+        except analyses.UnsavedError as error:
+            report, unsaved = error.report, error
+    saved = [f"the changed model to {outputs.save}"] if outputs.save is not None and unsaved is None else []
+    deliver(outputs, report, interrupted=stopped, saved=saved)
+    if unsaved is not None:
+        raise unsaved
     if written is not None:
         written()
+    if params.get("strict") and report.summary.verdict is None:  # `doctor` judges its verdict itself
+        _end_strictly(report)
     return report
 
 
-def begin_workers(engine: str, jobs: int) -> None:
+def start_workers(engine: str, jobs: int) -> None:
     """Start the server process that --jobs are forked from; it imports the library in parallel with this process."""
     if engine == "local":
         from attnlens.runs.work import start_server
@@ -107,32 +128,16 @@ def begin_workers(engine: str, jobs: int) -> None:
         start_server(jobs, "attnlens.cli.analyses")
 
 
-def end_strictly(report: Report) -> None:
+def _end_strictly(report: Report) -> None:
     """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
     from attnlens.report.sentences.reports import state_unexpected
 
     for sentence in state_unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
-    partial = not report.coverage.complete
-    if partial:
+    if not report.coverage.complete:
         say(report.coverage.sentence)
-    if report.model.unexpected or partial:
+    if report.model.unexpected or not report.coverage.complete:
         raise typer.Exit(PARTLY)
-
-
-def failure(report: Report) -> IdentityError:
-    """Return the error of a failed `doctor`: the sites that failed, and the largest error."""
-    failed = [check for check in report.doctor if not check.passed]
-    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
-    if failed:
-        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
-        sites = format_count(len(report.doctor), "site")
-        problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
-    elif (error := report.summary.identity_error) is None:
-        problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
-    else:
-        problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
-    return IdentityError(problem, REMEDY.format(quote(report.model.id)))
 
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
@@ -337,32 +342,49 @@ def _check_name(option: str, name: str | None) -> None:
         raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, e.g. /dev/stdout.")
 
 
-def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, saved: Sequence[str] = ()) -> None:
+def deliver(
+    outputs: Outputs,
+    report: Report,
+    writers: Mapping[str, Callable[[Report], str]] | None = None,
+    summary: Callable[[Report], Document] | None = None,
+    *,
+    annotate: Callable[[], None] | None = None,
+    interrupted: bool = False,
+    saved: Sequence[str] = (),
+) -> None:
     """Write the data, show the tables, draw the plots, and print which files exist.
 
+    `writers` (by option) and `summary` default to those of any report; `annotate` is called after the summary is shown.
     Failures are reported after everything else: raised as an AttnlensError, or as Exit if the reader of stdout left.
     `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
     `saved` is printed as written too.
     """
-    from attnlens.report import export  # late, because it loads the records
-    from attnlens.report.sections import documents
+    if writers is None or summary is None:
+        from attnlens.report import export  # late, because it loads the records
+        from attnlens.report.sections import documents
 
-    failures = Failures()
-    written = [*saved]
-    older = ""
+        writers = export.WRITERS
+        summary = partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose)
+    failures, written, older = Failures(), [*saved], ""
     report = _add_windows_file(outputs, report)
     try:
-        write_data(outputs, report, export.WRITERS, failures, written)
+        for option, path in outputs.files(*DATA).items():
+            with failures.collect():
+                write_atomically(path, writers[option](report).encode())
+                written.append(str(path))
         with failures.collect():
-            show(outputs, report, partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose))
+            _show(outputs, report, summary)
+        if annotate is not None:
+            with failures.collect():
+                annotate()
         if outputs.figure is not None:
             made = _draw(report, target := Path(outputs.figure), failures)
             written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
             if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
-                older = f"{target} contains {count} older picture{'s' * (count != 1)} that this run did not write."
+                older = f"{target} contains {format_count(count, 'older picture')} that this run did not write."
         if outputs.html is not None:
             with failures.collect():
-                page = _render(outputs.html, lambda: export.WRITERS["html"](report).encode())
+                page = _render(outputs.html, lambda: writers["html"](report).encode())
                 write_atomically(Path(outputs.html), page)
                 written.append(outputs.html)
     finally:
@@ -371,20 +393,6 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
             if older:
                 say(older)
     failures.end(interrupted=interrupted)
-
-
-def write_data(
-    outputs: Outputs,
-    report: Report,
-    writers: Mapping[str, Callable[[Report], str]],
-    failures: Failures,
-    written: list[str],
-) -> None:
-    """Write each requested data file, and append its path to `written`."""
-    for option, path in outputs.files(*DATA).items():
-        with failures.collect():
-            write_atomically(path, writers[option](report).encode())
-            written.append(str(path))
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
@@ -428,7 +436,7 @@ class Failures:
             raise last
 
 
-def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
+def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
     """Print the summary, and JSON if it goes to stdout."""
     from attnlens.report.render import terminal
 
