@@ -145,8 +145,8 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-TEXTS = ("text", "calibration")
-"""Options that accept rows of a dataset instead of a file."""
+READ = ("pairs", "labelled", "text", "calibration", "series")
+"""Options that name texts; `text` and `calibration` accept rows of a dataset too."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
@@ -156,7 +156,7 @@ class Inputs:
 
     files: dict[str, str] = field(default_factory=dict)
     """Description of each input file, keyed by its resolved path."""
-    folders: dict[Path, str] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
     """Description of each folder of a model or a dataset, keyed by its resolved path."""
 
     @classmethod
@@ -167,23 +167,21 @@ class Inputs:
         UsageError for a plan that can't be read.
         """
         inputs = cls()
-        lone = {name: [options[name]] for name in ("pairs", "labelled") if options.get(name) is not None}
-        several = {name: options.get(name) or () for name in ("text", "calibration", "series")}
-        for option, named in (lone | several).items():
-            for path in map(Path, named):
-                dataset = dataset_rows(str(path)) if option in TEXTS else None
+        for option in READ:
+            named = options.get(option) or ()
+            for path in map(Path, [named] if isinstance(named, str) else named):
+                dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
                 if dataset is not None:
-                    folder = Path(os.path.realpath(os.path.expanduser(dataset.name)))  # noqa: PTH111  # never raises
-                    inputs.folders[folder] = f"a file of the dataset that --{option} reads"
+                    inputs.folders[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
                 elif str(path) != STDIN:
-                    inputs._add(_readable(path), f"which --{option} reads")
+                    inputs.files[os.path.realpath(_readable(path))] = f"which --{option} reads"
         if options.get("ranks") is not None:
             from attnlens.records import read_plan
 
             plan = Path(options["ranks"])
             if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
-            inputs._add(plan, "which --ranks reads")
+            inputs.files[os.path.realpath(plan)] = "which --ranks reads"
         if models:
             from attnlens.models.loading.hub import check_endpoint
 
@@ -191,8 +189,7 @@ class Inputs:
         for name in models:
             inputs._add_model(name, options)
         if options.get("adapter") is not None:
-            folder = Path(os.path.realpath(os.path.expanduser(options["adapter"])))  # noqa: PTH111  # never raises
-            inputs.folders[folder] = "a file of the adapter"
+            inputs.folders[_resolved(options["adapter"])] = "a file of the adapter"
         return inputs
 
     def description(self, output: Path) -> str:
@@ -200,9 +197,6 @@ class Inputs:
         real = Path(os.path.realpath(output))
         inside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
         return self.files.get(str(real)) or (next(inside, "") if real.is_file() else "")
-
-    def _add(self, path: Path, what: str) -> None:
-        self.files[os.path.realpath(path)] = what
 
     def _add_model(self, name: str, options: Mapping[str, Any]) -> None:
         """Add a local model's files: all files of its folder, with links resolved, or a single file."""
@@ -213,13 +207,15 @@ class Inputs:
         from attnlens.models.loading.locate import find
 
         place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
-        what = f"a file of the model {name}"
-        if place.form == "gguf" and not os.path.isdir(path):  # noqa: PTH112
-            self._add(place.folder / place.file, what)
-            return
-        self.folders[Path(os.path.realpath(place.folder))] = what
-        for file in place.folder.iterdir():
-            self._add(file, what)
+        single = place.form == "gguf" and not os.path.isdir(path)  # noqa: PTH112
+        if not single:
+            self.folders[os.path.realpath(place.folder)] = f"a file of the model {name}"
+        for file in [place.folder / place.file] if single else place.folder.iterdir():
+            self.files[os.path.realpath(file)] = f"a file of the model {name}"
+
+
+def _resolved(folder: str) -> str:
+    return os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111  # never raises
 
 
 def check_place() -> None:
@@ -255,14 +251,13 @@ def product() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(READER_LEFT) from None
-        raise OutputError(
-            f"stdout can't be written: {error.strerror}.", "Redirect it to a file or a program."
-        ) from None
+        problem = f"stdout can't be written: {error.strerror}."
+        raise OutputError(problem, "Redirect it to a file or a program.") from None
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write, and what to show."""
+    """Files to write, and what to show; the fields are options."""
 
     json: str | None = None
     csv: str | None = None
@@ -298,18 +293,16 @@ class Outputs:
             _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
+            flag = option_name(option)
             if option != "save":  # the run checks this one
                 check_writable(path, may_be_folder=option == "figure")
             other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
-                raise UsageError(
-                    f"{option_name(other)} and {option_name(option)} name the same file, {path}.",
-                    "Give each its own file.",
-                )
-            replaced = path.glob("*.png") if option == "figure" and path.is_dir() else [path]
-            for file in replaced:
+                problem = f"{option_name(other)} and {flag} name the same file, {path}."
+                raise UsageError(problem, "Give each its own file.")
+            for file in path.glob("*.png") if option == "figure" and path.is_dir() else [path]:
                 if what := inputs.description(file):
-                    raise UsageError(f"{option_name(option)} would replace {file}, {what}.", "Write it somewhere else.")
+                    raise UsageError(f"{flag} would replace {file}, {what}.", "Write it somewhere else.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 
@@ -359,40 +352,62 @@ def deliver(
     `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
     `saved` is printed as written too.
     """
+    from attnlens.report import export  # late, because it loads the records
+
     if writers is None or summary is None:
-        from attnlens.report import export  # late, because it loads the records
         from attnlens.report.sections import documents
 
         writers = export.WRITERS
         summary = partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose)
-    failures, written, older = Failures(), [*saved], ""
+    failures: list[AttnlensError | typer.Exit] = []
+    written, made = [*saved], list[Path]()
     report = _add_windows_file(outputs, report)
     try:
         for option, path in outputs.files(*DATA).items():
-            with failures.collect():
+            with _collect(failures):
                 write_atomically(path, writers[option](report).encode())
                 written.append(str(path))
-        with failures.collect():
+        with _collect(failures):
             _show(outputs, report, summary)
         if annotate is not None:
-            with failures.collect():
+            with _collect(failures):
                 annotate()
+        drawings: dict[Path, Callable[[], bytes]] = {}
         if outputs.figure is not None:
-            made = _draw(report, target := Path(outputs.figure), failures)
-            written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
-            if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
-                older = f"{target} contains {format_count(count, 'older picture')} that this run did not write."
+            with _collect(failures):
+                drawings |= export.drawings(report, Path(outputs.figure))
+        for path, draw in drawings.items():
+            with _collect(failures):
+                _draw(path, draw)
+                made.append(path)
+        written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
         if outputs.html is not None:
-            with failures.collect():
-                page = _render(outputs.html, lambda: writers["html"](report).encode())
-                write_atomically(Path(outputs.html), page)
+            with _collect(failures):
+                _draw(Path(outputs.html), lambda: export.WRITERS["html"](report).encode())
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:
             say(f"Wrote {', '.join(written)}")
-            if older:
-                say(older)
-    failures.end(interrupted=interrupted)
+            if count := len({*Path(outputs.figure or os.devnull).glob("*.png")} - {*made}):
+                older = format_count(count, "older picture")
+                say(f"{outputs.figure} contains {older} that this run did not write.")
+    errors = [failure for failure in failures if isinstance(failure, AttnlensError)]
+    for error in errors if interrupted else errors[:-1]:
+        complain(error.problem, error.remedy)
+    if interrupted:
+        say("Interrupted.")
+        raise typer.Exit(INTERRUPTED)
+    for last in (errors or failures)[-1:]:
+        raise last
+
+
+@contextmanager
+def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
+    """Record a failure that ends the block instead of raising it."""
+    try:
+        yield
+    except (AttnlensError, typer.Exit) as failure:
+        failures.append(failure)
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
@@ -408,34 +423,6 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
     return report.model_copy(update={"windows_file": windows_file})
 
 
-class Failures:
-    """Failures that don't prevent further work."""
-
-    def __init__(self) -> None:
-        self.errors: list[AttnlensError] = []
-        self.exits: list[typer.Exit] = []
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Record a failure that ends the block instead of raising it."""
-        try:
-            yield
-        except AttnlensError as error:
-            self.errors.append(error)
-        except typer.Exit as stop:
-            self.exits.append(stop)
-
-    def end(self, *, interrupted: bool) -> None:
-        """Print the failures and raise the last one, or Exit after an interruption."""
-        for error in self.errors if interrupted else self.errors[:-1]:
-            complain(error.problem, error.remedy)
-        if interrupted:
-            say("Interrupted.")
-            raise typer.Exit(INTERRUPTED)
-        for last in (self.errors or self.exits)[-1:]:
-            raise last
-
-
 def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
     """Print the summary, and JSON if it goes to stdout."""
     from attnlens.report.render import terminal
@@ -447,32 +434,10 @@ def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document
             console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
 
 
-def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
-    """Draw and write each plot; return the files written."""
-    from attnlens.report import export
-
-    made: list[Path] = []
-    with failures.collect():
-        for path, draw in export.drawings(report, target).items():
-            with failures.collect():
-                content = _render(path, draw)
-                new = not path.parent.exists()
-                make_folder(path.parent)
-                try:
-                    write_atomically(path, content)
-                except OutputError:
-                    if new:
-                        with suppress(OSError):
-                            path.parent.rmdir()
-                    raise
-                made.append(path)
-    return made
-
-
-def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
-    """Draw the content of a plot's file. Any error only affects that plot, hence the broad except."""
+def _draw(path: Path, draw: Callable[[], bytes]) -> None:
+    """Draw a picture or page and write it. Raise OutputError for any error, which only affects this file."""
     try:
-        return draw()
+        content = draw()
     except AttnlensError:
         raise
     except Exception as error:
@@ -480,3 +445,12 @@ def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
             f"{path} can't be drawn: {type(error).__name__}: {error}.",
             "The other results were written; run the command again with --debug and report the output.",
         ) from error
+    new = not path.parent.exists()
+    make_folder(path.parent)
+    try:
+        write_atomically(path, content)
+    except OutputError:
+        if new:
+            with suppress(OSError):
+                path.parent.rmdir()
+        raise
