@@ -56,19 +56,21 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a public function: check its arguments, and let one thread at a time into any of these functions.
 
-    The wrapper raises UsageError, never TypeError, for arguments that the function does not take.
+    The wrapper raises UsageError, never TypeError, for arguments that the function does not take. The command line
+    passes the request that `requests.takes` otherwise builds from keywords.
     """
     expected = signature(function)
+    request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
     open_ended = len(names) < len(expected.parameters)
 
     @wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
-        for name in keywords:
-            if not open_ended:
-                checked_name("option", name, names)
+        options = {name: value for name, value in keywords.items() if not isinstance(value, request)}
+        for name in () if open_ended else options:
+            checked_name("option", name, names)
         try:
-            expected.bind(*args, **keywords)
+            expected.bind(*args, **options)
         except TypeError as error:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
         if not callable(keywords.get("progress", print)):

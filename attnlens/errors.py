@@ -2,7 +2,6 @@
 
 AttnlensError
 ├── UsageError        the arguments are invalid (unknown analyzer, heads 7-3)
-│   └── UnaskedError  a model is named without a question about it
 ├── ModelError        the model can't be found, read or reached
 │   └── TooLargeError it does not fit into memory
 ├── TextError         the text is missing, empty, binary or too short
@@ -44,16 +43,6 @@ def _rebuild(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensEr
 
 class UsageError(AttnlensError):
     """Invalid arguments of a call."""
-
-
-class UnaskedError(UsageError):
-    """A model passed to `converge` without a head or checkpoints."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"`converge {model}` needs --head, --checkpoints or --revisions.",
-            "Add one of them, or omit the model to run the synthetic experiments.",
-        )
 
 
 class ModelError(AttnlensError):

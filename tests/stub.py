@@ -67,9 +67,9 @@ def _function(name: str, public: object, kind: type[Request]) -> str:
 
 def _accepted(field: FieldInfo) -> str:
     """Return the type of the values that callers may give for an option."""
-    if field.annotation is not None and "Any" in str(field.annotation):
+    if field.annotation is object:
         return "Plan | str | PathLike[str] | None"
-    path = {"FILE", "DIR", "DIR|ID"} & {details(field)["metavar"]}
+    path = {"FILE", "DIR", "DIR|ID"} & {details(field).get("metavar")}
     names = []
     for part in alternatives(field.annotation):
         if part == tuple[str, ...]:

@@ -26,8 +26,9 @@ from swap_reports import planned
 
 import attnlens
 from attnlens.cli import leave, show
+from attnlens.cli.commands.doctor import failure
 from attnlens.cli.entry import exit_code
-from attnlens.cli.outputs import NO_MODEL, failure
+from attnlens.cli.outputs import NO_MODEL
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
 from attnlens.models.loading.hub import Hub, reachable
 from attnlens.records import Report

@@ -241,8 +241,8 @@ def test_too_little_calibration_text_is_refused():
 @pytest.mark.parametrize(
     ("words", "more", "says"),
     [
-        ("primal:4", {"train": 1, "eta": -0.1}, "eta must be 0 or more"),
-        ("primal:4", {"train": 1, "eta": math.nan}, "eta must be 0 or more"),
+        ("primal:4", {"train": 1, "eta": -0.1}, "eta=-0.1 is not a number, at least 0"),
+        ("primal:4", {"train": 1, "eta": math.nan}, "eta=nan is not a number, at least 0"),
         ("primal:4", {"train": 1, "eta": "x"}, "eta='x' is not a number"),
         ("primal:4", {"train": 1, "ksvd_convention": "cod"}, "'cod'"),
         ("rbf", {"train": 1, "eta": 0.1}, "eta applies to the kernel primal"),

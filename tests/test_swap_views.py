@@ -368,7 +368,7 @@ def test_a_promise_says_whether_it_keeps_the_budget(
 ) -> None:
     plan = plan_of(promised=Rise(share=share, ci95=ci95, sequences=32))
     assert next(line for line in plan_lines(plan) if line.startswith("Promised")).endswith(f", {verdict}")
-    assert plan.kept is kept
+    assert plan.within_budget is kept
 
 
 def test_a_promise_that_was_none_does_not_fail_on_the_text() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from shlex import quote
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,7 +20,7 @@ import typer
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
 from attnlens.cli.show import complain, console, interruptible_at_once, progress, say
-from attnlens.errors import AttnlensError, IdentityError, OutputError, TextError, UsageError
+from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
     check_writable,
@@ -30,21 +30,26 @@ from attnlens.files import (
     with_home,
     write_atomically,
 )
-from attnlens.wording import clean, format_count, join_items
+from attnlens.requests import Request
+from attnlens.requests.run_options import SharedRequest
+from attnlens.wording import clean, format_count
 
 if TYPE_CHECKING:
     from attnlens.records import Report
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-
-REMEDY = "Do not trust numbers from these sites; `attnlens doctor {} --json FILE` saves all errors for a bug report."
+Tell = Callable[[str, int, int], None]
+"""Report progress: (stage, steps done, total steps)."""
+Written = Callable[[], None]
+"""Function to call once the report is written: it removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
-def named_model(name: str | None, *, quiet: bool) -> str:
+def named_model(params: Mapping[str, str | None]) -> str:
     """Return the requested model, else demo, with a message. Raise UsageError for an invalid name."""
-    if name is None and not quiet:
+    name = params["model"]
+    if name is None and not params["quiet"]:
         say(NO_MODEL)
     return "demo" if name is None else checked_model(name)
 
@@ -68,38 +73,54 @@ def check_reading(request: SeriesRequest) -> None:
 
 
 @contextmanager
-def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress and silence transformers during the one call of a command."""
-    gc.freeze()  # imported objects stay alive: the collector needn't scan them
-    gc.enable()
-    with interruptible_at_once():
-        from attnlens.models.loading.building import silence_logging
-
-    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
-        yield tell
-
-
-def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]) -> Report:
-    """Run one piece of work and deliver its report; after an interruption, the report of the finished part.
-
-    `work` is (attnlens.cli.analyses, progress) → the report, and what is called once it is written, or None.
-    """
+def working(outputs: Outputs) -> Iterator[tuple[ModuleType, Tell]]:
+    """Import `attnlens.cli.analyses`, show progress and silence transformers during the one call of a command."""
     with interruptible_at_once():
         from attnlens.cli import analyses
+        from attnlens.models.loading.building import silence_logging
 
-    stopped, written = False, None
-    with working(outputs) as tell:
+    gc.freeze()  # imported objects stay alive: the collector needn't scan them
+    gc.enable()
+    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
+        yield analyses, tell
+
+
+def run_command(
+    params: Mapping[str, Any],
+    models: Sequence[str],
+    request: Request,
+    work: Callable[[ModuleType, Tell], Report | tuple[Report, Written]],
+) -> Report:
+    """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
+
+    `work` is a function of `attnlens.cli.analyses` and progress. After the report is delivered, raise OutputError if
+    the changed model could not be saved, and Exit if --strict requires it; `doctor` judges this by itself.
+    """
+    outputs = Outputs.of(params)
+    outputs.check(Inputs.of(params, models))
+    if isinstance(request, SharedRequest):
+        start_workers(request.engine, request.jobs)
+    stopped, unsaved, written = False, None, None
+    with working(outputs) as (analyses, tell):
         try:
-            report, written = work(analyses, tell)
+            result = work(analyses, tell)
+            report, written = result if isinstance(result, tuple) else (result, None)
         except analyses.Interrupted as stop:
             report, stopped = stop.report, True
-    deliver(outputs, report, interrupted=stopped)
+        except analyses.UnsavedError as error:
+            report, unsaved = error.report, error
+    saved = [f"the changed model to {outputs.save}"] if outputs.save is not None and unsaved is None else []
+    deliver(outputs, report, interrupted=stopped, saved=saved)
+    if unsaved is not None:
+        raise unsaved
     if written is not None:
         written()
+    if params.get("strict") and report.summary.verdict is None:  # `doctor` judges its verdict itself
+        _end_strictly(report)
     return report
 
 
-def begin_workers(engine: str, jobs: int) -> None:
+def start_workers(engine: str, jobs: int) -> None:
     """Start the server process that --jobs are forked from; it imports the library in parallel with this process."""
     if engine == "local":
         from attnlens.runs.work import start_server
@@ -107,32 +128,16 @@ def begin_workers(engine: str, jobs: int) -> None:
         start_server(jobs, "attnlens.cli.analyses")
 
 
-def end_strictly(report: Report) -> None:
+def _end_strictly(report: Report) -> None:
     """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
     from attnlens.report.sentences.reports import state_unexpected
 
     for sentence in state_unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
-    partial = not report.coverage.complete
-    if partial:
+    if not report.coverage.complete:
         say(report.coverage.sentence)
-    if report.model.unexpected or partial:
+    if report.model.unexpected or not report.coverage.complete:
         raise typer.Exit(PARTLY)
-
-
-def failure(report: Report) -> IdentityError:
-    """Return the error of a failed `doctor`: the sites that failed, and the largest error."""
-    failed = [check for check in report.doctor if not check.passed]
-    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
-    if failed:
-        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
-        sites = format_count(len(report.doctor), "site")
-        problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
-    elif (error := report.summary.identity_error) is None:
-        problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
-    else:
-        problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
-    return IdentityError(problem, REMEDY.format(quote(report.model.id)))
 
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
@@ -140,8 +145,8 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-TEXTS = ("text", "calibration")
-"""Options that accept rows of a dataset instead of a file."""
+READ = ("pairs", "labelled", "text", "calibration", "series")
+"""Options that name texts; `text` and `calibration` accept rows of a dataset too."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
@@ -151,7 +156,7 @@ class Inputs:
 
     files: dict[str, str] = field(default_factory=dict)
     """Description of each input file, keyed by its resolved path."""
-    folders: dict[Path, str] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
     """Description of each folder of a model or a dataset, keyed by its resolved path."""
 
     @classmethod
@@ -162,23 +167,21 @@ class Inputs:
         UsageError for a plan that can't be read.
         """
         inputs = cls()
-        lone = {name: [options[name]] for name in ("pairs", "labelled") if options.get(name) is not None}
-        several = {name: options.get(name) or () for name in ("text", "calibration", "series")}
-        for option, named in (lone | several).items():
-            for path in map(Path, named):
-                dataset = dataset_rows(str(path)) if option in TEXTS else None
+        for option in READ:
+            named = options.get(option) or ()
+            for path in map(Path, [named] if isinstance(named, str) else named):
+                dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
                 if dataset is not None:
-                    folder = Path(os.path.realpath(os.path.expanduser(dataset.name)))  # noqa: PTH111  # never raises
-                    inputs.folders[folder] = f"a file of the dataset that --{option} reads"
+                    inputs.folders[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
                 elif str(path) != STDIN:
-                    inputs._add(_readable(path), f"which --{option} reads")
+                    inputs.files[os.path.realpath(_readable(path))] = f"which --{option} reads"
         if options.get("ranks") is not None:
             from attnlens.records import read_plan
 
             plan = Path(options["ranks"])
             if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
-            inputs._add(plan, "which --ranks reads")
+            inputs.files[os.path.realpath(plan)] = "which --ranks reads"
         if models:
             from attnlens.models.loading.hub import check_endpoint
 
@@ -186,8 +189,7 @@ class Inputs:
         for name in models:
             inputs._add_model(name, options)
         if options.get("adapter") is not None:
-            folder = Path(os.path.realpath(os.path.expanduser(options["adapter"])))  # noqa: PTH111  # never raises
-            inputs.folders[folder] = "a file of the adapter"
+            inputs.folders[_resolved(options["adapter"])] = "a file of the adapter"
         return inputs
 
     def description(self, output: Path) -> str:
@@ -195,9 +197,6 @@ class Inputs:
         real = Path(os.path.realpath(output))
         inside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
         return self.files.get(str(real)) or (next(inside, "") if real.is_file() else "")
-
-    def _add(self, path: Path, what: str) -> None:
-        self.files[os.path.realpath(path)] = what
 
     def _add_model(self, name: str, options: Mapping[str, Any]) -> None:
         """Add a local model's files: all files of its folder, with links resolved, or a single file."""
@@ -208,13 +207,15 @@ class Inputs:
         from attnlens.models.loading.locate import find
 
         place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
-        what = f"a file of the model {name}"
-        if place.form == "gguf" and not os.path.isdir(path):  # noqa: PTH112
-            self._add(place.folder / place.file, what)
-            return
-        self.folders[Path(os.path.realpath(place.folder))] = what
-        for file in place.folder.iterdir():
-            self._add(file, what)
+        single = place.form == "gguf" and not os.path.isdir(path)  # noqa: PTH112
+        if not single:
+            self.folders[os.path.realpath(place.folder)] = f"a file of the model {name}"
+        for file in [place.folder / place.file] if single else place.folder.iterdir():
+            self.files[os.path.realpath(file)] = f"a file of the model {name}"
+
+
+def _resolved(folder: str) -> str:
+    return os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111  # never raises
 
 
 def check_place() -> None:
@@ -250,14 +251,13 @@ def product() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(READER_LEFT) from None
-        raise OutputError(
-            f"stdout can't be written: {error.strerror}.", "Redirect it to a file or a program."
-        ) from None
+        problem = f"stdout can't be written: {error.strerror}."
+        raise OutputError(problem, "Redirect it to a file or a program.") from None
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write, and what to show."""
+    """Files to write, and what to show; the fields are options."""
 
     json: str | None = None
     csv: str | None = None
@@ -293,18 +293,16 @@ class Outputs:
             _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
+            flag = option_name(option)
             if option != "save":  # the run checks this one
                 check_writable(path, may_be_folder=option == "figure")
             other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
-                raise UsageError(
-                    f"{option_name(other)} and {option_name(option)} name the same file, {path}.",
-                    "Give each its own file.",
-                )
-            replaced = path.glob("*.png") if option == "figure" and path.is_dir() else [path]
-            for file in replaced:
+                problem = f"{option_name(other)} and {flag} name the same file, {path}."
+                raise UsageError(problem, "Give each its own file.")
+            for file in path.glob("*.png") if option == "figure" and path.is_dir() else [path]:
                 if what := inputs.description(file):
-                    raise UsageError(f"{option_name(option)} would replace {file}, {what}.", "Write it somewhere else.")
+                    raise UsageError(f"{flag} would replace {file}, {what}.", "Write it somewhere else.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 
@@ -337,54 +335,79 @@ def _check_name(option: str, name: str | None) -> None:
         raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, e.g. /dev/stdout.")
 
 
-def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, saved: Sequence[str] = ()) -> None:
+def deliver(
+    outputs: Outputs,
+    report: Report,
+    writers: Mapping[str, Callable[[Report], str]] | None = None,
+    summary: Callable[[Report], Document] | None = None,
+    *,
+    annotate: Callable[[], None] | None = None,
+    interrupted: bool = False,
+    saved: Sequence[str] = (),
+) -> None:
     """Write the data, show the tables, draw the plots, and print which files exist.
 
+    `writers` (by option) and `summary` default to those of any report; `annotate` is called after the summary is shown.
     Failures are reported after everything else: raised as an AttnlensError, or as Exit if the reader of stdout left.
     `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
     `saved` is printed as written too.
     """
     from attnlens.report import export  # late, because it loads the records
-    from attnlens.report.sections import documents
 
-    failures = Failures()
-    written = [*saved]
-    older = ""
+    if writers is None or summary is None:
+        from attnlens.report.sections import documents
+
+        writers = export.WRITERS
+        summary = partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose)
+    failures: list[AttnlensError | typer.Exit] = []
+    written, made = [*saved], list[Path]()
     report = _add_windows_file(outputs, report)
     try:
-        write_data(outputs, report, export.WRITERS, failures, written)
-        with failures.collect():
-            show(outputs, report, partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose))
+        for option, path in outputs.files(*DATA).items():
+            with _collect(failures):
+                write_atomically(path, writers[option](report).encode())
+                written.append(str(path))
+        with _collect(failures):
+            _show(outputs, report, summary)
+        if annotate is not None:
+            with _collect(failures):
+                annotate()
+        drawings: dict[Path, Callable[[], bytes]] = {}
         if outputs.figure is not None:
-            made = _draw(report, target := Path(outputs.figure), failures)
-            written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
-            if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
-                older = f"{target} contains {count} older picture{'s' * (count != 1)} that this run did not write."
+            with _collect(failures):
+                drawings |= export.drawings(report, Path(outputs.figure))
+        for path, draw in drawings.items():
+            with _collect(failures):
+                _draw(path, draw)
+                made.append(path)
+        written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
         if outputs.html is not None:
-            with failures.collect():
-                page = _render(outputs.html, lambda: export.WRITERS["html"](report).encode())
-                write_atomically(Path(outputs.html), page)
+            with _collect(failures):
+                _draw(Path(outputs.html), lambda: export.WRITERS["html"](report).encode())
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:
             say(f"Wrote {', '.join(written)}")
-            if older:
-                say(older)
-    failures.end(interrupted=interrupted)
+            if count := len({*Path(outputs.figure or os.devnull).glob("*.png")} - {*made}):
+                older = format_count(count, "older picture")
+                say(f"{outputs.figure} contains {older} that this run did not write.")
+    errors = [failure for failure in failures if isinstance(failure, AttnlensError)]
+    for error in errors if interrupted else errors[:-1]:
+        complain(error.problem, error.remedy)
+    if interrupted:
+        say("Interrupted.")
+        raise typer.Exit(INTERRUPTED)
+    for last in (errors or failures)[-1:]:
+        raise last
 
 
-def write_data(
-    outputs: Outputs,
-    report: Report,
-    writers: Mapping[str, Callable[[Report], str]],
-    failures: Failures,
-    written: list[str],
-) -> None:
-    """Write each requested data file, and append its path to `written`."""
-    for option, path in outputs.files(*DATA).items():
-        with failures.collect():
-            write_atomically(path, writers[option](report).encode())
-            written.append(str(path))
+@contextmanager
+def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
+    """Record a failure that ends the block instead of raising it."""
+    try:
+        yield
+    except (AttnlensError, typer.Exit) as failure:
+        failures.append(failure)
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
@@ -400,35 +423,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
     return report.model_copy(update={"windows_file": windows_file})
 
 
-class Failures:
-    """Failures that don't prevent further work."""
-
-    def __init__(self) -> None:
-        self.errors: list[AttnlensError] = []
-        self.exits: list[typer.Exit] = []
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Record a failure that ends the block instead of raising it."""
-        try:
-            yield
-        except AttnlensError as error:
-            self.errors.append(error)
-        except typer.Exit as stop:
-            self.exits.append(stop)
-
-    def end(self, *, interrupted: bool) -> None:
-        """Print the failures and raise the last one, or Exit after an interruption."""
-        for error in self.errors if interrupted else self.errors[:-1]:
-            complain(error.problem, error.remedy)
-        if interrupted:
-            say("Interrupted.")
-            raise typer.Exit(INTERRUPTED)
-        for last in (self.errors or self.exits)[-1:]:
-            raise last
-
-
-def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
+def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
     """Print the summary, and JSON if it goes to stdout."""
     from attnlens.report.render import terminal
 
@@ -439,32 +434,10 @@ def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]
             console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
 
 
-def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
-    """Draw and write each plot; return the files written."""
-    from attnlens.report import export
-
-    made: list[Path] = []
-    with failures.collect():
-        for path, draw in export.drawings(report, target).items():
-            with failures.collect():
-                content = _render(path, draw)
-                new = not path.parent.exists()
-                make_folder(path.parent)
-                try:
-                    write_atomically(path, content)
-                except OutputError:
-                    if new:
-                        with suppress(OSError):
-                            path.parent.rmdir()
-                    raise
-                made.append(path)
-    return made
-
-
-def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
-    """Draw the content of a plot's file. Any error only affects that plot, hence the broad except."""
+def _draw(path: Path, draw: Callable[[], bytes]) -> None:
+    """Draw a picture or page and write it. Raise OutputError for any error, which only affects this file."""
     try:
-        return draw()
+        content = draw()
     except AttnlensError:
         raise
     except Exception as error:
@@ -472,3 +445,12 @@ def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
             f"{path} can't be drawn: {type(error).__name__}: {error}.",
             "The other results were written; run the command again with --debug and report the output.",
         ) from error
+    new = not path.parent.exists()
+    make_folder(path.parent)
+    try:
+        write_atomically(path, content)
+    except OutputError:
+        if new:
+            with suppress(OSError):
+                path.parent.rmdir()
+        raise

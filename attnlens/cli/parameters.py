@@ -1,22 +1,20 @@
-"""Build the options of the commands from requests, read defaults from files, and convert options to keywords."""
+"""Build the options of the commands from requests, read defaults from files, and build requests from options."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, TypeVar, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
-from typer.models import ArgumentInfo
 
 from attnlens import requests
 from attnlens.arguments import checked_name
-from attnlens.choices import SHOWN as SELECTION
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes
 from attnlens.requests import OUTPUT, Request, details
@@ -38,15 +36,13 @@ WANTED = {
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def kinds(commands: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
     """Return the type of every option of these commands by parameter name, annotated for typer."""
-    types: dict[str, Any] = {}
-    for command in commands:
-        types |= get_type_hints(command, include_extras=True)
-    return {name: kind for name, kind in types.items() if name not in ("context", "return")}
+    options = {name: each for command in commands for name, each in signature(command).parameters.items()}
+    return {name: each.annotation for name, each in options.items() if name != "context"}
 
 
-def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
     """Read options by parameter name from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
 
     typer reads every other ATTNLENS_<OPTION>. Raise UsageError if a file can't be read, is not TOML, or sets an
@@ -63,22 +59,23 @@ def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+def _from_files(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
     for name, path in FILES.items():
         if not (folder / name).is_file():
             continue
         table = _toml(folder / name)
         for depth, key in enumerate(path, 1):
-            table = table.get(key, {})
-            if not isinstance(table, dict):
+            inner = table.get(key, {})
+            if not isinstance(inner, dict):
                 raise UsageError(f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write [{'.'.join(path)}].")
+            table = inner
         options = {key: value for key, value in table.items() if key != RULES}
         if options:
             return dict(_parse_entry(name, key, value, known) for key, value in options.items())
     return {}
 
 
-def _toml(file: Path) -> dict[str, Any]:
+def _toml(file: Path) -> dict[str, object]:
     import tomllib
 
     try:
@@ -89,21 +86,19 @@ def _toml(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is not valid TOML: {error}.", "Correct the file, or run in another folder.") from None
 
 
-def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]) -> tuple[str, object]:
     """Check one line of a file and return parameter and value; the file may belong to an untrusted model."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
-    why: CallOnly = "read" if isinstance(declared, ArgumentInfo) else declared.call_only
+    why: CallOnly = getattr(declared, "call_only", "read")  # an argument names what is read, and has no variable
     if why == "dangerous":
         raise UsageError(f"{file} must not enable {key}.", "Pass it on the command line if this is intended.")
     if why:
-        places = "on the command line" + (
-            "" if isinstance(declared, ArgumentInfo) else f" or in ATTNLENS_{name.upper()}"
-        )
+        variable = f" or in ATTNLENS_{name.upper()}" if hasattr(declared, "call_only") else ""
         raise UsageError(
             f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source.",
-            f"Remove {key} from {file}, and set it {places}.",
+            f"Remove {key} from {file}, and set it on the command line{variable}.",
         )
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(each) is list for each in kinds)
@@ -117,163 +112,165 @@ def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> t
     return (NEGATED[name], not value) if name in NEGATED else (name, items if several else value)
 
 
-TRAINED = "Checkpoints and heads"
-Parameters = dict[str, tuple[Any, Any]]
-"""Options by the command's parameter: annotated type for typer, and default."""
+Parameters = dict[str, Parameter]
+"""Options of a command by the name of its parameter, annotated for typer."""
 
 
-def option(*names: str, panel: str = "Options", call_only: CallOnly = "", **more: Any) -> Any:
-    """Create a typer option that also reads ATTNLENS_<OPTION>; `call_only` says why no defaults file may set it."""
-    long = next(name for name in names if name.startswith("--")).split("/")[0]
-    envvar = "ATTNLENS_" + long.removeprefix("--").replace("-", "_").upper()
-    created = typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
-    created.call_only = call_only
-    return created
+def _parameter(name: str, kind: object, declared: object, default: object) -> Parameters:
+    annotation = Annotated[kind, declared]  # type: ignore[valid-type]  # the type is a value here
+    return {name: Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)}
 
 
-def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # name of typer's argument
+def argument(
+    name: str,
+    help: str,  # noqa: A002  # the name that typer gives it
+    kind: object = str | None,
+    metavar: str | None = None,
+    shown: bool | str = True,
+    default: object = None,
+) -> Parameters:
+    """Create a positional argument; it is required if its type is `str`."""
+    declared = typer.Argument(help=help, metavar=metavar, show_default=shown)
+    return _parameter(name, kind, declared, Parameter.empty if kind is str else default)
+
+
+def option(
+    flag: str,
+    kind: object,
+    help: str,  # noqa: A002  # the name that typer gives it
+    default: object = None,
+    panel: str = "Options",
+    *,
+    metavar: str | None = None,
+    shown: str | None = None,
+    least: int | None = None,
+    most: int | None = None,
+    call_only: CallOnly = "",
+    short: str | None = None,
+) -> Parameters:
+    """Create an option that also reads ATTNLENS_<OPTION>; `call_only` says why no defaults file may set it."""
+    name = parameter_of(flag)
+    declared = typer.Option(
+        *([flag] if short is None else [short, flag]),
+        envvar=f"ATTNLENS_{name.upper()}",
+        help=help,
+        rich_help_panel=panel,
+        metavar=metavar,
+        show_default=shown or True,
+        min=least,
+        max=most,
+    )
+    declared.call_only = call_only
+    return _parameter(name, kind, declared, False if kind is bool and default is None else default)
+
+
+def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: A002
     """Create the option that names a file to write."""
-    return option(name, panel=OUTPUT, help=help, metavar=metavar, call_only="written")
+    return option(flag, str | None, help, panel=OUTPUT, metavar=metavar, call_only="written")
 
 
 def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
-    """Return the options of a request for typer, its own ones before those shared with other requests."""
+    """Return the options of a request, its own ones before those shared with other requests."""
     fields = {
         name: field
         for name, field in kind.model_fields.items()
-        if name not in without and not details(field)["python_only"]
+        if name not in without and not details(field).get("python_only")
     }
     shared = [base.model_fields for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
-    own_first = sorted(fields, key=lambda name: sum(name in base for base in shared))
-    return {
-        parameter_of(name, fields[name]): (_annotation(name, fields[name]), _typer_default(fields[name]))
-        for name in own_first
-    }
+    result: Parameters = {}
+    for name in sorted(fields, key=lambda name: sum(name in base for base in shared)):
+        result |= _request_option(name, fields[name])
+    return result
 
 
-def parameter_of(name: str, field: FieldInfo) -> str:
-    """Return the parameter name of an option from its flag: analyzer for --analyzer, although it sets analyzers."""
-    return details(field)["flag"].split("/")[0].removeprefix("--").replace("-", "_") or name
-
-
-def _annotation(name: str, field: FieldInfo) -> Any:
-    """Return the typer annotation of an option: its flag, the type of its value, and its help."""
+def _request_option(name: str, field: FieldInfo) -> Parameters:
+    """Return the option of a field: its flag, the type that typer parses its value as, and its help."""
     about = details(field)
-    flag = about["flag"] or "--" + name.replace("_", "-")
-    more = {"min": about["least"], "max": about["most"], "metavar": about["metavar"], "show_default": about["shown"]}
-    settings = {key: value for key, value in more.items() if value is not None}
-    kind = about["typed"] or _typer_type(field)
-    declared = option(flag, panel=about["panel"], help=field.description, call_only=about["call_only"], **settings)
-    return Annotated[kind, declared]
-
-
-def _typer_type(field: FieldInfo) -> Any:
-    """Return the type that typer parses a value as: a bool, a number, several words, or one."""
+    default = field.default if isinstance(field.default, str | int | float) else None
     parts = requests.alternatives(field.annotation)
-    kind = next((kind for kind in (bool, int, float) if kind in parts), str)
-    if tuple[str, ...] in parts:
-        return list[str] | None
-    return kind | None if _typer_default(field) is None else kind
+    plain = next((kind for kind in (bool, int, float) if kind in parts), str)
+    kind: object = list[str] | None if tuple[str, ...] in parts else plain if default is not None else plain | None
+    return option(
+        _flag(name, field),
+        about.get("typed", kind),
+        field.description or "",
+        default,
+        about.get("panel", "Options"),
+        metavar=about.get("metavar"),
+        shown=about.get("shown"),
+        least=about.get("least"),
+        most=about.get("most"),
+        call_only=about.get("call_only", ""),
+    )
 
 
-def _typer_default(field: FieldInfo) -> Any:
-    """Return the default of an option for typer; None for an empty list and for values that are not plain."""
-    return field.default if isinstance(field.default, str | int | float) else None
+def _flag(name: str, field: FieldInfo) -> str:
+    return details(field).get("flag", "--" + name.replace("_", "-"))
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", show_default="demo"
-    ),
-]
-LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
-Listed = Annotated[
-    str | None,
-    typer.Argument(
-        help="`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", show_default="the first three"
-    ),
-]
-_printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSON).")
-_printed.call_only = "written"  # like the option of that name that writes a file
-ListedMarkdown = Annotated[bool, _printed]
-Head = Annotated[
-    str | None, option("--head", help="Only this head, e.g. `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
-]
-WindowsCsv = Annotated[
-    str | None,
-    output("--windows-csv", "Write the values of every window as CSV, one row per window and head (or kernel)."),
-]
-Figure = Annotated[
-    str | None,
-    output(
-        "--figure", "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder.", "FILE|DIR"
-    ),
-]
-Markdown = Annotated[str | None, output("--markdown", "Write the summary as Markdown.")]
-Table = Annotated[bool, option("--table", panel=OUTPUT, help="Show every head instead of a summary by layer.")]
-Strict = Annotated[bool, option("--strict", help="Exit with code 3 if a part could not be analysed.")]
-Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Also show conventions and timings.")]
-Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show the traceback of an error.")]
+def parameter_of(flag: str) -> str:
+    """Return the parameter name of a flag: `analyzer` for --analyzer, although it sets `analyzers`."""
+    return flag.split("/")[0].removeprefix("--").replace("-", "_")
 
 
-REPORT_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "json": (Annotated[str | None, output("--json", "Write the report as JSON (`-`: stdout).")], None),
-    "quiet": (Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Print no tables and no progress.")], False),
-    "no_progress": (Annotated[bool, option("--no-progress", panel=OUTPUT, help="Print no progress.")], False),
-    "debug": (Debug, False),
-}
+MODEL = argument(
+    "model", "Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
+)
+WINDOWS_CSV = output("--windows-csv", "Write the values of every window as CSV, one row per window and head or kernel.")
+TABLE = option("--table", bool, "Show every head instead of a summary by layer.", panel=OUTPUT)
+STRICT = option("--strict", bool, "Exit with code 3 if a part could not be analysed.")
+MARKDOWN = output("--markdown", "Write the summary as Markdown.")
+DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
+JSON = output("--json", "Write the report as JSON (`-`: stdout).")
+QUIET = option("--quiet", bool, "Print no tables and no progress.", panel=OUTPUT, short="-q")
+REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Print no progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
 OUTPUT_OPTIONS = {
-    "json": REPORT_OPTIONS["json"],
-    "csv": (Annotated[str | None, output("--csv", "Write one row per head as CSV.")], None),
-    "figure": (Figure, None),
-    "html": (Annotated[str | None, output("--html", "Write a self-contained HTML page.")], None),
-    "markdown": (Markdown, None),
-    "quiet": REPORT_OPTIONS["quiet"],
-    "verbose": (Verbose, False),
+    **JSON,
+    **output("--csv", "Write one row per head as CSV."),
+    **output(
+        "--figure", "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder.", "FILE|DIR"
+    ),
+    **output("--html", "Write a self-contained HTML page."),
+    **MARKDOWN,
+    **QUIET,
+    **option("--verbose", bool, "Also show conventions and timings.", panel=OUTPUT, short="-v"),
     **REPORT_OPTIONS,
 }
 """Options on the report's destinations and on messages."""
+_printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSON).")
+_printed.call_only = "written"  # like the option of that name that writes a file
+PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
+"""Switch of the commands that print a reference; it reads no variable, since ATTNLENS_MARKDOWN names a file."""
 
 
-def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these groups too, except those that it already has.
+def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
+    """Give a command the options of these groups; it finds their values in `context.params`."""
+    context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    options = {name: each for group in groups for name, each in group.items()}
 
-    They reach it as keywords; `context.params` contains all of them.
-    """
-
-    def extend(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        present = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
-            if name not in signature.parameters
-        ]
-
+    def extend(command: Callable[[typer.Context], None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(*args: object, **keywords: object) -> None:
-            command(*args, **keywords)
+        def run(context: typer.Context, **_options: object) -> None:
+            command(context)
 
-        run.__signature__ = signature.replace(parameters=[*present, *more])  # type: ignore[attr-defined]
-        annotations = {parameter.name: parameter.annotation for parameter in (*present, *more)}
-        run.__annotations__ = annotations | {"return": None}
+        run.__signature__ = Signature([context, *options.values()])  # type: ignore[attr-defined]
+        run.__annotations__ = {"context": typer.Context, "return": None}
         return run
 
     return extend
 
 
-def build(kind: type[R], values: Mapping[str, Any], **more: Any) -> R:
+def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
     """Build a request from a command's parameters and `more` options; options at their defaults are not set.
 
     Raise UsageError for an invalid value, TextError for a text from stdin without a stdin.
     """
     options = dict(more)
     for name, field in kind.model_fields.items():
-        value = values.get(parameter_of(name, field))
-        if details(field)["typed"] == list[Path] | None:
-            value = _file_names(name, value or ())
+        value = values.get(parameter_of(_flag(name, field)))
+        if isinstance(value, Sequence) and details(field).get("typed") == list[Path] | None:
+            value = _file_names(name, value)
         if name not in options and value not in (None, [], field.default):
             options[name] = value
     return kind(**options)
@@ -289,8 +286,7 @@ def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def selected_heads(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layer and the head of --head as layers and heads; empty without --head."""
-    if values["head"] is None and values["show"] == SELECTION:
-        raise UsageError("--show selection requires a single head.", "Name it, e.g. --head 3.7.")
-    return requests.one_head(values["head"], values["layers"], values["heads"])
+def command_line_options(context: typer.Context) -> list[str]:
+    """Return the parameters that were set on the command line of this call."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -222,7 +222,7 @@ def converge_synthetic(
     seed does not change it, nor do different trials as long as there are at least as many as
     `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
-    full = SyntheticRequest(experiments=requests.words("experiments", experiments), **request.explicit())
+    full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
 
     def row(name: str) -> Callable[[], list[Experiment]]:
         return lambda: run_experiments([name], quick=quick, overrides=full.overrides(), progress=progress)

@@ -20,17 +20,12 @@ class Breach(Record):
     """One head that breaks a rule."""
 
     site: str
-    """The site's name."""
     layer: Count
-    """The site's running number."""
     head: Count
-    """The query head's number."""
     part: Part
-    """encoder, decoder, cross or a tower's name."""
     value: Number | None
-    """Current value; None if it no longer has one."""
     base: Number | None = None
-    """Value in the baseline, or value of a second computation."""
+    """Current value, and that of the baseline or of a second computation; None if missing."""
     p: Number | None = None
     """Two-sided p of a difference as large by chance; None if the value has no standard error."""
 
@@ -43,17 +38,16 @@ class Check(Record):
     rule: str
     """The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`."""
     subject: str
-    """Subject: a measure, one of its columns, or a field of the report."""
+    """Measure, one of its columns, or a field of the report."""
     wanted: str
     """Condition: `min > 0.05`."""
     passed: bool
-    """True if the check passed."""
     value: Number | None = None
     """Value compared; None if heads are compared individually."""
     heads: Count | None = None
     """Number of heads compared; None for a field of the report."""
     without: Count = 0
-    """Number of heads selected by the rule that have no value and are left out."""
+    """Number of heads selected by the rule that lack a value."""
     breaches: list[Breach] = []
     """Heads that violate the rule, worst first; empty if it passed, or if it applies to all heads together."""
     file: str | None = None
@@ -64,9 +58,7 @@ class BaselineMeasure(Record):
     """One measure of all heads, in the order of the baseline's heads."""
 
     values: list[Number | None]
-    """Values per head; None if a head has no value."""
     errors: list[Number | None]
-    """Standard errors of the values."""
 
 
 class Baseline(Record):
@@ -75,11 +67,8 @@ class Baseline(Record):
     kind: Literal["attnlens baseline"] = "attnlens baseline"
     """Marker that distinguishes a baseline from a report."""
     schema_version: Literal["2"] = "2"
-    """Version of this layout."""
     model: ModelInfo
-    """Which model, with the hashes of its files."""
     settings: Settings
-    """Options of the run, and the inputs passed to the model."""
     heads: list[HeadId]
     """Head by head, in the report's order."""
     measures: dict[str, BaselineMeasure]
@@ -112,7 +101,6 @@ class MeasureChange(Record):
     """One measure of one head in both models."""
 
     layer: Count
-    """The site's running number."""
     head: Count
     """The query head's number in the first model."""
     measure: str
@@ -120,23 +108,21 @@ class MeasureChange(Record):
     before: Number | None = None
     """Value in the first model; None for a distance."""
     after: Number | None = None
-    """Value in the second model."""
     delta: Number | None = None
     """after − before, or the distance."""
     se: Number | None = None
     """Standard error of delta over windows (or texts); None if no window was read."""
     rounding: Number | None = None
-    """Root mean square of what rounding the weights to their own types alone does to delta."""
+    """Root mean square of the change that rounding the weights to their types alone causes."""
     p: Number | None = None
     """Two-sided, of no change beyond sampling and rounding."""
     q: Number | None = None
-    """The smallest false-discovery rate at which it is named (Benjamini & Hochberg)."""
+    """Smallest false-discovery rate at which it is named (Benjamini & Hochberg)."""
     least: Number | None = None
-    """The smallest change that this comparison would have named with a probability of about 80 %."""
+    """Change that this comparison would have named with a probability of about 80 %."""
     named: bool = False
     """True if q is at most the requested false-discovery rate."""
     reason: str | None = None
-    """Reason why delta or p is missing."""
 
     @property
     def beyond_rounding(self) -> bool | None:
@@ -150,11 +136,10 @@ class HeadChange(HeadId):
     """One head in both models."""
 
     partner: Count
-    """The head of the second model that it is compared with, at the same site."""
+    """Head of the second model that it is compared with, at the same site."""
     relation: Relation | None = None
-    """Relation of its form to that of the first model; None if it can't be computed."""
+    """Relation of the forms; None if it can't be computed."""
     reason: str | None = None
-    """Reason why the relation is missing."""
 
 
 class BlockChange(Record):
@@ -167,22 +152,17 @@ class BlockChange(Record):
     change: Number | None
     """‖o' − o‖/‖o‖ of its output, mean over windows."""
     rounding: Number | None = None
-    """Root mean square of what rounding the weights alone does to it."""
     p: Number | None = None
-    """Two-sided, of no change beyond sampling and rounding."""
     q: Number | None = None
-    """The smallest false-discovery rate, over blocks, at which it is named."""
     named: bool = False
-    """True if q is at most the requested false-discovery rate."""
+    """As in MeasureChange; the false-discovery rate is over blocks."""
 
 
 class Spread(Record):
     """A measure over the heads of one model."""
 
     heads: Count
-    """Number of heads with a value."""
     quartiles: tuple[Number, Number, Number]
-    """Lower quartile, median, upper quartile."""
     median_se: Number | None = None
     """Standard error of the median over windows; None for weights.*."""
 
@@ -191,35 +171,30 @@ class Shift(Record):
     """A measure's distribution over heads in both models, where no head of one is a head of the other."""
 
     measure: str
-    """Qualified name."""
     before: Spread
-    """Distribution in the first model."""
     after: Spread
-    """Distribution in the second model."""
 
 
 class Comparison(Record):
     """Differences of a second model, whose heads the report contains, from a first one."""
 
     base: ModelInfo
-    """The first model."""
     paired: bool
     """True if changes are paired window by window; else their errors are those of two independent readings, which is
     too large for readings of the same windows."""
     fdr: Number
-    """At most this share of what is named may be named falsely."""
+    """Requested false-discovery rate."""
     tests: Count = 0
     """Number of rows with a p."""
     named: Count = 0
     """Number of significant rows."""
     heads: list[HeadChange] = []
-    """Head by head, in the order of layer and head."""
     rows: list[MeasureChange] = []
-    """Head by head and measure by measure."""
+    """In the order of layer, head and measure."""
     blocks: list[BlockChange] = []
-    """Block by block, what of the change is its own; none where the models have no blocks that each run once."""
+    """Changes that originate in single blocks; empty if the models lack blocks that each run once."""
     shifts: list[Shift] = []
-    """Distributions, where heads don't correspond."""
+    """Distributions, if heads don't correspond."""
     outcome: Outcome | None = None
     """How predictions differ."""
     notes: list[str] = []

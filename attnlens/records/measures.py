@@ -8,7 +8,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
@@ -40,6 +41,10 @@ def _countable(number: int) -> int:
 
 
 Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+Interval = tuple[Number, Number]
+"""Lower and upper end of a 95 % interval."""
+Reasons = dict[str, str]
+"""Reason for each null or empty field of the record, by field name."""
 
 
 class Record(BaseModel):
@@ -63,7 +68,7 @@ def read_record(
     path: str | Path,
     otherwise: str,
     remedy: str,
-    convert: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
     """Read a record from an untrusted JSON file, validating every field; `convert` converts one of version 1.
 
@@ -97,9 +102,7 @@ class Null(Record):
     """
 
     mean: Number
-    """Mean of the measure under the null."""
     sd: Number
-    """Standard deviation of the measure under the null."""
 
 
 class Measure(Record):
@@ -108,15 +111,14 @@ class Measure(Record):
     value: Number | None
     """The mean over sequences (tokens.*) or the number itself (weights.*)."""
     label: str | None = None
-    """The name of a category, where the value is a category's number."""
+    """Name of a category, if the value is a category's number."""
     se: Number | None = None
     """Standard error of the mean over sequences (from five texts on, over texts)."""
     se_reason: str | None = None
     """Reason why a value lacks its standard error."""
     n: Count | None = None
-    """How many sequences (tokens.*), matrices (weights.*) or posed queries (selection.*) the value rests on."""
+    """Number of sequences (tokens.*), matrices (weights.*) or posed queries (selection.*)."""
     null: Null | None = None
-    """The same measure under the null model."""
     base: Number | None = None
     """Value without the adapter (weights.* of a model with one)."""
     reason: str | None = None
@@ -129,7 +131,7 @@ class Measure(Record):
         return self
 
     @model_serializer(mode="wrap")
-    def _leave_out_nulls(self, handler: Any) -> dict[str, Any]:
+    def _leave_out_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         return {name: field for name, field in handler(self).items() if name == "value" or field is not None}
 
     @property
@@ -147,13 +149,10 @@ class HeadId(Record):
     site: str
     """The site's name: module path, with #ordinal where the module is called more than once."""
     layer: Count
-    """The site's running number."""
     head: Count
-    """The query head's number."""
     kv_head: Count
     """The number of the key head that it uses."""
     part: Part
-    """encoder, decoder or cross."""
 
 
 class Head(HeadId):
@@ -201,9 +200,7 @@ class Coverage(Record):
     """Coverage of the analysis."""
 
     sites: Count
-    """Number of requested sites."""
     heads: Count
-    """Number of requested heads."""
     analysed: Count
     """Number of heads with at least one value."""
     without: dict[str, Count] = {}
@@ -247,24 +244,22 @@ class Pick(Record):
     sequence: Count
     """Index of the sequence among the inputs, from 0."""
     query: Count
-    """The query's place among its sequence's tokens."""
+    """Position of the query among its sequence's tokens."""
     selected: list[Count]
     """Positions of the selected tokens: one, or those that together have the requested share of the weight."""
     support: list[Count]
-    """The places of the support tokens, the rivals whose constraints carry the SVM (λ > 0)."""
+    """Positions of the support tokens, whose constraints are active in the SVM (λ > 0)."""
     weight: Number
     """p_max, the largest attention weight."""
     margin: Number
-    """The query's least margin over the best possible, 1/‖W_mm‖: 1 or more wherever the head is the SVM."""
+    """Smallest margin of the query over the best possible, 1/‖W_mm‖; at least 1 if the head is the SVM."""
 
 
 class Sentence(Record):
     """The tokens of a sequence that a pick points at."""
 
     sequence: Count
-    """Index of the sequence among the inputs."""
     keys: list[str]
-    """Tokens to select from."""
     queries: list[str] | None = None
     """Tokens that select, if they are another sequence (cross-attention)."""
 
@@ -275,26 +270,23 @@ class Selection(HeadId):
     space: Space
     """Space of the problem: the module's inputs, or queries and keys."""
     picks: list[Pick]
-    """The posed queries, the most decided first."""
+    """Posed queries, the most decided first."""
     best: Number
-    """1/‖W_mm‖_F, the largest least margin that any form of unit norm reaches."""
+    """1/‖W_mm‖_F, the largest minimum margin of any form of unit norm."""
     null_margins: list[list[Number]] = []
-    """Each null head's margins over its own best, ascending."""
+    """Margins of each null head relative to its best, ascending."""
     sentences: list[Sentence] = []
-    """The sequences of the picks."""
 
 
 class AttentionRows(HeadId):
     """Largest attention weights of each query of one sequence."""
 
     sequence: Count
-    """Index of the sequence among the inputs."""
     keys: list[list[Count]]
-    """For each query the places of the keys with the largest weights, the largest first."""
     weights: list[list[Number]]
-    """Their weights."""
+    """Positions and weights of the keys with the largest weights, for each query, the largest first."""
     rest: list[Number]
-    """For each query the sum of its other weights."""
+    """Sum of the other weights of each query."""
     sentence: Sentence | None = None
     """The tokens; None if the model reads no text, or its rows are not its tokens."""
 

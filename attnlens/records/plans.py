@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from attnlens.choices import Intervals, Part, Unit
 from attnlens.files import local_path, write_atomically
-from attnlens.records.measures import Count, Number, Record, read_record
+from attnlens.records.measures import Count, Interval, Number, Reasons, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
 from attnlens.records.swaps import Pair
 from attnlens.records.version1 import CHOSEN_BY, convert_plan
@@ -20,21 +20,17 @@ class KeyRank(Record):
     """The rank of one latent, which one key head has or several share, and of every query head that reads it."""
 
     site: str
-    """The site's name."""
     layer: Count
-    """Index, from 0."""
     part: Part
-    """encoder, decoder or cross."""
     kv_head: Count
-    """The key head."""
     heads: list[Count]
-    """The query heads that read its keys; they share its basis, so that the cached key shrinks."""
+    """Query heads that read its keys."""
     rank: Count
     """Dimensions kept in the latent; 0 if its heads attend uniformly."""
     head_dim: Count
     """Dimensions of all its key heads together."""
     kv_heads: list[Count] = []
-    """The key heads that share the latent, where there are several; `kv_head` is the first of them."""
+    """Key heads that share the latent, if there are several; `kv_head` is the first of them."""
 
     @property
     def keys(self) -> int:
@@ -53,20 +49,18 @@ class Rise(Record):
 
     share: Number
     """Rise as a share; 0.01 is 1 %."""
-    ci95: tuple[Number, Number] | None = None
-    """95 % interval, two-sided, from pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight
-    of them Student's t (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
+    ci95: Interval | None = None
+    """Two-sided, over pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight of them
+    Student's t (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
     over: Intervals = "windows"
     """Population of the interval: all windows of these texts, or texts like them (if there are at least five)."""
     sequences: Count
-    """Number of sequences."""
     by_text: dict[str, Number] = {}
     """Relative rise on each text, by name, if the sequences come from several texts."""
-    ci95_by_text: dict[str, tuple[Number, Number]] = {}
+    ci95_by_text: dict[str, Interval] = {}
     """Interval for each text, over its windows."""
     further: Number | None = None
-    """What the share of one more text like these stays below with a chance of 95 %: the one-sided prediction interval
-    of the texts' own shares, taken as normal; for as much text as each has here. None if there is only one."""
+    """One-sided 95 % prediction bound for the share of one more text like these (normal); None for a single text."""
 
     @property
     def high(self) -> float:
@@ -86,9 +80,9 @@ class FormTried(Record):
     """A form of latents, and what it costs where each keeps half of its numbers."""
 
     form: str
-    """As it is typed behind `rank:`, as in `group=all,rotation=before,metric=attention`."""
+    """Form as typed after `rank:`: `group=all,rotation=before,metric=attention`."""
     rise: Rise | None
-    """On the calibration text that chooses; None if the model diverged."""
+    """Rise on the calibration text used to choose; None if the model diverged."""
 
 
 class PlanStep(Record):
@@ -97,7 +91,7 @@ class PlanStep(Record):
     mean_rank: Number
     """Mean over query heads."""
     predicted: Number
-    """The sum of the latents' sensitivities, as a share of the loss, or of perplexity."""
+    """Sum of the latents' sensitivities, as a share of the loss, or of perplexity."""
     rise: Rise
     """Estimate on the calibration text used to choose among the steps."""
 
@@ -108,9 +102,7 @@ class Plan(Record):
     """
 
     schema_version: Literal["2"] = "2"
-    """Version of this layout."""
     tool: Tool
-    """Program that wrote it."""
     model: ModelInfo
     """Which model the ranks were measured on."""
     settings: Settings
@@ -120,51 +112,45 @@ class Plan(Record):
     budget: Number = Field(gt=0)
     """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
     unit: Unit = "loss"
-    """What all rises are shares of: the loss in nats, or perplexity, its exponential."""
+    """Quantity that all rises are shares of: the loss in nats, or perplexity, its exponential."""
     form: str = ""
     """Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys."""
     forms: list[FormTried] = []
     """Forms compared on the calibration text for choosing ranks; empty if the form was given."""
     held_out: bool = False
-    """True if estimate and promise are of maps that were fitted without the text that they are measured on."""
+    """True if estimate and promise are measured on text that their maps were not fitted to."""
     ranks: list[KeyRank] = Field(min_length=1)
     """Key head by key head, in the order of execution."""
     mean_rank: Number
-    """Numbers kept for each key head, mean over query heads."""
     head_dim: Number
-    """Mean over query heads of what that is of."""
+    """Numbers kept for each key head, and numbers before, mean over query heads."""
     estimated: Rise | None = None
     """Rise on the calibration text used to choose the plan, and therefore biased; None if the ranks were given."""
     promised: Rise | None
-    """On calibration text that neither fitted nor chose; None if the model diverged there, or the ranks were given.
-    """
+    """Rise on text used neither to fit nor to choose; None if the model diverged, or the ranks were given."""
     measured: Rise | None
-    """On the evaluation text, which chose nothing; None if the model diverged there."""
+    """Rise on the evaluation text; None if the model diverged there."""
     healed: Rise | None = None
-    """The same after healing."""
+    """Rise on the evaluation text after healing."""
     fitted_on: list[Text] = []
-    """Calibration texts, with the windows that directions and sensitivities are from."""
     chosen_on: list[Text] = []
-    """Those of `estimated` and of `steps`; none where the ranks were given."""
     promised_on: list[Text] = []
-    """Those of `promised`."""
+    """Calibration texts of directions and sensitivities, of `estimated` and `steps`, and of `promised`."""
     steps: list[PlanStep]
     """The nested plans that were measured, the largest ranks first."""
     parameters: Pair
-    """Numbers that make the queries and keys of these heads: W_Q, W_K and biases, or those and the maps behind them."""
+    """Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys."""
     flops_per_token: Pair
     """Floating-point operations for queries, keys and scores of these heads, mean over a sequence of `tokens`."""
     cache_bytes_per_token: Pair
-    """What a key-value cache keeps of a token at these sites, keys and values."""
+    """Size of the keys and values of a token in the cache at these sites."""
     rebuilding_flops: Number | None = None
-    """Operations that make the keys of one cached token again of its latents, where these are of keys before the
-    rotation: to be paid for every key that a new token sees, unless keys are kept beside the latents."""
+    """Operations that rebuild the keys of one cached token from latents of unrotated keys: paid for every key that a
+    new token sees, unless the keys are cached too."""
     keys_to_gain: Number | None = None
-    """How many keys a query must see before operations fall: the maps cost some of their own. None without a reason in
-    `reasons`: from the first key on, or where nothing is cut; with one: they never fall, or only up to some number of
-    keys, or that is not known."""
-    reasons: dict[str, str] = {}
-    """Reason for each null or limited field, by field name."""
+    """Number of keys a query must see before operations fall, because the maps cost some. None without a reason: from
+    the first key on; None with a reason: never, up to some number of keys, or unknown."""
+    reasons: Reasons = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -205,10 +191,8 @@ class Plan(Record):
         return self.settings.calibration.name if self.settings.calibration else ""
 
     @property
-    def kept(self) -> bool:
-        """True if the budget is kept by the measurement and, if a promise was made, by its whole interval and on each
-        of its texts; False if the model diverged.
-        """
+    def within_budget(self) -> bool:
+        """True if the measured rise, and the bound of a promised one, stay within the budget."""
         unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
         promised = self.promised.bound(1) <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget

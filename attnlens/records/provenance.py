@@ -15,29 +15,23 @@ class Tool(Record):
     """Program that wrote a report."""
 
     name: str = "attnlens"
-    """The program."""
     version: str
-    """Version."""
 
 
 class File(Record):
     """A file that went into the result."""
 
     name: str
-    """File name without the folder."""
     sha256: str
-    """The SHA-256 of its content, in hex."""
 
 
 class FileInParts(Record):
     """A weight file from which individual tensors were read."""
 
     name: str
-    """File name without the folder."""
     bytes: Count
-    """Size in bytes."""
     header_sha256: str
-    """The SHA-256 of its header: names, types, shapes and places of its tensors."""
+    """SHA-256 of its header: names, types, shapes and places of its tensors."""
     stamp: str = ""
     """Version of the file: its modification time, or the hub's identifier of its content."""
 
@@ -46,8 +40,8 @@ class Conventions(Record):
     """How the model's attention is put together, as far as it changes what the measures mean."""
 
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
-    """How positions enter the scores: through the inputs if at all, as a rotation, as an added bias; or it is unknown,
-    where a site whose weights can't be read hides it."""
+    """How positions enter the scores: through the inputs (if at all), a rotation, or an added bias; `unknown` if the
+    weights of a site can't be read."""
     qk_norm: bool
     """True if queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
     bias: Literal["excluded", "none"]
@@ -70,15 +64,13 @@ class AdapterInfo(Record):
     kind: str
     """LoRA, rsLoRA, DoRA or rsDoRA."""
     rank: Count
-    """Default rank r, for modules without a pattern."""
     alpha: Number
-    """Default α, for modules without a pattern."""
+    """Default rank r and α, for modules without a pattern."""
     modules: Count
     """Number of modules changed by low-rank matrices."""
     replaced: list[str] = []
     """Parameters that it replaces whole."""
     files: list[File] = []
-    """The files read."""
 
 
 class ModelInfo(Record):
@@ -91,20 +83,16 @@ class ModelInfo(Record):
     architecture: str
     """The transformers class."""
     parameters: Count
-    """Number of parameters."""
     files: list[File] = []
     """The weight files read."""
     files_in_parts: list[FileInParts] = []
     """Weight files from which only the required tensors were read."""
     unexpected: list[str] = []
-    """Tensors in those files, or an adapter's, that the architecture has no place for; `--strict` counts them as a part
-    not analysed."""
+    """Tensors in the files of model or adapter that the architecture does not use; `--strict` then exits with 3."""
     quantised: str | None = None
-    """How its weights were stored as codes, which were decoded: `fp8`, `gptq` …; None if they are plain numbers."""
+    """Format of decoded weights: `fp8`, `gptq` …; None if they are stored as plain numbers."""
     adapter: AdapterInfo | None = None
-    """The adapter that was merged into its weights."""
     conventions: Conventions | None = None
-    """Conventions of its attention."""
 
     @property
     def title(self) -> str:
@@ -138,15 +126,11 @@ class Settings(Record):
     """Options of the run, and the inputs passed to the model."""
 
     seed: int = 0
-    """Random seed."""
     device: str = "cpu"
-    """Device of the forward passes."""
     dtype: str = "float32"
     """Type of the model's weights; measures are computed in float64."""
     source: Sources = "both"
-    """Analysed sources."""
     analyzers: list[str] = []
-    """Analyzers that ran."""
     text: Text | None = None
     """The text, if any; several texts are described as one."""
     texts: list[Text] = []
@@ -156,7 +140,7 @@ class Settings(Record):
     intervals: Intervals | None = None
     """Population of standard errors and intervals; None without a text."""
     noise: Text | None = None
-    """The random pixels or sound, where the model reads no text."""
+    """Random pixels or sound, if the model reads no text."""
     calibration: Text | None = None
     """Text used to fit parameters or heal weights; it is not part of the evaluated input."""
     calibrations: list[Text] = []
@@ -164,19 +148,16 @@ class Settings(Record):
     windows_requested: Count | None = None
     """Number of windows requested, if the texts have fewer."""
     windows: Count | None = None
-    """Number of windows, lines, images or sounds read (fewer than requested if the text ended or the run was
-    interrupted); None if none were."""
+    """Number of windows, lines, images or sounds read; None if none were."""
     length: Count | None = None
     """Tokens in a window; the maximum for a line (`pack` false); those that the attention saw of an image."""
     pack: bool | None = None
     """True if continuous text was cut into windows, False if each line is one sequence; None without a text."""
     layers: list[Count] | None = None
-    """Requested layers; None means all."""
     heads: list[Count] | None = None
-    """Requested heads; None means all."""
+    """Requested layers and heads; None means all."""
     select: str | None = None
-    """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None if selection was not looked at."""
-
+    """Tokens that a query selects, `argmax` or `top-p:0.9`; None if selection was not analysed."""
     notes: list[str] = []
     """Notes on the input that a reader must know, one sentence each."""
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -16,7 +17,18 @@ from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import local_path, write_atomically
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
-from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Record, Selection, read_record
+from attnlens.records.measures import (
+    AttentionRows,
+    Count,
+    Coverage,
+    Head,
+    Null,
+    Number,
+    Reasons,
+    Record,
+    Selection,
+    read_record,
+)
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.studies import Experiment, StudyTable
@@ -27,6 +39,7 @@ from attnlens.wording import clean
 if TYPE_CHECKING:
     import pandas
     from jaxtyping import Float
+    from matplotlib.figure import Figure
     from torch import Tensor
 
 
@@ -37,7 +50,7 @@ class Windows:
     windows: Sequence[tuple[str, int]]
     """The name of each window's text, and its number there; in the order of the sequences."""
     units: Sequence[Mapping[str, str | int]]
-    """What is measured in each window, as columns: `layer`, `head`, or `kernel`, `stage`."""
+    """Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`."""
     values: Mapping[str, Float[Tensor, "windows units"]]
     """Values by measure; NaN if missing."""
 
@@ -68,26 +81,18 @@ class Environment(Record):
     """Environment of the run."""
 
     python: str
-    """Version of Python."""
     torch: str
-    """Version of torch."""
     transformers: str
-    """Version of transformers."""
     platform: str
-    """Operating system and processor."""
 
 
 class Extreme(Record):
     """A head at one end of a measure: a rank among the model's heads, and no test."""
 
     layer: Count
-    """The site's running number."""
     head: Count
-    """The query head's number."""
     measure: str
-    """The measure in which it is extreme."""
     value: Number
-    """Value."""
     rank: Count
     """1 for the most extreme head at its end."""
     of: Count
@@ -102,15 +107,11 @@ class TextSummary(Record):
     """The heads on one text's own windows."""
 
     name: str
-    """The text's name."""
     sequences: Count
-    """Number of its windows."""
     medians: dict[str, Number] = {}
-    """Median over heads of each tokens.* measure."""
     median_errors: dict[str, Number] = {}
-    """Standard errors of those medians, over this text's windows."""
-    reasons: dict[str, str] = {}
-    """Reason for each empty field of this record, by field name."""
+    """Median over heads of each tokens.* measure, and its standard error over this text's windows."""
+    reasons: Reasons = {}
 
 
 class Summary(Record):
@@ -123,27 +124,22 @@ class Summary(Record):
     median_errors: dict[str, Number] = {}
     """Standard error of that median: bootstrap over windows (or texts), all heads together."""
     median_nulls: dict[str, Null] = {}
-    """What the median of so many heads reads by chance."""
+    """Median of so many heads expected by chance."""
     layers: list[dict[str, Number]] = []
-    """Median over the heads of each layer, measure by measure, in the order of `layer_numbers`."""
     layer_errors: list[dict[str, Number]] = []
-    """Standard errors of these medians, in the same order."""
     layer_nulls: list[dict[str, Null]] = []
-    """What they read by chance, in the same order."""
+    """The same over the heads of each layer, in the order of `layer_numbers`."""
     layer_numbers: list[Count] = []
-    """The layers' running numbers."""
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
     texts: list[TextSummary] = []
-    """Results per text, if there are several texts."""
     between_texts: dict[str, Number] = {}
-    """Standard deviation of the texts' medians, measure by measure: how much one text differs from another."""
+    """Standard deviation of the texts' medians, by measure."""
     extremes: list[Extreme] = []
     """Heads at the ends of the measures, the furthest from the median first."""
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
-    reasons: dict[str, str] = {}
-    """Reason for each empty field of this record, by field name."""
+    reasons: Reasons = {}
     verdict: Verdict | None = None
     """Verdict of `doctor`: `agrees` if everything was checked and nothing differs."""
 
@@ -152,11 +148,8 @@ class SiteCheck(Record):
     """Check that attnlens computes one site exactly as the model does (`doctor`)."""
 
     site: str
-    """The site's name."""
     part: Part
-    """encoder, decoder or cross."""
     heads: Count
-    """Number of checked heads."""
     route: str
     """How its weights were read."""
     tokens_error: Number | None
@@ -164,12 +157,10 @@ class SiteCheck(Record):
     weights_error: Number | None
     """The same from the weights times the module's inputs."""
     reason: str | None = None
-    """Reason for a missing error."""
     passed: bool
     """True if no error exceeds the tolerance."""
     verdict: Verdict | None = None
-    """The same in words: `differs` where one does, `partly checked` where one is missing, `not checked` where both are;
-    None in reports of attnlens 1."""
+    """`differs` if an error does, `partly checked` if one is missing, `not checked` if both are; None in version 1."""
 
 
 class InspectionBody(Record):
@@ -208,43 +199,34 @@ class Report(Record):
     )
 
     schema_version: Literal["2"] = "2"
-    """Version of this layout."""
     kind: Kind
     """Kind: the name of the field that contains the body."""
     tool: Tool
-    """Program that wrote it."""
     command: str
-    """The command that made it."""
     model: ModelInfo
-    """The model."""
     settings: Settings
-    """Options of the run."""
     environment: Environment
-    """Environment of the run."""
     coverage: Coverage
-    """Coverage of the analysis."""
     heads: list[Head] = []
     """Head by head, in the order of layer and head."""
     summary: Summary = Summary()
-    """The model in a few numbers."""
     checks: list[Check] = []
-    """How rules came out on it (`check`)."""
+    """Results of rules (`check`)."""
     inspection: InspectionBody = InspectionBody()
-    """Details of single heads (`inspect`)."""
+    """Body of `inspect`."""
     swap: SwapBody | None = None
-    """Effects of other kernels on the model (`swap-kernel`)."""
+    """Body of `swap-kernel`, `ranks` and `heal`."""
     comparison: Comparison | None = None
-    """How the model differs from another one (`compare`)."""
+    """Body of `compare`."""
     doctor: list[SiteCheck] = []
-    """Site by site, whether what attnlens reads is what the model computes (`doctor`)."""
+    """Body of `doctor`."""
     experiments: list[Experiment] = []
-    """Results of experiments (`converge`, `reproduce claims`)."""
+    """Body of `converge` and `reproduce claims`."""
     studies: list[StudyTable] = []
-    """Tables of the papers, trained again (`reproduce`)."""
+    """Body of `reproduce`: tables of the papers, trained again."""
     windows_file: File | None = None
     """File of --windows-csv that was written with it into the same folder."""
     timings: dict[str, Number] = {}
-    """Seconds by stage."""
     peak_memory_bytes: Count = 0
     """Largest resident memory of the process."""
     _windows: Windows | None = PrivateAttr(None)
@@ -260,7 +242,7 @@ class Report(Record):
         return self
 
     @model_serializer(mode="wrap")
-    def _leave_out_other_bodies(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_other_bodies(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         others = {kind for kind in KINDS if kind != self.kind}
         return {name: field for name, field in handler(self).items() if name not in others}
 
@@ -269,7 +251,7 @@ class Report(Record):
 
     __str__ = __repr__
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
+    def __iter__(self) -> Iterator[Head]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
         return iter(self.heads)
 
     @property
@@ -303,10 +285,7 @@ class Report(Record):
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
     def write_json(self, path: str | Path) -> None:
-        """Write the report to `path` through a temporary file and a rename.
-
-        Raise OutputError if the path can't be written.
-        """
+        """Write the report to `path` atomically. Raise OutputError if the path can't be written."""
         write_atomically(local_path(path), self.to_json().encode())
 
     def save(self, path: str | Path) -> None:
@@ -316,14 +295,13 @@ class Report(Record):
         """
         _load_exports().save(self, path)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
-        return _load_exports().plot(self)
+        return cast("Figure", _load_exports().plot(self))
 
     def _repr_html_(self) -> str | None:
         """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
-        shown: str | None = _load_exports().wrap_in_iframe(self)
-        return shown
+        return cast("str | None", _load_exports().wrap_in_iframe(self))
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return one row per head: site, layer, head, kv_head, part, and per measure `name`, `.se`, `.z` and `.base`.
@@ -337,16 +315,13 @@ class Report(Record):
         return pandas.DataFrame([head.cells() for head in self.heads])
 
 
-def _load_exports() -> Any:
+def _load_exports() -> ModuleType:
     """Import the module that writes and draws reports; late, because it imports this module."""
     return import_module("attnlens.report.export")
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a report; its content is data, validated field by field.
-
-    Raise UsageError if the file is missing, is not JSON, or is not a report.
-    """
+    """Read a report, validating every field. Raise UsageError if it is missing, is not JSON, or is not a report."""
     return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)
 
 

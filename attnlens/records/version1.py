@@ -7,9 +7,8 @@ is, so that the records of version 2 refuse it and name the field.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-Fields = Mapping[str, Any]
+Fields = Mapping[str, object]
 
 SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tokens": "length", "windows": "placement"}
 """New name of each renamed setting; `windows` was the placement and became the count."""
@@ -57,7 +56,7 @@ def convert_plan(plan: object) -> object:
     return converted
 
 
-def convert_settings_in(record: Fields) -> dict[str, Any]:
+def convert_settings_in(record: Fields) -> dict[str, object]:
     """Return the record with its settings under their new names."""
     settings = record.get("settings")
     if not isinstance(settings, Mapping):

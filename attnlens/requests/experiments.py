@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from functools import partial
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
 from attnlens.arguments import LARGEST, checked_name, format_argument, path
 from attnlens.choices import CLAIMS, STUDIES
 from attnlens.errors import UsageError
-from attnlens.requests.fields import FilePlace, FolderPlace, Request, Whole, Words, checks, option, words
+from attnlens.requests.fields import (
+    FilePlace,
+    FolderPlace,
+    Request,
+    Whole,
+    Words,
+    checks,
+    keyword,
+    option,
+    positive,
+    words,
+)
 from attnlens.requests.run_options import INPUT, EngineRequest, new_folder, one_file, several_files
 
 ALL = "all"
@@ -28,9 +40,6 @@ def _series(_name: str, value: object) -> tuple[str, str]:
     return path("series", two[0]), path("series", two[1])
 
 
-SeriesFiles = Annotated[tuple[str, str], checks(_series)]
-
-
 class StudyRequest(EngineRequest):
     """Options of a study: how its models are built and trained, and on what data."""
 
@@ -46,7 +55,7 @@ class StudyRequest(EngineRequest):
         "Sentence pairs for translation, one per line: `source TAB target` or `id TAB source TAB target`. Default: "
         "a built-in reversal task, in which order and positions provably matter; `paper`: IWSLT'14."
     )
-    series: SeriesFiles | None = option(
+    series: Annotated[tuple[str, str], checks(_series)] | None = option(
         "Time series to classify, in the UEA archive's `.ts` format: a training file and a test file.",
         panel=INPUT,
         metavar="TRAIN TEST",
@@ -57,7 +66,6 @@ class StudyRequest(EngineRequest):
     cells: Words = option(
         "Train only these cells, written ROW or TASK/ROW; `*` matches any characters. Repeatable.",
         (),
-        flag="--cells",
         metavar="PATTERN",
         shown="all",
     )
@@ -67,10 +75,11 @@ class StudyRequest(EngineRequest):
     save: FolderPlace = new_folder(
         "New folder for checkpoints of each cell's first-seed model, saved at each evaluation."
     )
-    work: FolderPlace = new_folder("Folder for finished runs; repeat the command to resume.", "in the user's cache")
+    work: FolderPlace = new_folder(
+        "Folder for finished runs; repeat the command to resume.", shown="in the user's cache"
+    )
 
 
-SYNTHETIC = "Synthetic experiments"
 MOST = 4096
 """Largest size of an instance: a larger one is a typo, and would fill the memory or never end."""
 DRAWN = frozenset({"trials", "seed", "n", "t", "d"})
@@ -84,54 +93,35 @@ USES = {
     "next-token": DRAWN | {"lr", "iterations"},
 }
 """Synthetic experiments, with the options that each one uses."""
-
-
-def _rate(_name: str, lr: Any) -> float:
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= LARGEST:
-        raise UsageError(f"lr={format_argument(lr)} is not a positive number.", "Give one, such as 0.1.")
-    return lr
-
-
-StepLength = Annotated[float, checks(_rate)]
 ExperimentNames = Annotated[
     tuple[str, ...],
     checks(lambda name, value: tuple(checked_name("experiment", each, USES) for each in words(name, value))),
 ]
+synthetic_option = partial(option, panel="Synthetic experiments")
 
 
 class DescentRequest(Request):
     """Options of gradient descent on a selection problem."""
 
-    lr: StepLength | None = option("Step size of normalised gradient descent.", panel=SYNTHETIC, python_only=True)
-    loss: Literal["logistic", "exponential"] | None = option(
-        "Loss function: `logistic` or `exponential`.", panel=SYNTHETIC, metavar="LOSS", python_only=True
-    )
-    parameterisation: Literal["both", "W", "KQ"] | None = option(
-        "Parametrisation to train: `W`, `KQ` or `both`.", panel=SYNTHETIC, metavar="NAME", python_only=True
-    )
-    iterations: Whole | None = option("Number of gradient-descent steps.", panel=SYNTHETIC, least=1, most=10_000_000)
+    lr: Annotated[float, checks(positive)] | None = keyword("Step size of normalised gradient descent.")
+    loss: Literal["logistic", "exponential"] | None = keyword("Loss function: `logistic` or `exponential`.")
+    parameterisation: Literal["both", "W", "KQ"] | None = keyword("Parametrisation to train: `W`, `KQ` or `both`.")
+    iterations: Whole | None = synthetic_option("Number of gradient-descent steps.", least=1, most=10_000_000)
 
 
 class SizesRequest(DescentRequest):
     """Sizes and settings of the synthetic experiments; None: the paper's value."""
 
-    n: Whole | None = option("Inputs of an instance.", panel=SYNTHETIC, least=1, most=MOST, python_only=True)
-    t: Whole | None = option("Tokens of an input (T).", panel=SYNTHETIC, least=2, most=MOST, python_only=True)
-    d: Whole | None = option("Dimensions of a token.", panel=SYNTHETIC, least=1, most=MOST, python_only=True)
-    m: Whole | None = option("Columns of K and Q.", panel=SYNTHETIC, least=1, most=MOST, shown="d", python_only=True)
-    head_function: Literal["linear", "relu"] | None = option(
-        "h: `linear` or `relu`.", panel=SYNTHETIC, metavar="FUNCTION", python_only=True
+    n: Whole | None = keyword("Inputs of an instance.", least=1, most=MOST)
+    t: Whole | None = keyword("Tokens of an input (T).", least=2, most=MOST)
+    d: Whole | None = keyword("Dimensions of a token.", least=1, most=MOST)
+    m: Whole | None = keyword("Columns of K and Q (default: d).", least=1, most=MOST)
+    head_function: Literal["linear", "relu"] | None = keyword("h: `linear` or `relu`.")
+    attention: Literal["cross", "self"] | None = keyword(
+        "Query z: drawn independently (`cross`), or one of the tokens (`self`)."
     )
-    attention: Literal["cross", "self"] | None = option(
-        "Query z: drawn independently (`cross`), or one of the tokens (`self`).",
-        panel=SYNTHETIC,
-        metavar="KIND",
-        python_only=True,
-    )
-    start: Literal["random", "zero"] | None = option(
-        "Initial W: `random` or `zero`.", panel=SYNTHETIC, metavar="PLACE", python_only=True
-    )
-    trials: Whole | None = option("Random instances.", panel=SYNTHETIC, least=1, most=100_000)
+    start: Literal["random", "zero"] | None = keyword("Initial W: `random` or `zero`.")
+    trials: Whole | None = synthetic_option("Random instances.", least=1, most=100_000)
     # trial i draws from seed + i
     seed: Whole = option("Random seed.", 0, least=0, most=LARGEST - 100_000)
 
@@ -139,8 +129,8 @@ class SizesRequest(DescentRequest):
 class SyntheticRequest(SizesRequest):
     """Options of the synthetic experiments."""
 
-    experiments: ExperimentNames = option(
-        "Run only this experiment; repeatable.", (), SYNTHETIC, "NAME", "--experiment", shown="all"
+    experiments: ExperimentNames = synthetic_option(
+        "Run only this experiment; repeatable.", (), metavar="NAME", flag="--experiment", shown="all"
     )
 
     @property
@@ -162,7 +152,6 @@ class SyntheticRequest(SizesRequest):
                 raise UsageError(f"{name} would be ignored by {', '.join(self.chosen)}.", f"Leave out {name}.")
         return self
 
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, object]:
         """Return the settings that replace the paper's; the seed is always one of them."""
-        names = [name for name in type(self).model_fields if name != "experiments"]
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return self.model_dump(exclude={"experiments"}, exclude_none=True)

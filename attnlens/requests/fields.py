@@ -8,11 +8,13 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import index
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar, Union, Unpack, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
@@ -46,7 +48,7 @@ class Request(BaseModel):
         """Return the request with other values of these options, which are checked."""
         return type(self)(**self.explicit() | options)
 
-    def explicit(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:  # keywords of functions with options of any type
         """Return the options that were set, without those left at their defaults."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
@@ -58,67 +60,64 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
     checked_name("option", name, kind.model_fields)
     field = kind.model_fields[name]
     if words := literals(field):
-        checked_name(details(field)["noun"] or name, value, words)
+        checked_name(details(field).get("noun", name), value, words)
     types = alternatives(field.annotation)
     if bool in types:
         return UsageError(
-            f"{name}={format_argument(value)} is neither True nor False.", f"Give {name}=True or {name}=False."
+            f"{name}={format_argument(value)} is neither True nor False.", f"Set {name} to True or False."
         )
-    least, most = details(field)["least"], details(field)["most"]
+    least, most = details(field).get("least"), details(field).get("most")
     what = "a whole number" if int in types else "a number" if float in types else "a string"
     if least is not None:
         what += f", at least {least}" if most is None else f" from {least} to {most}"
     return UsageError(f"{name}={format_argument(value)} is not {what}.", f"Give {what}.")
 
 
-def option(
-    help: str,  # noqa: A002  # the name that typer gives it
-    default: object = None,
-    panel: str = "Options",
-    metavar: str | None = None,
-    flag: str = "",
-    *,
-    shown: str | None = None,
-    least: int | None = None,
-    most: int | None = None,
-    call_only: CallOnly = "",
-    noun: str = "",
-    typed: object = None,
-    python_only: bool = False,
-) -> Any:
-    """Create the field of an option.
+class Details(TypedDict, total=False):
+    """Properties of an option besides its name, type, default and help; all can be omitted."""
 
-    Parameters
-    ----------
-    help, default, panel, metavar, shown
-        Help text, the value of an option that is not set, the panel of the help, the placeholder of the value (by
-        default its type), and the default as the help shows it, if it differs from `default`.
-    flag
-        Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`.
-    least, most
-        Bounds of a whole number.
-    call_only
-        Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
-        dangerous, or names what is `read` or `written`.
-    noun
-        Noun for the allowed words in messages, if it is not the option's name.
-    python_only
-        True for a keyword of the Python function that no command offers.
-    typed
-        Type that typer parses, if it differs from the one that follows from the annotation.
-    """
-    extra: Any = {"panel": panel, "metavar": metavar, "flag": flag, "shown": shown, "least": least, "most": most}
-    extra |= {"call_only": call_only, "noun": noun, "typed": typed, "python_only": python_only}
-    most = LARGEST if most is None and least is not None else most
-    return Field(default, description=help, ge=least, le=most, json_schema_extra=extra)
+    panel: str
+    """Panel of the help."""
+    metavar: str
+    """Placeholder of the value; by default its type."""
+    flag: str
+    """Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`."""
+    shown: str
+    """Default as the help shows it, if it differs from the default."""
+    least: int
+    """Smallest number."""
+    most: int
+    """Largest number."""
+    call_only: CallOnly
+    """Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
+    dangerous, or names what is `read` or `written`."""
+    noun: str
+    """Noun for the allowed words in messages, if it is not the option's name."""
+    typed: object
+    """Type that typer parses, if it differs from the one that follows from the annotation."""
+    python_only: bool
+    """True for a keyword of the Python function that no command offers."""
 
 
-def details(field: FieldInfo) -> dict[str, Any]:
+def option(help: str, default: object = None, **about: Unpack[Details]) -> Any:  # noqa: A002  # typer's name
+    """Create the field of an option; the result is Any because it is assigned to fields of any type."""
+    least = about.get("least")
+    most = about.get("most", None if least is None else LARGEST)
+    return Field(default, description=help, ge=least, le=most, json_schema_extra=cast("JsonDict", about))
+
+
+keyword = partial(option, python_only=True)
+"""Create the field of a keyword of the Python function that no command offers."""
+switch = partial(option, default=False)
+"""Create the field of an option that is off by default."""
+
+
+def details(field: FieldInfo) -> Details:
     """Return what `option` recorded about a field besides its help and default."""
-    return cast("dict[str, Any]", field.json_schema_extra)
+    return cast("Details", field.json_schema_extra)
 
 
-def alternatives(hint: object) -> tuple[Any, ...]:
+def alternatives(hint: object) -> tuple[type, ...]:
     """Return the members of a union type without their validators; a tuple of the type itself for any other."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
@@ -133,7 +132,8 @@ def literals(field: FieldInfo) -> tuple[str, ...]:
 def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Let a function take the options of a request as keywords; it receives the request as its keyword `request`.
 
-    The options are added to the function's signature, with their types and defaults, and to its docstring.
+    The command line passes the request itself. The options are added to the function's signature, with their types and
+    defaults, and to its docstring.
     """
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
@@ -147,9 +147,12 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
         ]
 
         @functools.wraps(function)
-        def call(*args: Any, **keywords: Any) -> R:
-            options = {name: keywords.pop(name) for name in list(keywords) if name in kind.model_fields}
-            return function(*args, request=kind(**options), **keywords)
+        def call(*args: object, **keywords: object) -> R:
+            if not isinstance(keywords.get("request"), kind):
+                keywords["request"] = kind(
+                    **{name: keywords.pop(name) for name in kind.model_fields if name in keywords}
+                )
+            return function(*args, **keywords)
 
         call.__dict__["options"] = kind  # for the stub file of the package
         call.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
@@ -177,17 +180,17 @@ def _accepted_type(field: FieldInfo) -> str:
     return " | ".join(names)
 
 
-def checks(check: Callable[[str, Any], object]) -> BeforeValidator:
+def checks(check: Callable[[str, object], object]) -> BeforeValidator:
     """Create a validator from a function (name, value) → value; None passes."""
     return BeforeValidator(
         lambda value, info: value if value is None else check(cast("ValidationInfo", info).field_name or "", value)
     )
 
 
-def words(what: str, value: Any) -> tuple[str, ...]:
+def words(what: str, value: object) -> tuple[str, ...]:
     """Return names or paths as strings, a single one too. Raise UsageError for other types and empty names."""
     alone = isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)
-    items: list[Any] = [value] if alone else several(what, value)
+    items = [value] if alone else several(what, cast("Iterable[object]", value))
     for item in items:
         if not isinstance(item, str | os.PathLike):
             raise UsageError(
@@ -224,18 +227,19 @@ def numbers(what: str, value: object) -> list[int] | None:
     return list(dict.fromkeys(integers))
 
 
-def head(value: Any) -> tuple[int, int]:
+def head(value: object) -> tuple[int, int]:
     """Parse (layer, head), or `3.7`, into two integers from 0 on. Raise UsageError for anything else."""
-    parts = value.strip().split(".") if isinstance(value, str) else value
-    if isinstance(value, str) and all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
-        parts = [int(part) for part in parts]
-    integers = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
-    if len(integers) != 2 or any(part is None or not 0 <= part <= LARGEST for part in integers):
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value)
+        parts: list[object] = [int(part) for part in match.groups()] if match else []
+    else:
+        parts = several("head", value) if isinstance(value, Iterable) else []
+    integers = [number for part in parts if (number := _integer(part)) is not None and 0 <= number <= LARGEST]
+    if len(parts) != 2 or len(integers) != 2:
         raise UsageError(
             f"head={format_argument(value)} is not a valid head.", "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7)."
         )
-    layer, number = (part for part in integers if part is not None)
-    return layer, number
+    return integers[0], integers[1]
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int]]:
@@ -248,18 +252,17 @@ def one_head(value: object, layers: object, heads: object) -> dict[str, list[int
     return {"layers": [layer], "heads": [number]}
 
 
-def _integer(value: Any) -> int | None:
+def _integer(value: object) -> int | None:
     """Return the integer value (numpy's integers too), or None; a bool is not an integer here."""
     if isinstance(value, bool):
         return None
     try:
-        return index(value)
+        return index(cast("int", value))
     except TypeError:
         return None
 
 
-def analyzers(name: str, value: object) -> tuple[str, ...]:
-    """Return the names of analyzers. Raise UsageError for an unknown one."""
+def _analyzers(name: str, value: object) -> tuple[str, ...]:
     names = words(name, value)
     registry.select_analyzers(names)
     return names
@@ -267,53 +270,52 @@ def analyzers(name: str, value: object) -> tuple[str, ...]:
 
 def folder(name: str, value: object) -> str:
     """Return the path of a folder as a string. Raise UsageError for anything else."""
-    checked_path = path(name, file(name, value, "folder"))
-    local_path(checked_path, f"--{name}")
-    return checked_path
+    return str(local_path(_place(name, value, "folder"), f"--{name}"))
 
 
-def file(name: str, value: object, what: str = "file") -> object:
-    """Return a file, given by path or as an object. Raise UsageError for an empty path."""
+def _place(name: str, value: object, what: str = "file") -> str:
+    """Return the path of a file or folder as a string. Raise UsageError for anything else."""
     if isinstance(value, str) and (not value.strip() or "\0" in value):
         raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave it out.")
-    return value
+    return path(name, value)
 
 
-def _selection_rule(_name: str, value: object) -> object:
-    arguments.selection_share(value)
-    return value
+def _valid(check: Callable[[str], object]) -> BeforeValidator:
+    """Create a validator that returns a value unchanged if `check` does not raise."""
+
+    def validate(_name: str, value: object) -> object:
+        check(cast("str", value))  # any other type is refused by the check
+        return value
+
+    return checks(validate)
 
 
-def _device(name: str, value: object) -> object:
-    if not DEVICES.fullmatch(word(name, value)):
+def _device(value: str) -> None:
+    if not DEVICES.fullmatch(word("device", value)):
         raise UsageError(f"There is no device {format_argument(value)}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
-    return value
 
 
-def _budget(_name: str, value: Any) -> object:
-    arguments.budget(value)
-    return value
-
-
-def _share(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
+def positive(name: str, value: object, below: float = LARGEST) -> float:
+    """Return a positive number below a limit. Raise UsageError for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < below:
         return float(value)
-    raise UsageError(f"{name}={format_argument(value)} is not between 0 and 1.", f"Give a share, e.g. --{name} 0.05.")
+    limit = "" if below == LARGEST else f" below {below}"
+    raise UsageError(f"{name}={format_argument(value)} is not a positive number{limit}.", "Give one, such as 0.05.")
 
 
 Words = Annotated[tuple[str, ...], checks(words)]
 """Names or paths; callers may give a single one."""
-AnalyzerNames = Annotated[tuple[str, ...], checks(analyzers)]
+AnalyzerNames = Annotated[tuple[str, ...], checks(_analyzers)]
 Numbers = Annotated[list[int], checks(numbers)]
 """Numbers of layers or heads."""
 Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]
 """Whole number, of Python or numpy."""
 Place = Annotated[str, checks(path)] | None
 """Path, or another name of a location."""
-FilePlace = Annotated[str, checks(lambda name, value: path(name, file(name, value)))] | None
+FilePlace = Annotated[str, checks(_place)] | None
 FolderPlace = Annotated[str, checks(folder)] | None
 Word = Annotated[str, checks(word)]
-Device = Annotated[str, checks(_device)]
-SelectionRule = Annotated[str, checks(_selection_rule)]
-BudgetText = Annotated[str, checks(_budget)]
-Share = Annotated[float, checks(_share)]
+Device = Annotated[str, _valid(_device)]
+SelectionRule = Annotated[str, _valid(arguments.selection_share)]
+BudgetText = Annotated[str, _valid(arguments.budget)]
+Share = Annotated[float, checks(partial(positive, below=1))]

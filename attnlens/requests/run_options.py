@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import model_validator
 
@@ -28,11 +29,22 @@ from attnlens.requests.fields import (
     Word,
     Words,
     checks,
+    keyword,
     option,
+    switch,
 )
 
-WORK = "Work"
-"""Help panel of these options."""
+INPUT, OUTPUT, WORK, BASELINE, DANGEROUS = "Input", "Output", "Work", "Baseline", "Dangerous options"
+"""Panels of the help, besides the default one."""
+input_option, work_option, baseline_option = (partial(option, panel=panel) for panel in (INPUT, WORK, BASELINE))
+dangerous_switch = partial(switch, panel=DANGEROUS, call_only="dangerous")
+one_file = partial(option, panel=INPUT, metavar="FILE", call_only="read")
+"""Create an option that names a file."""
+# as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
+several_files = partial(one_file, default=(), typed=list[Path] | None)
+"""Create an option that names one file each time and can be repeated."""
+new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
+"""Create an option that names a folder to write."""
 MOST_JOBS = 4096
 SAY_SHARD = f"Write I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
 SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
@@ -75,9 +87,7 @@ def _of_environment() -> str:
 def _memory_size(name: str, value: object) -> str:
     """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(value, str) and SIZE.fullmatch(value)):
-        raise UsageError(
-            f"{name}={format_argument(value)} is not a memory size.", "Give a number and a unit, e.g. 8GB."
-        )
+        raise UsageError(f"{name}={format_argument(value)} is not a memory size.", "Give a number and a unit: 8GB.")
     return value
 
 
@@ -88,78 +98,57 @@ MemorySize = Annotated[str, checks(_memory_size)]
 class KeptRequest(Request):
     """Options on keeping finished units, and on resuming from them."""
 
-    work: Place = option(
+    work: Place = work_option(
         "Folder, or address such as `s3://bucket/folder`, that stores finished units until the report is written. "
         "Repeat the command to resume.",
-        panel=WORK,
         metavar="DIR",
         call_only="written",
         shown="in the user's cache",
     )
-    resume: bool = option(
-        "Resume from finished units.", True, panel=WORK, flag="--resume/--no-resume", python_only=True
-    )
+    resume: bool = keyword("Resume from finished units.", True)
 
 
 class SpreadRequest(Request):
     """Options for loading a model larger than the available memory."""
 
-    from_files: bool = option(
+    from_files: bool = keyword(
         "Read the weights of queries and keys from their files, one layer at a time, with source='weights'. A model "
         "that does not fit into memory is always read this way.",
         False,
-        panel=WORK,
-        python_only=True,
     )
-    device_map: Literal["auto"] | None = option(
-        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate). weights.* are computed from files.",
-        panel=WORK,
-        metavar="auto",
-        python_only=True,
+    device_map: Literal["auto"] | None = keyword(
+        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate). weights.* are computed from files."
     )
-    max_cpu_memory: MemorySize | None = option(
-        "Maximum CPU memory for the weights with device_map, e.g. `8GB`; the remaining weights are read from disk in "
-        "each pass.",
-        panel=WORK,
-        metavar="SIZE",
-        shown="3/4 of what is free",
-        python_only=True,
+    max_cpu_memory: MemorySize | None = keyword(
+        "Maximum CPU memory for the weights with device_map, e.g. `8GB` (default: 3/4 of what is free); the remaining "
+        "weights are read from disk in each pass."
     )
 
 
 class EngineRequest(Request):
     """Options on where the units of a run are computed."""
 
-    engine: Engine = option(
+    engine: Engine = work_option(
         "Compute units in processes on this machine (`local`) or as tasks of a Ray cluster (`ray`).",
         "local",
-        panel=WORK,
         metavar="NAME",
     )
-    address: Place = option(
-        "Address of the Ray cluster, HOST:PORT.", panel=WORK, metavar="ADDRESS", call_only="read", python_only=True
-    )
+    address: Place = keyword("Address of the Ray cluster, HOST:PORT.")
 
 
 class SharedRequest(KeptRequest, EngineRequest):
     """Additional options of runs whose units can be computed elsewhere."""
 
-    shard: Shard | None = option(
+    shard: Shard | None = work_option(
         "Compute only part I of N, e.g. `2/8`; `auto` takes both numbers from Slurm or torchrun. The same command "
         "without --shard computes the remaining units and writes the report.",
-        panel=WORK,
         metavar="I/N",
     )
-    jobs: Whole = option(
-        "Number of units computed at once, each in its own process.", 1, panel=WORK, least=1, most=MOST_JOBS
-    )
+    jobs: Whole = work_option("Number of units computed at once, each in its own process.", 1, least=1, most=MOST_JOBS)
 
 
 class WorkRequest(SharedRequest, SpreadRequest):
     """Work options of a run over one model, which need not be loaded as a whole."""
-
-
-BASELINE = "Baseline"
 
 
 class CheckRequest(Request):
@@ -177,82 +166,55 @@ class CheckRequest(Request):
         metavar="RULE",
         call_only="read",
     )
-    baseline: FilePlace = option(
-        "Baseline file with the expected values of the heads.", None, BASELINE, "FILE", call_only="read"
+    baseline: FilePlace = baseline_option(
+        "Baseline file with the expected values of the heads.", metavar="FILE", call_only="read"
     )
-    update_baseline: bool = option(
-        "Accept this report as the new baseline: write it to --baseline.", False, BASELINE, call_only="written"
+    update_baseline: bool = switch(
+        "Accept this report as the new baseline: write it to --baseline.", panel=BASELINE, call_only="written"
     )
     recompute: Whole | None = option("Number of the report's heads to recompute from MODEL.", metavar="NUMBER", least=1)
-    annotations: bool = option(
+    annotations: bool = switch(
         "Print GitHub annotations for the ten worst heads, and write the step summary; on if GITHUB_ACTIONS is set.",
-        False,
-        "Output",
+        panel=OUTPUT,
     )
-    allow_partial: bool = option("Accept a report that covers only part of the model.", False)
-    relative: float = option(
-        "Largest allowed relative deviation of a head from the baseline.", RELATIVE, BASELINE, "NUMBER"
+    allow_partial: bool = switch("Accept a report that covers only part of the model.")
+    relative: float = baseline_option(
+        "Largest allowed relative deviation of a head from the baseline.", RELATIVE, metavar="NUMBER"
     )
-    absolute: float | None = option(
+    absolute: float | None = baseline_option(
         "Largest allowed absolute deviation; the larger of the two tolerances applies.",
-        panel=BASELINE,
         metavar="NUMBER",
         shown="the same fraction of the measure's range",
     )
-    fdr: float = option(
-        "Expected share of false alarms among the heads reported by p-value (Benjamini–Hochberg).",
-        FDR,
-        BASELINE,
-        "SHARE",
+    fdr: float = baseline_option(
+        "Expected share of false alarms among the heads reported by p-value (Benjamini–Hochberg).", FDR, metavar="SHARE"
     )
 
 
-INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
-"""Panels of the help, besides the default one."""
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-
-
-def one_file(help: str, *, python_only: bool = False) -> Any:  # noqa: A002  # the name that typer gives it
-    """Create an option that names a file."""
-    return option(help, panel=INPUT, metavar="FILE", call_only="read", python_only=python_only)
-
-
-def several_files(help: str, *, python_only: bool = False) -> Any:  # noqa: A002
-    """Create an option that names one file each time and can be repeated."""
-    # as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
-    return option(help, (), INPUT, "FILE", typed=list[Path] | None, call_only="read", python_only=python_only)
-
-
-def new_folder(help: str, shown: str | None = None) -> Any:  # noqa: A002
-    """Create an option that names a folder to write."""
-    return option(help, None, OUTPUT, "DIR", shown=shown, call_only="written")
+dtype_option = partial(
+    option,
+    "Number type of the model: `auto`, `float32`, `bfloat16`, … Measures are computed in float64.",
+    metavar="TYPE",
+)
+device_option = partial(option, default="auto", metavar="DEVICE")
+windows_option = partial(input_option, "Number of windows (or lines), over all texts.", least=1)
 
 
 class Loading(Request):
     """Options for loading a model."""
 
-    device: Device = option("`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.", "auto", metavar="DEVICE")
-    dtype: DType = option(
-        "Number type of the model: `auto`, `float32`, `bfloat16`, … Measures are computed in float64.",
-        "auto",
-        metavar="TYPE",
-    )
-    offline: bool = option("Use local files only.", False, panel=INPUT)
-    revision: Word | None = option(
-        "Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", call_only="read", python_only=True
-    )
-    adapter: Place = option(
+    device: Device = device_option("`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
+    dtype: DType = dtype_option("auto")
+    offline: bool = switch("Use local files only.", panel=INPUT)
+    revision: Word | None = keyword("Commit, tag or branch of a hub model.")
+    adapter: Place = input_option(
         "LoRA, rsLoRA or DoRA adapter (peft) to merge into the model: a folder or a hub id.",
-        panel=INPUT,
         metavar="DIR|ID",
         call_only="read",
     )
-    trust_remote_code: bool = option(
-        "Run Python code from the model's repository.", False, panel=DANGEROUS, call_only="dangerous"
-    )
-    allow_pickle: bool = option(
-        "Load `.bin` weights (pickles; tensors only).", False, panel=DANGEROUS, call_only="dangerous"
-    )
+    trust_remote_code: bool = dangerous_switch("Run Python code from the model's repository.")
+    allow_pickle: bool = dangerous_switch("Load `.bin` weights (pickles; tensors only).")
 
 
 PAIRS = ".tsv"
@@ -276,31 +238,24 @@ class Feeding(Loading):
         "Sound file (`.wav`) for an audio model; repeatable, one per sequence. Default: random sounds.",
         python_only=True,
     )
-    length: Whole | None = option("Tokens per window.", panel=INPUT, least=2, shown="128, or the model's limit")
-    windows: Whole = option("Number of windows (or lines), over all texts.", 32, panel=INPUT, least=1)
-    batch_size: Whole = option("Sequences per forward pass.", 8, panel=INPUT, least=1)
-    pack: bool = option(
-        "Cut continuous text into windows, or read each line as one sequence.",
-        True,
-        panel=INPUT,
-        flag="--pack/--no-pack",
+    length: Whole | None = input_option("Tokens per window.", least=2, shown="128, or the model's limit")
+    windows: Whole = windows_option(32)
+    batch_size: Whole = input_option("Sequences per forward pass.", 8, least=1)
+    pack: bool = input_option(
+        "Cut continuous text into windows, or read each line as one sequence.", True, flag="--pack/--no-pack"
     )
-    placement: Placement = option(
+    placement: Placement = input_option(
         "Position of the windows in each text: evenly spaced (`spread`), at the beginning (`first`), or `random`.",
         "spread",
-        panel=INPUT,
         metavar="PLACE",
     )
-    intervals: Intervals | None = option(
-        "Errors and intervals generalise to other `windows` of these texts, or to other `texts` of the same kind.",
-        panel=INPUT,
-        metavar="UNITS",
-        shown="texts if there are at least five, else windows",
+    intervals: Intervals | None = keyword(
+        "Errors and intervals generalise to other `windows` of these texts, or to other `texts` of the same kind "
+        "(default: texts if there are at least five, else windows).",
         noun="unit of intervals",
-        python_only=True,
     )
-    allow_foreign_text: bool = option(
-        "Continue even if half of the text's tokens are unknown to the tokenizer.", False, panel=INPUT
+    allow_foreign_text: bool = switch(
+        "Continue even if half of the text's tokens are unknown to the tokenizer.", panel=INPUT
     )
     seed: Whole = option("Random seed.", 0, least=0, most=LARGEST)
 
@@ -333,12 +288,10 @@ class SeriesRequest(ModelRequest):
         flag="--analyzer",
         metavar="NAME",
     )
-    select: SelectionRule = option(
+    select: SelectionRule = keyword(
         "Tokens that a query selects (analyzer `selection`): the one with the largest score (`argmax`), or the fewest "
         "that together have this share of the weight (`top-p:0.9`).",
         "argmax",
-        metavar="RULE",
-        python_only=True,
     )
 
 
@@ -353,11 +306,9 @@ PLACES: dict[object, dict[str, object]] = {"spread": {"device_map": "auto"}, "fi
 class InspectRequest(WorkRequest, SeriesRequest):
     """Options of `inspect`."""
 
-    device: Device = option(
+    device: Device = device_option(
         "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, CPU memory and disk; `files` reads one layer "
-        "at a time (--source weights).",
-        "auto",
-        metavar="DEVICE",
+        "at a time (--source weights)."
     )
     show: Literal["selection", "attention"] | None = option(
         "`selection`: print selected tokens and support vectors (with --head). `attention`: draw the attention of "
@@ -377,16 +328,11 @@ class InspectRequest(WorkRequest, SeriesRequest):
 class CompareRequest(SeriesRequest):
     """Options of `compare`."""
 
-    dtype: DType = option(
-        "Type of the models' weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
-        "float32",
-        metavar="TYPE",
-    )
-
+    dtype: DType = dtype_option("float32")
     fdr: Share = option(
         "Maximum expected share of false discoveries among the reported changes (Benjamini–Hochberg over heads × "
         "measures).",
-        0.05,
+        FDR,
         metavar="RATE",
     )
 
@@ -394,9 +340,5 @@ class CompareRequest(SeriesRequest):
 class DoctorRequest(ModelRequest):
     """Options of `doctor`, which needs little text and computes in double precision."""
 
-    windows: Whole = option("Number of windows (or lines), over all texts.", 2, panel=INPUT, least=1)
-    dtype: DType = option(
-        "Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
-        "float64",
-        metavar="TYPE",
-    )
+    windows: Whole = windows_option(2)
+    dtype: DType = dtype_option("float64")

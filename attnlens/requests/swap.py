@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,18 @@ from attnlens.arguments import LARGEST, Budget, format_argument
 from attnlens.choices import BUDGETED, ETA, KERNEL, Convention, HealingGoal, HealingUnit, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
-from attnlens.requests.fields import BudgetText, FilePlace, FolderPlace, Whole, Words, checks, option, words
+from attnlens.requests.fields import (
+    BudgetText,
+    FilePlace,
+    FolderPlace,
+    Whole,
+    Words,
+    checks,
+    keyword,
+    option,
+    switch,
+    words,
+)
 from attnlens.requests.run_options import KeptRequest, ModelRequest, SharedRequest, new_folder, one_file, several_files
 
 if TYPE_CHECKING:
@@ -87,12 +99,10 @@ class KernelRequest(ModelRequest):
         "`vision`, `audio`, `text`.",
         metavar="PART",
     )
-    controls: bool = option(
+    controls: bool = keyword(
         "Also measure trivial alternatives to each kernel: a sink-window of the same size, `hard`, `uniform`, and the "
         "branches of filtered kernels and hybrids.",
         True,
-        flag="--controls/--no-controls",
-        python_only=True,
     )
     generate: Whole = option(
         "Generate up to this many tokens greedily, and count them until the changed model differs from the original.",
@@ -111,26 +121,22 @@ class KernelRequest(ModelRequest):
     save: FolderPlace = new_folder("Folder for the changed model.")
 
 
+fit_option = partial(switch, "Fit the kernel's free parameters to calibration text, per head, in closed form.")
+
+
 class SwapRequest(SharedRequest, KernelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
     sweep: Sweep | None = option(
         "Also swap each of the `heads` or `layers` individually, and rank them by harm.", metavar="WHAT"
     )
-    predictors: bool = option(
+    predictors: bool = keyword(
         "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
         True,
-        flag="--predictors/--no-predictors",
-        python_only=True,
     )
-    fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
-    path: Route = option(
-        "Implementation of attention: `auto` (the fastest), `eager` or `fused`.",
-        "auto",
-        metavar="PATH",
-        python_only=True,
-    )
-    allow_signed: bool = option("Allow odd powers, which can make attention negative.", False, python_only=True)
+    fit: bool = fit_option()
+    path: Route = keyword("Implementation of attention: `auto` (the fastest), `eager` or `fused`.", "auto")
+    allow_signed: bool = keyword("Allow odd powers, which can make attention negative.", False)
 
 
 class RanksRequest(KeptRequest, KernelRequest):
@@ -148,7 +154,7 @@ class RanksRequest(KeptRequest, KernelRequest):
         metavar="FORM",
         shown="the best on calibration text",
     )
-    ranks: Any = one_file("Take the rank of each key head from this plan (written by --plan) instead of searching.")
+    ranks: object = one_file("Take the rank of each key head from this plan (written by --plan) instead of searching.")
 
 
 class HealRequest(KeptRequest, KernelRequest):
@@ -167,31 +173,20 @@ class HealRequest(KeptRequest, KernelRequest):
         metavar="GOAL",
         noun="--learn",
     )
-    batch: Whole | None = option(
-        "Sequences per training step.",
-        metavar="N",
-        least=1,
-        most=65536,
-        shown="one batch; fewer if there are few tokens",
-        python_only=True,
+    batch: Whole | None = keyword(
+        "Sequences per training step (default: one batch; fewer if there are few tokens).", least=1, most=65536
     )
-    rank: Whole | None = option(
-        "Restrict the change of each weight matrix to this rank.", metavar="R", least=1, most=65536, python_only=True
+    rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
+    control: bool = switch(
+        "With `--learn text`: also train the same weights of the original for as many steps, and compare."
     )
-    control: bool = option(
-        "With `--learn text`: also train the same weights of the original for as many steps, and compare.", False
+    checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
+    eta: float | None = keyword(
+        f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}; published code: from 0.01).", least=0
     )
-    checkpointing: bool = option(
-        "Use less memory: recompute activations in the backward pass.", False, python_only=True
-    )
-    eta: float | None = option(
-        "Weight of the KSVD regulariser of the kernel `primal`.", metavar="NUMBER", shown="0.1", python_only=True
-    )
-    ksvd_convention: Convention = option(
-        "KSVD objective: as in the `paper`, or as in its published `code`.", "paper", metavar="NAME", python_only=True
-    )
-    fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
-    ranks: Any = one_file("Heal the kernel `rank` with the ranks of this plan (written by `ranks --plan`).")
+    ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
+    fit: bool = fit_option()
+    ranks: object = one_file("Heal the kernel `rank` with the ranks of this plan (written by `ranks --plan`).")
 
 
 @dataclass(frozen=True)
@@ -362,26 +357,14 @@ class HealOptions:
                 "Add --learn text, so that both models are trained on the text.",
             )
         plain = {name: getattr(request, name) for name in ("batch", "rank", "control", "checkpointing")}
-        eta, convention = _regulariser(kernel, request.eta), request.ksvd_convention
-        if eta is None and convention != "paper":
-            raise UsageError("ksvd_convention applies to the kernel primal.", "Leave it out, or heal primal:8.")
+        eta, convention = request.eta, request.ksvd_convention
+        if kernel.info.form == "output":
+            eta = ETA if eta is None else eta
+        else:
+            for name, unused in (("eta", eta is None), ("ksvd_convention", convention == "paper")):
+                if not unused:
+                    raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
         return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
-
-
-def _regulariser(kernel: Kernel, eta: Any) -> float | None:
-    """Return η of primal attention, None for other kernels. Raise UsageError for one that is wrong or unused."""
-    if kernel.info.form != "output":
-        if eta is not None:
-            raise UsageError("eta applies to the kernel primal.", "Leave it out, or heal primal:8.")
-        return None
-    if eta is None:
-        return ETA
-    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= LARGEST:  # NaN fails too
-        raise UsageError(
-            f"eta must be 0 or more, not {format_argument(eta)}.",
-            f"The published code uses values from 0.01 to {ETA:g}.",
-        )
-    return float(eta)
 
 
 def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOptions:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,24 +14,13 @@ from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.commands.converge import command_line_options
-from attnlens.cli.outputs import (
-    STDOUT,
-    Failures,
-    Inputs,
-    Outputs,
-    checked_model,
-    option_name,
-    product,
-    show,
-    working,
-    write_data,
-)
+from attnlens.cli.outputs import STDOUT, Inputs, Outputs, checked_model, deliver, option_name, product, working
 from attnlens.cli.parameters import FILES
-from attnlens.cli.show import complain, guard, interruptible_at_once, say
+from attnlens.cli.show import complain, guard, say
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.run_options import CheckRequest, SharedRequest
+from attnlens.wording import format_count, join_items
 
 if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
@@ -41,41 +31,35 @@ READING = opt.parameters(requests.InspectRequest, without=("show", *SharedReques
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
 """Those of them that a report can't contain, and that --recompute takes."""
 
-
-Subject = Annotated[
-    str, typer.Argument(metavar="REPORT|MODEL", help="A report from --json, or a model to inspect first.")
-]
-Again = Annotated[str | None, typer.Argument(metavar="MODEL", help="With --recompute: the report's model.")]
-Junit = Annotated[str | None, opt.output("--junit", "Write one test case per rule as JUnit XML.")]
-CsvRows = Annotated[str | None, opt.output("--csv", "Write one row per head that breaks a rule as CSV.")]
+ARGUMENTS = {
+    **opt.argument("subject", "A report from --json, or a model to inspect first.", str, "REPORT|MODEL"),
+    **opt.argument("model", "With --recompute: the report's model.", metavar="MODEL"),
+}
+OUTPUTS = {
+    **opt.output("--junit", "Write one test case per rule as JUnit XML."),
+    **opt.output("--csv", "Write one row per head that breaks a rule as CSV."),
+    **opt.MARKDOWN,
+}
 
 
 @guard
-@opt.also(opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
-def check(
-    context: typer.Context,
-    subject: Subject,
-    model: Again = None,
-    junit: Junit = None,
-    csv: CsvRows = None,
-    markdown: opt.Markdown = None,
-    **_shared: object,
-) -> None:
+@opt.with_options(ARGUMENTS | OUTPUTS, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
+def check(context: typer.Context) -> None:
     """Check a report or model against rules and a baseline; exit 1 if a check fails. Reports do not require torch."""
     from attnlens.checks import judging  # late, because it loads the records
     from attnlens.checks.rule import Tolerance
 
     params = context.params
-    request = opt.build(CheckRequest, params)
-    _refuse_ignored(subject, model, request, command_line_options(context))
-    outputs, parsed = Outputs.of(params), _load_rules(request)
+    subject, model, request = params["subject"], params["model"], opt.build(CheckRequest, params)
+    _refuse_ignored(subject, model, request, opt.command_line_options(context))
+    outputs, rules = Outputs.of(params), _load_rules(request)
     stored = _load_baseline(subject, request)
     inputs = Inputs.of(params, [model or subject] if model or not names_report(subject) else [])
-    _check_places(subject, request, outputs, inputs, parsed)
+    _check_places(subject, request, outputs, inputs, rules)
     reading = opt.build(requests.InspectRequest, params)
-    report = _load_report(subject, request, reading, outputs, parsed, stored)
+    report = _load_report(subject, request, reading, outputs, rules, stored)
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
-    judged = judging.verdict(report, parsed, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
+    judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
     if request.update_baseline and request.baseline is not None:  # first, before anything can fail
         write_atomically(Path(request.baseline), judging.baseline_of(report).to_json().encode())
         if not outputs.quiet:
@@ -86,8 +70,6 @@ def check(
     _deliver(outputs, judged, annotations=request.annotations)
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
-        from attnlens.wording import format_count, join_items
-
         complain(
             f"{len(failed)} of {format_count(len(judged.checks), 'rule')} failed: {join_items(failed, 3)}.",
             "The table shows the measured values; --json, --csv and --junit contain them too.",
@@ -176,10 +158,9 @@ def _load_report(
 
     if not reading.analyzers and reading.source == "both" and not request.update_baseline:
         reading = reading.with_options(**options_for(rules, baseline))
-    with interruptible_at_once():
-        from attnlens.cli import analyses
-    with working(outputs) as tell:
-        return analyses.inspect(checked_model(subject), progress=tell, **reading.explicit())
+    with working(outputs) as (analyses, tell):
+        report: Report = analyses.inspect(checked_model(subject), progress=tell, request=reading)
+    return report
 
 
 def _recompute(
@@ -187,16 +168,13 @@ def _recompute(
 ) -> list[Check]:
     """Recompute some heads and return their checks."""
     options = {name: value for name, value in reading.explicit().items() if name in RECOMPUTED}
-    with interruptible_at_once():
-        from attnlens.cli import analyses
-    with working(outputs) as tell:
-        return analyses.recompute(report, model, heads, progress=tell, **options)
+    with working(outputs) as (analyses, tell):
+        checks: list[Check] = analyses.recompute(report, model, heads, progress=tell, **options)
+    return checks
 
 
 def _deliver(outputs: Outputs, report: Report, *, annotations: bool) -> None:
     """Write the data, show the table, annotate; failures are raised after everything else."""
-    failures = Failures()
-    written: list[str] = []
     from attnlens.report.render.markdown import junit, markdown, spreadsheet
     from attnlens.report.sections import checked
 
@@ -206,15 +184,9 @@ def _deliver(outputs: Outputs, report: Report, *, annotations: bool) -> None:
         "markdown": lambda report: markdown(checked.document(report)),
         "junit": junit,
     }
-    write_data(outputs, report, writers, failures, written)
-    with failures.collect():
-        show(outputs, report, checked.document)
-    if annotations or os.environ.get("GITHUB_ACTIONS") == "true":
-        with failures.collect():
-            _annotate(report, stderr=outputs.json == STDOUT)
-    if written and not outputs.quiet:
-        say(f"Wrote {', '.join(written)}")
-    failures.end(interrupted=False)
+    annotated = annotations or os.environ.get("GITHUB_ACTIONS") == "true"
+    annotate = partial(_annotate, report, stderr=outputs.json == STDOUT) if annotated else None
+    deliver(outputs, report, writers, checked.document, annotate=annotate)
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:

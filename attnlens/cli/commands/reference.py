@@ -1,0 +1,88 @@
+"""The commands `list` and `explain`, which print a reference, and `report`, which shows a saved report again."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import typer
+
+from attnlens.arguments import checked_name
+from attnlens.cli import parameters as opt
+from attnlens.cli.outputs import Inputs, Outputs, deliver, product
+from attnlens.cli.show import console, guard
+
+if TYPE_CHECKING:
+    from attnlens.report.sections.section import Section
+
+LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
+WHAT = opt.argument("what", "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", shown="the first three")
+EXPLAINED = opt.argument("name", "A measure, curve, distance or kernel of `list`.", str, "MEASURE")
+SAVED = opt.argument("saved", "A report from --json.", str, "REPORT")
+
+
+@guard
+@opt.with_options(WHAT | opt.PRINTED_MARKDOWN | opt.DEBUG)
+def list_(context: typer.Context) -> None:
+    """List kernels, analyzers, measures or supported model types, or print the report's JSON Schema."""
+    what = context.params["what"]
+    kind = None if what is None else checked_name("list", what, LISTED)
+    if kind == "schema":
+        from attnlens.records import json_schema
+
+        with product():
+            typer.echo(json_schema(), nl=False)
+        return
+    from attnlens import kernels
+    from attnlens.analyzers import registry
+    from attnlens.records import architectures
+    from attnlens.report.sections import reference as lists
+
+    sections = []
+    if kind == "architectures":
+        sections += lists.architecture_list(*architectures.architectures())
+    if kind in (None, "kernels"):
+        sections += lists.kernel_list(
+            kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values(), kernels.HYBRIDS.values()
+        )
+    if kind in (None, "analyzers"):
+        sections.append(lists.analyzer_list(registry.list_analyzers()))
+    if kind in (None, "measures"):
+        sections.append(lists.measure_list(registry.measure_infos().values()))
+    _print(sections, markdown=context.params["markdown"])
+
+
+@guard
+@opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)
+def explain(context: typer.Context) -> None:
+    """Explain a measure or kernel: formula, range, null, errors, source, and how to interpret the value."""
+    from attnlens.report.sections.reference import explanation
+
+    _print([explanation(context.params["name"])], markdown=context.params["markdown"])
+
+
+def _print(sections: list[Section], *, markdown: bool) -> None:
+    from attnlens.report.sections.section import Document
+
+    document = Document(None, tuple(sections))
+    with product():
+        if markdown:
+            from attnlens.report.render.markdown import markdown as as_markdown
+
+            typer.echo(as_markdown(document), nl=False)
+        else:
+            from attnlens.report.render import terminal
+
+            console().print(terminal.document(document))
+
+
+@guard
+@opt.with_options(SAVED | opt.TABLE, opt.OUTPUT_OPTIONS)
+def report(context: typer.Context) -> None:
+    """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""
+    outputs, saved = Outputs.of(context.params), context.params["saved"]
+    from attnlens.records import read_report  # late, because building the records takes time
+
+    loaded = read_report(saved)
+    outputs.check(Inputs({os.path.realpath(saved): "the report"}))
+    deliver(outputs, loaded)
