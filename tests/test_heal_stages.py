@@ -19,9 +19,18 @@ from attnlens.errors import UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
 from attnlens.lab.heal import course, descent
-from attnlens.lab.heal.course import Distances, HeldOut, adamw, cut_parts, descend, split, transfer, transfer_errors
+from attnlens.lab.heal.course import (
+    Distances,
+    adamw,
+    cut_parts,
+    descend,
+    measure_distances,
+    split,
+    transfer,
+    transfer_errors,
+)
 from attnlens.lab.heal.descent import heal
-from attnlens.lab.heal.healer import Healer, LowRankChange, Trained
+from attnlens.lab.heal.healer import Healer, Trained
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
@@ -197,8 +206,8 @@ def test_transfer_alone_brings_the_whole_model_nearer_than_as_many_steps_of_the_
         healer, fed = prepared(demo)
         optimiser = adamw(healer.leaves, rate)
         for number in range(30):
-            descend(healer, optimiser, [Fed(fed.batches[number % 2].inputs, None)], stage)
-        left[stage] = float(healer._each(fed.batches[0].inputs, None)[0].mean().detach())
+            descend(healer, optimiser, [Fed(fed.batches[number % 2].inputs, None)], stage, rate)
+        left[stage] = float(healer.by_sequence(fed.batches[0].inputs)[0].mean())
     assert left["transfer"] < 0.6 * left["whole"]
 
 
@@ -211,7 +220,7 @@ def test_changes_below_the_spacing_of_bfloat16_are_kept_and_add_up(demo):
     optimiser = adamw(healer.leaves, 1e-6)
     before = {name: part.value.clone() for name, part in healer.weights.items()}
     for _ in range(3):
-        descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "whole")
+        descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "whole", 1e-6)
     for name, part in healer.weights.items():
         assert part.change.dtype == torch.float32
         assert 0 < float(part.change.abs().max()) < 1e-5
@@ -233,7 +242,7 @@ def test_two_batches_of_four_make_the_step_of_one_of_eight(demo, stage):
     assert cut_parts(whole, 16) == (whole, 2)
     optimiser = torch.optim.SGD(healer.leaves, lr=0.0)
     one, two, half = (
-        gradients(healer, lambda parts=parts: descend(healer, optimiser, parts, stage))
+        gradients(healer, lambda parts=parts: descend(healer, optimiser, parts, stage, 0.0))
         for parts in (whole, halves, halves[:1])
     )
     for first, second in zip(one, two, strict=True):
@@ -245,7 +254,7 @@ def test_a_low_rank_change_is_its_product_within_the_mask():
     torch.manual_seed(0)
     start, mask = torch.randn(6, 8), torch.zeros(6, 8)
     mask[:4, 2:] = 1
-    part = LowRankChange.of_rank(start, mask, 2, seed=0)
+    part = Trained.of_rank(start, mask, 2, seed=0)
     assert torch.equal(part.value, start), "nothing is changed at first"
     with torch.no_grad():
         part.change.normal_()
@@ -301,7 +310,7 @@ def test_a_latent_that_heads_share_is_trained_as_one(words):
     healer = Healer(model, sites, swaps, "causal", "auto")
     healer.prepare(fed.batches[0])
     optimiser = adamw(healer.leaves, 1e-2)
-    descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "transfer")
+    descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "transfer", 1e-2)
     for site, swap in healer.healed_swaps().items():
         found, start = swap.kernel.fitted, swaps[site].kernel.fitted
         latents, keys = (len(set(map(str, start[name].tolist()))) for name in ("members", "key_head"))
@@ -346,8 +355,7 @@ class Planted:
 def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
     monkeypatch.setattr(course, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
     planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
-    held = HeldOut(planted, fed)
-    rate, tried = course.choose_rate(planted, "whole", [fed] * 8, held)
+    rate, tried = course.choose_rate(planted, "whole", [fed] * 8, fed)
     assert not planted.leaves[0].any(), "the numbers are put back"
     assert all(isinstance(one, HealingRate) for one in tried)
 
@@ -355,8 +363,8 @@ def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(mo
         planted.leaves[0].data.zero_()
         optimiser = adamw(planted.leaves, rate)
         for _ in range(8):
-            descend(planted, optimiser, fed, "whole")
-        return held.distances().mean
+            descend(planted, optimiser, fed, "whole", rate)
+        return measure_distances(planted, fed).mean
 
     assert left(rate) < 0.5 * min(left(rate / 100), left(rate * 100))
 

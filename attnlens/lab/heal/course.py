@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,17 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts import Batches
 from attnlens.models.texts.sequences import choose_windows
 from attnlens.models.texts.targets import Fed, feed
-from attnlens.records import Call, HealingRate, Site
+from attnlens.models.trace import remove_hooks
+from attnlens.records import HealingRate, Site
 from attnlens.requests.swap import Amount
 from attnlens.runs.outputs import tokens_in
 
 SMALLEST = 1e-30
 """Lower bound on ‖own‖² in relative errors, since a site's output can be 0."""
+
+
+ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]
+"""A module, and the positional and keyword arguments that it was called with."""
 
 
 class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forward pass early
@@ -67,11 +72,7 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
     paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
     calls, original = _record_calls(healer, inputs, paths)
     swaps = healer.healed_swaps()
-
-    def visit(site: Site, call: Call) -> None:
-        if healer.eta:
-            penalties.append(healer.regulariser(call, swaps[site]))
-
+    visit = healer.collect_penalties(swaps, penalties)
     students = hooks.replace(
         healer.loaded.model, healer.sites, swaps, healer.path, visit=visit, answered=new.__setitem__
     )
@@ -89,13 +90,13 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
 
 def _record_calls(
     healer: Healer, inputs: Mapping[str, Tensor], paths: Mapping[nn.Module, str]
-) -> tuple[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], dict[Site, Tensor]]:
-    """Record the calls (module, args, kwargs) of these modules in the original model, and their sites' outputs."""
-    calls, original = list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]](), dict[Site, Tensor]()
+) -> tuple[list[ModuleCall], dict[Site, Tensor]]:
+    """Record the calls of these modules in the original model, and their sites' outputs."""
+    calls, original = list[ModuleCall](), dict[Site, Tensor]()
     expected = sum(site.path in paths.values() for site in healer.sites)
 
-    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((module, args, kwargs))
+    def record_call(*call: *ModuleCall) -> None:
+        calls.append(call)
 
     def record_output(site: Site, output: Tensor) -> None:
         if site.path in paths.values():
@@ -104,14 +105,9 @@ def _record_calls(
             raise _AllModulesRan
 
     handles = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in paths]
-    try:
-        with torch.no_grad(), hooks.watch(healer.loaded.model, healer.sites, lambda _site, _call: None, record_output):
-            hooks.forward(healer.loaded.model, inputs)
-    except _AllModulesRan:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    watching = hooks.watch(healer.loaded.model, healer.sites, lambda _site, _call: None, record_output)
+    with suppress(_AllModulesRan), torch.no_grad(), remove_hooks(handles), watching:
+        hooks.forward(healer.loaded.model, inputs)
     return calls, original
 
 
@@ -125,23 +121,6 @@ def _relative_errors(new: Tensor, original: Tensor, inputs: Mapping[str, Tensor]
 SHARE, MOST, A_BATCH = 0.125, 4, 40
 """Held-out batches: share of the calibration batches, maximum number, and training batches per held-out batch, so that
 checks take less time than training."""
-
-
-@dataclass
-class HeldOut:
-    """The held-out batches, on which distances are measured."""
-
-    healer: Healer
-    fed: Sequence[Fed]
-
-    def distances(self, stage: HealingStage = "whole", most: int = MOST) -> Distances:
-        """Measure the stage's loss on each sequence of the first `most` batches, without gradients and regulariser."""
-        if stage == "transfer":
-            errors = torch.cat([transfer_errors(self.healer, batch.inputs) for batch in self.fed[:most]])
-            return Distances(errors, torch.ones_like(errors))
-        parts = [self.healer.by_sequence(batch.inputs, batch.targets) for batch in self.fed[:most]]
-        means, counts = (torch.cat(part).double() for part in zip(*parts, strict=True))
-        return Distances(means, counts)
 
 
 @dataclass(frozen=True)
@@ -171,23 +150,14 @@ class Distances:
         return (value if len(self.each) < FEWEST_DRAWS or math.isnan(high) else high) < 0
 
 
-@dataclass
-class Best:
-    """The step with the smallest distance so far, and its parameters."""
-
-    step: int = 0
-    distance: float = math.inf
-    values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
-
-    def offer(self, step: int, distance: float, leaves: Sequence[Tensor]) -> None:
-        """Keep the parameters if the distance is the smallest so far."""
-        if distance < self.distance:  # strict: keeps the first of equal steps, and never NaN
-            self.step, self.distance = step, distance
-            self.values = [leaf.detach().clone() for leaf in leaves]
-
-    def restore(self, leaves: Sequence[Tensor]) -> None:
-        """Set the leaves to the parameters of the best step."""
-        set_values(leaves, self.values)
+def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
+    """Measure the stage's loss on each sequence of these batches, without gradients and regulariser."""
+    if stage == "transfer":
+        errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
+        return Distances(errors, torch.ones_like(errors))
+    parts = [healer.by_sequence(batch.inputs, batch.targets) for batch in fed]
+    means, counts = (torch.cat(part).double() for part in zip(*parts, strict=True))
+    return Distances(means, counts)
 
 
 def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -259,13 +229,13 @@ class Course:
     spent: float = 0.0  # seconds of previous sessions
     within: int = 0  # steps of this stage at the current rate
     rate: float = 0.0
-    optimiser: torch.optim.AdamW | None = None
-    step_tokens: float = 0.0  # mean number of tokens per step
     start: float = field(default_factory=time.monotonic)  # start of this session
 
     def __post_init__(self) -> None:
-        """Set `step_tokens`."""
-        self.step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
+        """Create the optimiser, and estimate the share of the total work per step; 0 if the amount is a time."""
+        self.optimiser = adamw(self.healer.leaves, self.rate)
+        step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
+        self.one_step = {"steps": 1.0, "tokens": step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
 
     @property
     def seconds(self) -> float:
@@ -281,11 +251,6 @@ class Course:
     def share(self) -> float:
         """Finished share of the total work, at most 1."""
         return min(1.0, self.done / self.amount.number)
-
-    @property
-    def one_step(self) -> float:
-        """Approximate share of the total work per step; 0 if the amount is a time."""
-        return {"steps": 1.0, "tokens": self.step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
 
     @property
     def end(self) -> float:
@@ -310,19 +275,13 @@ class Course:
         for _ in range(self.per_step):
             self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()
             parts.append(self.train[self.order.pop()])
-        assert self.optimiser is not None  # noqa: S101  # set by `begin`
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.rate * self.shape()
-        descend(self.healer, self.optimiser, parts, self.stage)
+        length = self.end - self.begun
+        steps = length / self.one_step if self.one_step else math.inf
+        factor = shape(self.within, (self.share - self.begun) / length if length > 0 else 1.0, steps)
+        descend(self.healer, self.optimiser, parts, self.stage, self.rate * factor)
         tokens = sum(map(tokens_in, parts))
         self.step, self.within, self.tokens = self.step + 1, self.within + 1, self.tokens + tokens
         return tokens
-
-    def shape(self) -> float:
-        """Return the factor of the stage's rate at this step: linear warm-up, then cosine decay."""
-        length = self.end - self.begun
-        steps = math.inf if not self.one_step else length / self.one_step
-        return shape(self.within, (self.share - self.begun) / length if length > 0 else 1.0, steps)
 
 
 def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
@@ -337,8 +296,11 @@ def shape(step: int, share: float, steps: float) -> float:
     return min(1.0, (step + 1) / warm) * (LOWEST + (1 - LOWEST) * fall)
 
 
-def descend(healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage) -> None:
+def descend(
+    healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage, rate: float
+) -> None:
     """Make one optimiser step on the mean loss over all tokens of `parts`, with summed and clipped gradients."""
+    optimiser.param_groups[0]["lr"] = rate
     optimiser.zero_grad()
     counts = [tokens_in(part) for part in parts]
     for part, count in zip(parts, counts, strict=True):
@@ -365,7 +327,7 @@ ENOUGH = 0.9
 
 
 def choose_rate(
-    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: HeldOut
+    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
     """Return the largest rate whose steps reduce the held-out distance enough, and the tried rates.
 
@@ -373,34 +335,25 @@ def choose_rate(
     are restored after each trial.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
-    start = held_out.distances(stage, most=1).mean
-    tried: list[HealingRate] = []
+    start = measure_distances(healer, held_out, stage).mean
+    half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others
+    distances: dict[float, float] = {}  # by rate; ∞ if not finite
 
-    def distance(rate: float) -> float:
+    def try_rate(rate: float) -> None:
         optimiser = adamw(healer.leaves, rate)
         for number, parts in enumerate(steps):
-            for group in optimiser.param_groups:
-                group["lr"] = rate * min(number + 1, len(steps) - number) / ((len(steps) + 1) // 2)
-            descend(healer, optimiser, parts, stage)
-        distances = held_out.distances(stage, most=1)
+            descend(healer, optimiser, parts, stage, rate * min(number + 1, len(steps) - number) / half)
+        distances[rate] = measure_distances(healer, held_out, stage).mean
         set_values(healer.leaves, before)
-        tried.append(HealingRate(rate=rate, validation=distances.mean if distances.finite else None))
-        return distances.mean  # ∞ if it is not finite
 
-    distances: dict[float, float] = {}
+    def enough(rate: float) -> bool:
+        return start - distances[rate] >= ENOUGH * (start - min(distances.values()))
+
     for rate in RATES[stage]:
-        distances[rate] = distance(rate)
-        if not enough(distances[rate], min(distances.values()), start):
+        try_rate(rate)
+        if not enough(rate):
             break
     while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
-        rate = min(distances) * SLOWER
-        distances[rate] = distance(rate)
-    least = min(distances.values())
-    if least >= start:
-        return 0.0, tried
-    return max(rate for rate, reached in distances.items() if enough(reached, least, start)), tried
-
-
-def enough(distance: float, least: float, start: float) -> bool:
-    """Return True if the reduction start − distance is at least ENOUGH of the best one, start − least."""
-    return start - distance >= ENOUGH * (start - least)
+        try_rate(min(distances) * SLOWER)
+    tried = [HealingRate(rate=rate, validation=None if math.isinf(d) else d) for rate, d in distances.items()]
+    return 0.0 if min(distances.values()) >= start else max(filter(enough, distances)), tried

@@ -4,117 +4,40 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlens.choices import HealingStage
-from attnlens.errors import ModelError, UsageError
-from attnlens.kernels import OWN
+from attnlens.errors import ModelError
 from attnlens.lab.heal.course import (
     SLOWER,
     STAGES,
     STEPS,
-    Best,
     Course,
     Distances,
-    HeldOut,
-    adamw,
     choose_rate,
     cut_parts,
+    measure_distances,
     set_values,
     split,
 )
 from attnlens.lab.heal.healer import Healer
-from attnlens.maths.statistics import paired_difference
 from attnlens.models import hooks
 from attnlens.models.texts import Batches, sequences_in
-from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
+from attnlens.models.texts.targets import Fed
+from attnlens.records import Healing, HealingStep, HealingTraining
 from attnlens.requests.swap import HealOptions
-from attnlens.runs.differences import Differences, mean_loss
-from attnlens.runs.outputs import peak_of
 from attnlens.runs.progress import Tell
-from attnlens.runs.store import Store, key_of
-from attnlens.runs.swap.kernel_run import NO_PEAK
-from attnlens.runs.swap.session import SwapSession, changed_weights, digest_of
+from attnlens.runs.store import Store
+from attnlens.runs.swap.session import changed_weights
 
 COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
 """Fields of a `Course` that are stored without conversion."""
-
-
-def train_swap(
-    session: SwapSession,
-    swaps: hooks.Swaps,
-    options: HealOptions,
-    calibrated: Batches,
-    teller: Callable[[str, int], Tell],
-    store: Store | None = None,
-    *,
-    control: bool = False,
-) -> tuple[Healing, Healer]:
-    """Heal a swap; with `control`, train the original model on the same batches for the same amount instead.
-
-    The control skips attention transfer, since the original model is its own target there, and spends that amount on
-    the text. `store` stores the state. Raises UsageError for the goal `text` if the model predicts no token of a text.
-    """
-    if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
-        raise UsageError(
-            "--learn text: this model does not predict tokens.",
-            "Omit --learn to train on the original model's predictions.",
-        )
-    model, name = session.loaded.model, "heal"
-    if control:
-        swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
-    healer = Healer(
-        session.loaded,
-        session.sites,
-        swaps,
-        session.task,
-        session.options.path,
-        None if control else options.eta,
-        options.convention,
-        goal=options.goal,
-        rank=options.rank,
-        seed=session.seed,
-        recompute=options.checkpointing,
-    )
-    # facts that determine the result besides the model, texts and options of the run
-    facts = [
-        [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
-        for site, swap in swaps.items()
-    ]
-    state = None if store is None else (store, f"{name} {key_of(facts)}")
-    records: list[Healing] = []
-    tell = teller(name, int(options.amount.number))
-    evaluate = partial(mean_loss, model, session.fed, session.task)
-    work = calibrated, options, session.seed, evaluate, tell, state, STAGES[1:] if control else STAGES
-    peak = peak_of(model, lambda: records.append(heal(healer, *work)))
-    reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
-    return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
-
-
-def compare_control(record: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
-    """Build the control's record; None if one of the two models has no finite loss."""
-    of_control, of_healed = control.outcome(seed, []), healed.outcome(seed, [])
-    if of_control.get("perplexity") is None or of_healed.get("perplexity") is None:
-        return None
-    first, second, counts = torch.cat(control.after), torch.cat(healed.after), torch.cat(healed.counts)
-    delta, low, high = paired_difference(first, second, healed.sampled, weights=counts, seed=seed)
-    return HealingControl(
-        best=record.best,
-        tokens=record.tokens or 0,
-        learning_rate=record.learning_rate,
-        loss=of_control["loss"],
-        perplexity=of_control["perplexity"],
-        ratio=math.exp(delta),
-        ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
-    )
-
-
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100
 """Number of held-out checks during a healing: the default, the minimum for few steps, and the maximum for many."""
 NEAR, APART = 4, 50
@@ -126,7 +49,6 @@ STEPS_WANTED = 400
 steps than in 200, and little more in 800."""
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
 """Shares of the total work at which the loss on the evaluation text is measured for the figure."""
-
 Evaluate = Callable[[], float | None]
 """Function that returns the current model's loss on the evaluation text."""
 
@@ -149,21 +71,24 @@ def heal(
     the initial distance is not finite. After the first checked step, Ctrl-C ends the healing early and sets
     `healer.interrupted`.
     """
-    train, held_out = split(healer, batches, seed, _estimate_batches(options, batches))
+    size = sequences_in(batches.batches[0].inputs)
+    train, held_out = split(healer, batches, seed, _estimate_batches(options, size, batches.tokens))
     healer.prepare(batches.batches[0])
     batch = options.batch  # sequences per step; None: a batch
     if batch is None and options.amount.unit == "tokens" and batches.tokens:
-        size = sequences_in(batches.batches[0].inputs)
         batch = int(max(1, min(size, options.amount.number / batches.tokens / STEPS_WANTED)))
     parts, per_step = cut_parts(train, batch)
     course = Course(healer, parts, per_step, options.amount, torch.Generator().manual_seed(seed))
-    work = Descent(course, HeldOut(healer, held_out), evaluate, progress, state, patient=options.control)
+    work = Descent(course, held_out, evaluate, progress, state, patient=options.control)
     saved = None if state is None or not state[0].resume else state[0].load(state[1])
     try:
-        work.begin(saved)
+        if saved is None:
+            work.check(0)
+        else:
+            work.restore(saved)
+            stages = stages[stages.index(course.stage) :]
         for stage in stages:
-            if stages.index(stage) >= stages.index(course.stage if work.resumed else stages[0]):
-                work.train(stage)
+            work.train(stage)
     except KeyboardInterrupt:
         if len(work.curve) < 2:
             raise
@@ -176,11 +101,13 @@ class Descent:
     """A healing in progress: its course, its checks and its records."""
 
     course: Course
-    held_out: HeldOut
+    held_out: Sequence[Fed]  # batches on which distances are measured
     evaluate: Evaluate
     progress: Tell
     state: tuple[Store, str] | None  # the store of the state, and its name there
-    best: Best = field(default_factory=Best)
+    best: int = 0  # step with the smallest distance so far
+    least: float = math.inf  # its distance
+    values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
     history: list[tuple[float, Distances]] = field(default_factory=list)
@@ -190,31 +117,38 @@ class Descent:
     patient: bool = False  # True: no stage ends early or is skipped, so that a control trains equally long
     reported: int = 0  # amount reported to `progress` so far
 
-    def begin(self, saved: dict[str, Any] | None) -> None:
-        """Run the check before the first step, or restore a saved state."""
-        if saved is None:
-            self.check(0)
-            return
-        course, best, leaves = self.course, self.best, self.course.healer.leaves
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a state that `_store` has saved."""
+        course, leaves = self.course, self.course.healer.leaves
         for name in COURSE:
             setattr(course, name, saved["course"][name])
         course.spent = saved["seconds"]
         course.generator.set_state(saved["generator"])
         set_values(leaves, saved["now"])
-        best.step, best.distance, values = saved["best"]
-        best.values = [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
-        course.optimiser = adamw(leaves, course.rate)
-        for leaf, moments in zip(leaves, saved["moments"], strict=True):
-            if moments:  # AdamW keeps its step count on the CPU
-                means = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
-                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **means}
+        self.best, self.least, values = saved["best"]
+        self.values = [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
+        course.optimiser.load_state_dict({**course.optimiser.state_dict(), "state": saved["moments"]})
         self.history = [(share, Distances(each, counts)) for share, each, counts in saved["history"]]
-        facts = saved["facts"]
-        self.curve = [HealingStep.model_validate(step) for step in facts["curve"]]
-        self.trainings = [HealingTraining.model_validate(training) for training in facts["trainings"]]
-        self.ended = facts["ended"]
-        self.resumed = True
+        self.curve = [HealingStep.model_validate(step) for step in saved["curve"]]
+        self.trainings = [HealingTraining.model_validate(training) for training in saved["trainings"]]
+        self.ended, self.resumed = saved["ended"], True
         self._report_progress()
+
+    def _store(self, store: Store, name: str) -> None:
+        """Save the state."""
+        value = {
+            "course": {name: getattr(self.course, name) for name in COURSE},
+            "seconds": self.course.seconds,
+            "generator": self.course.generator.get_state(),
+            "now": self.course.healer.leaves,
+            "moments": self.course.optimiser.state_dict()["state"],
+            "best": [self.best, self.least, self.values],
+            "history": [[share, distances.each, distances.counts] for share, distances in self.history],
+            "curve": [step.model_dump() for step in self.curve],
+            "trainings": [training.model_dump() for training in self.trainings],
+            "ended": self.ended,
+        }
+        store.keep(name, value)
 
     def train(self, stage: HealingStage) -> None:
         """Run a stage to its end, with a check whenever one is due."""
@@ -233,35 +167,35 @@ class Descent:
             speed = tokens / seconds if seconds > 0 else None
             self._update_training(steps=training.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
             self._report_progress()
-            if self._due or course.over:
+            if self._is_due() or course.over:
                 self._run_check()
 
     def _start(self, stage: HealingStage) -> None:
         """Start a stage from the best parameters so far, with the learning rate that a range test chooses."""
         course, leaves = self.course, self.course.healer.leaves
-        self.best.restore(leaves)
+        set_values(leaves, self.values)
         planned = 1 / course.one_step if course.one_step else 1e9  # a time does not bound the steps
         count = max(1, min(STEPS, round(planned / 10)))
         endless = cycle(course.train)  # batches in order, repeated, grouped by step
         steps = [list(islice(endless, course.per_step)) for _ in range(count)]
-        rate, tried = choose_rate(course.healer, stage, steps, self.held_out)
+        rate, tried = choose_rate(course.healer, stage, steps, self.held_out[:1])
         if not rate and self.patient:
             rate = min(trial.rate for trial in tried)
         course.begin(stage, rate)
-        self.history = [(course.share, self.held_out.distances(stage))]
-        training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
+        self.history = [(course.share, measure_distances(course.healer, self.held_out, stage))]
         self.ended = rate == 0
+        training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
     def _run_check(self) -> None:
         """Run a check: keep the best parameters, decide whether the stage continues, and save the state."""
         course = self.course
         whole = self.check(course.step)
-        distances = whole if course.stage == "whole" else self.held_out.distances(course.stage)
+        distances = whole if course.stage == "whole" else measure_distances(course.healer, self.held_out, course.stage)
         self.history.append((course.share, distances))
         improved = any(distances.mean < self.history[0][1].mean for _, distances in self.history)
         if not improved and not course.over:  # restart the stage with smaller steps
-            self.best.restore(course.healer.leaves)
+            set_values(course.healer.leaves, self.values)
             first_rate = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
             self._update_training(learning_rate=course.rate, lowered_from=first_rate)
@@ -271,48 +205,36 @@ class Descent:
         self.ended = not self.patient and bool(before) and not self.history[-1][1].falls_from(before[-1])
         if self.ended and not course.over:
             self._update_training(stopped=True)
-        if self.state is not None and course.optimiser is not None:
-            store, name = self.state
-            leaves = course.healer.leaves
-            curve, trainings = ([record.model_dump() for record in part] for part in (self.curve, self.trainings))
-            value = {
-                "course": {name: getattr(course, name) for name in COURSE},
-                "seconds": course.seconds,
-                "generator": course.generator.get_state(),
-                "now": leaves,
-                "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
-                "best": [self.best.step, self.best.distance, self.best.values],
-                "history": [[share, distances.each, distances.counts] for share, distances in self.history],
-                "facts": {"curve": curve, "trainings": trainings, "ended": self.ended},
-            }
-            store.keep(name, value)
+        if self.state is not None:
+            self._store(*self.state)
 
     def check(self, step: int) -> Distances:
         """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
-        distances = self.held_out.distances()
+        course = self.course
+        distances = measure_distances(course.healer, self.held_out)
         if step == 0 and not distances.finite:
             raise ModelError(
                 "The training loss of the swapped model is not finite, so it cannot be healed.",
                 "Try --fit, or fewer layers.",
             )
-        if distances.finite:
-            self.best.offer(step, distances.mean, self.course.healer.leaves)
-        share, points = self.course.share, sum(step.loss is not None for step in self.curve)
+        if distances.mean < self.least:  # strict: keeps the first of equal steps
+            self.best, self.least = step, distances.mean
+            self.values = [leaf.detach().clone() for leaf in course.healer.leaves]
+        share, points = course.share, sum(step.loss is not None for step in self.curve)
         due = points < len(DRAWN) and share >= DRAWN[points] - 1e-9  # 1e-9: rounding of shares
         drawn = not self.curve or due or share >= 1
         point = HealingStep(
             step=step,
             validation=distances.mean if distances.finite else None,
             loss=self._evaluation_loss() if drawn else None,
-            tokens=self.course.tokens,
-            stage=self.course.stage if step else None,
+            tokens=course.tokens,
+            stage=course.stage if step else None,
         )
         self.curve.append(point)
         return distances
 
-    @property
-    def _due(self) -> bool:
-        """True if a check is due: checks lie in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
+    def _is_due(self) -> bool:
+        """Check whether a check is due: in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
         course = self.course
         planned = 1 / course.one_step if course.one_step else course.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
@@ -328,7 +250,7 @@ class Descent:
         ):
             return self.evaluate()
 
-    def _update_training(self, **changed: Any) -> None:
+    def _update_training(self, **changed: float | None) -> None:
         self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
 
     def _report_progress(self) -> None:
@@ -339,17 +261,16 @@ class Descent:
     def finish(self, options: HealOptions, batch: int) -> Healing:
         """Restore the best parameters and build the record."""
         course, healer = self.course, self.course.healer
-        self.best.restore(healer.leaves)
+        set_values(healer.leaves, self.values)
         for index, point in enumerate(self.curve):
-            if point.step == self.best.step and point.loss is None:
+            if point.step == self.best and point.loss is None:
                 self.curve[index] = point.model_copy(update={"loss": self._evaluation_loss()})
+        rates = [training.learning_rate for training in self.trainings if training.steps]
         return Healing(
             steps=int(options.amount.number) if options.amount.unit == "steps" else course.step,
-            best=self.best.step,
+            best=self.best,
             parameters=healer.count,
-            learning_rate=next(
-                (training.learning_rate for training in reversed(self.trainings) if training.steps), 0.0
-            ),
+            learning_rate=rates[-1] if rates else 0.0,
             curve=self.curve,
             asked=str(options.amount),
             goal=healer.goal,
@@ -363,10 +284,9 @@ class Descent:
         )
 
 
-def _estimate_batches(options: HealOptions, batches: Batches) -> float:
-    """Estimate the number of training batches; MOST_CHECKS steps if the amount is a time."""
+def _estimate_batches(options: HealOptions, size: int, tokens: int) -> float:
+    """Estimate the number of training batches of `size` sequences; MOST_CHECKS steps if the amount is a time."""
     number, unit = options.amount.number, options.amount.unit
-    size = sequences_in(batches.batches[0].inputs)
     if unit == "tokens":
-        return number / max(1, size * batches.tokens)
+        return number / max(1, size * tokens)
     return (number if unit == "steps" else MOST_CHECKS) * max(1.0, (options.batch or size) / size)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -45,44 +45,29 @@ def trainable(
 
     def visit(site: Site, call: Call) -> None:
         inside = {name: p for name, p in leaves.items() if name.startswith(f"{site.path}.") and p.dim() > 1}
-        all_heads = tuple(range(call.query.shape[1]))
-        ours, others = _split_heads(call, (swaps[site].heads or all_heads) if site in swaps else ())
-        for entries, part in ((affecting, ours), (fixed, others)):
+        all_heads = range(call.query.shape[1])
+        chosen = list(swaps[site].heads or all_heads) if site in swaps else []
+        others = [head for head in all_heads if head not in chosen]
+        keys, other_keys = (sorted({head // call.group for head in heads}) for heads in (chosen, others))
+        ours = [call.query[:, chosen], call.key[:, keys]]
+        for entries, part in ((affecting, ours), (fixed, [call.value, call.query[:, others], call.key[:, other_keys]])):
             for name, gradient in _gradients(part, inside).items():
                 entries[name] = entries.get(name, torch.zeros_like(gradient, dtype=torch.bool)) | (gradient != 0)
 
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    with torch.enable_grad(), hooks.watch(model, sites, visit), _cut_inputs(model):
-        torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
-    masks = {name: mask & ~fixed.get(name, torch.zeros_like(mask)) for name, mask in affecting.items()}
-    return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
-
-
-@contextmanager
-def _cut_inputs(model: PreTrainedModel) -> Iterator[None]:
-    """Cut gradients at the inputs of attention modules inside the block.
-
-    A weight that several calls share also affects the inputs of later calls, which must not count.
-    """
-
     def cut(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Cut gradients at the inputs: a weight that several calls share also affects the inputs of later calls."""
         values = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
-    attentions = [module for module in model.modules() if hooks.is_attention(module)]
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    attentions = filter(hooks.is_attention, model.modules())
     handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in attentions]
-    with remove_hooks(handles):
-        yield
-
-
-def _split_heads(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split a call into queries and keys of the chosen heads, and values and other heads' queries and keys."""
-    others = [head for head in range(call.query.shape[1]) if head not in chosen]
-    keys, other_keys = (sorted({head // call.group for head in heads}) for heads in (chosen, others))
-    ours = [call.query[:, list(chosen)], call.key[:, keys]]
-    return ours, [call.value, call.query[:, others], call.key[:, other_keys]]
+    with torch.enable_grad(), hooks.watch(model, sites, visit), remove_hooks(handles):
+        torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
+    masks = {name: mask & ~fixed.get(name, torch.zeros_like(mask)) for name, mask in affecting.items()}
+    return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
 
 
 def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,6 +91,8 @@ class Trained:
     """Factor of the change: 1 for the entries to train of a weight, or a step size; None: 1 everywhere."""
     rows: Tensor | None = None
     """Row of `start` of each head, if heads share rows; None: each head has its own."""
+    right: Tensor | None = None
+    """V (columns, R) of a low-rank change mask ∘ (U Vᵀ), of which `change` is U (Hu et al. 2022, Eq. 3)."""
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
@@ -115,80 +102,36 @@ class Trained:
             start, mask = start[first], None if mask is None else mask[first]
         return cls(start, torch.zeros_like(start, dtype=torch.float32, requires_grad=True), mask, copies)
 
-    @property
-    def added(self) -> Tensor:
-        """Masked change, float32."""
-        return self.change if self.mask is None else self.change * self.mask
-
-    @property
-    def value(self) -> Tensor:
-        """Current value, one row per head."""
-        value = (self.start.float() + self.added).to(self.start.dtype)
-        return value if self.rows is None else value[self.rows]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Tensors that the optimiser updates."""
-        return [self.change]
-
-    @property
-    def count(self) -> int:
-        """Number of trained entries."""
-        return self.change.numel() if self.mask is None else int((self.mask != 0).sum())
-
-
-@dataclass
-class LowRankChange(Trained):
-    """A weight W + mask ∘ (U Vᵀ), U and V with R columns (Hu et al. 2022, Eq. 3; the scale is in the learning rate)."""
-
-    right: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """V; `change` is U, initially 0, so that the weight starts unchanged."""
-
     @classmethod
-    def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRankChange:
-        """Create a change of rank R, with V drawn from N(0, 1/R) using `seed`."""
+    def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> Trained:
+        """Create a change of rank R, initially 0: U is 0, V is drawn from N(0, 1/R) using `seed`."""
         rows, columns = start.flatten(1).shape
         right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
         left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
         return cls(start, left, mask, None, right.to(start.device).requires_grad_())
 
     @property
-    def added(self) -> Tensor:
-        """mask ∘ (U Vᵀ)."""
-        assert self.mask is not None  # noqa: S101  # only weights, which have masks, are of low rank
-        return (self.change @ self.right.mT).view_as(self.mask) * self.mask
+    def value(self) -> Tensor:
+        """Current value, one row per head."""
+        added = self.change if self.right is None else (self.change @ self.right.mT).view_as(self.start)
+        added = added if self.mask is None else added * self.mask
+        value = (self.start.float() + added).to(self.start.dtype)
+        return value if self.rows is None else value[self.rows]
 
     @property
     def leaves(self) -> list[Tensor]:
-        """U and V."""
-        return [self.change, self.right]
+        """Tensors that the optimiser updates."""
+        return [self.change] if self.right is None else [self.change, self.right]
 
     @property
     def count(self) -> int:
-        """Number of entries in those rows of U and V that affect an entry of the mask."""
-        assert self.mask is not None  # noqa: S101
+        """Number of trained entries: of a low-rank change, those in rows of U and V that affect the masked weight."""
+        if self.mask is None:
+            return self.change.numel()
         entries = self.mask.flatten(1) != 0
-        return int(entries.any(1).sum() + entries.any(0).sum()) * self.change.shape[1]
-
-
-@contextmanager
-def replaced_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace parameters by these tensors with gradients inside the block, which recomputed blocks use too."""
-    # `_parameters` is private: no public method puts a plain tensor in a parameter's place, and functional_call, which
-    # writes to it too, restores the parameters before the backward pass recomputes blocks
-    by_name = dict(model.named_parameters())
-    replacements = {id(by_name[name]): value for name, value in values.items()}
-    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    try:
-        for module in model.modules():
-            for name, original in list(module._parameters.items()):
-                if original is not None and id(original) in replacements:
-                    before.append((module._parameters, name, original))
-                    module._parameters[name] = replacements[id(original)]  # type: ignore[assignment]
-        yield
-    finally:
-        for parameters, name, original in before:
-            parameters[name] = original
+        if self.right is None:
+            return int(entries.sum())
+        return int(entries.any(1).sum() + entries.any(0).sum()) * self.right.shape[1]
 
 
 @dataclass
@@ -238,7 +181,7 @@ class Healer:
             else:
                 # the seed depends on the name, so that weights of equal shape draw different V
                 seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
-                self.weights[name] = LowRankChange.of_rank(by_name[name], mask, self.rank, seed)
+                self.weights[name] = Trained.of_rank(by_name[name], mask, self.rank, seed)
         if self.recompute:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
@@ -275,10 +218,15 @@ class Healer:
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss to the leaves; the student stays active in the backward pass."""
+        """Add `weight` times the gradient of the loss to the leaves.
+
+        J² of each primal layer is part of the loss (Chen et al. 2023, section 3.3). The student stays active in the
+        backward pass, which may recompute blocks.
+        """
         penalties: list[Tensor] = []
-        with torch.enable_grad(), ExitStack() as back:
-            losses, _ = self._each(inputs, targets, penalties, back)
+        original = self._run_original(inputs, targets)
+        with torch.enable_grad(), self._student(penalties), _apply_checkpointing(self.blocks):
+            losses, _ = self._compute_losses(inputs, targets, original)
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -291,75 +239,70 @@ class Healer:
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean distance of each sequence with compared tokens, and their number."""
-        with torch.no_grad():
-            losses, owners = self._each(inputs, targets)
+        original = self._run_original(inputs, targets)
+        with torch.no_grad(), self._student():
+            losses, owners = self._compute_losses(inputs, targets, original)
         return owned_means(losses, owners, texts.sequences_in(inputs))
 
-    def _each(
-        self,
-        inputs: Mapping[str, Tensor],
-        targets: Tensor | None,
-        penalties: list[Tensor] | None = None,
-        back: ExitStack | None = None,
+    def _run_original(self, inputs: Mapping[str, Tensor], targets: Tensor | None) -> Tensor | None:
+        """Compute the original model's logits, or states if it is headless; None if the text is the goal."""
+        if self.goal == "text" and targets is not None:
+            return None
+        with torch.no_grad():
+            return self._run(inputs)
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        result = hooks.forward(self.loaded.model, inputs, **output_options(self.task))
+        return states_of(result) if self.task == "hidden" else logits_of(result)
+
+    def _compute_losses(
+        self, inputs: Mapping[str, Tensor], targets: Tensor | None, original: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss at each compared token, and the number of its sequence; training minimises the mean loss.
+        """Compute the student's loss at each compared token, and the number of its sequence.
 
         The loss is KL(original ‖ swapped) at real tokens in nats, for headless models 1 − cosine of the states, for the
-        goal `text` the cross-entropy of `targets` in nats. J² of each primal layer is appended to `penalties`, if it is
-        a list; training adds η times their sum (Chen et al. 2023, section 3.3). If blocks are recomputed, the student
-        stays active until `back` exits.
+        goal `text` the cross-entropy of `targets` in nats.
         """
-        if self.goal == "text" and targets is not None:
-            result = self._run_student(inputs, penalties, back)
+        if original is None:
+            result = hooks.forward(self.loaded.model, inputs, **output_options(self.task))
+            assert targets is not None  # noqa: S101  # there is no original only for a text's targets
             logits, predicted = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
             assert logits is not None  # noqa: S101  # a model without predictions has no targets
             losses = nn.functional.cross_entropy(logits, targets[predicted], reduction="none")
             return losses, predicted.nonzero()[:, 0]
-        outputs_of = states_of if self.task == "hidden" else logits_of
-        with torch.no_grad():
-            original = outputs_of(hooks.forward(self.loaded.model, inputs, **output_options(self.task)))
-        new = outputs_of(self._run_student(inputs, penalties, back))
-        owners = owners_of(original, inputs)
+        new, owners = self._run(inputs), owners_of(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
-        original, new = (
-            hooks.at_real_tokens(part, inputs) if self.task != "classification" else part for part in (original, new)
-        )
+        if self.task != "classification":
+            original, new = (hooks.at_real_tokens(part, inputs) for part in (original, new))
         if self.task == "hidden":
             losses = 1 - nn.functional.cosine_similarity(original.float(), new.float(), dim=-1)
         else:
             losses = divergence(original.float(), new.float())
         return losses.flatten(), owners
 
-    def _run_student(
-        self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
-    ) -> object:
-        with ExitStack() as pass_alone:
-            block = back if back is not None and self.blocks else pass_alone
-            block.enter_context(self.student(penalties))
-            if block is not pass_alone:
-                block.enter_context(_apply_checkpointing(self.blocks))
-            return hooks.forward(self.loaded.model, inputs, **output_options(self.task))
-
     @contextmanager
-    def student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
+    def _student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
         """Turn the model into the student inside the block: swapped kernels, and trained weights with gradients."""
         swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
-
-        def visit(site: Site, call: Call) -> None:
-            if penalties is not None and self.eta:
-                penalties.append(self.regulariser(call, swaps[site]))
-
+        visit = None if penalties is None else self.collect_penalties(swaps, penalties)
         with (
             hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit),
-            replaced_parameters(self.loaded.model, values),
+            # private, but functional_call, which uses it, restores the parameters before blocks are recomputed
+            _reparametrize_module(self.loaded.model, values, tie_weights=True),
         ):
             yield
 
-    def regulariser(self, call: Call, swap: hooks.Replacement) -> Tensor:
-        """Compute J² of one layer."""
-        part = call if swap.heads is None else call.select(swap.heads)
-        return regulariser(part, swap.kernel, self.convention)
+    def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None]:
+        """Return a function that appends J² of an attention call to `penalties`, if it is part of the loss."""
+
+        def visit(site: Site, call: Call) -> None:
+            if self.eta:
+                swap = swaps[site]
+                part = call if swap.heads is None else call.select(swap.heads)
+                penalties.append(regulariser(part, swap.kernel, self.convention))
+
+        return visit
 
     def values(self) -> dict[str, Tensor]:
         """Return the current values of the trained weights, by name, without gradients."""
