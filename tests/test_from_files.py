@@ -34,7 +34,7 @@ import attnlens
 from attnlens.errors import ModelError, ShardFinished, TextError, TooLargeError
 from attnlens.models import hooks, loading
 from attnlens.models.loading import deferred
-from attnlens.models.loading.deferred import LENGTH, RemoteFile, is_announced
+from attnlens.models.loading.deferred import LENGTH, is_announced, parse_header
 from attnlens.models.weights import query_key_maps, rows
 from attnlens.models.weights.probe import Probe, float64_weights, linear, norms_inside, smallest
 from attnlens.records import Head, Report
@@ -363,10 +363,7 @@ def test_a_header_of_a_hub_that_lies_is_refused(folder):
     ]
 
     def entries(written: bytes) -> Mapping[str, object]:
-        remote = object.__new__(RemoteFile)
-        remote.name, remote.header = "model.safetensors", written
-        remote.size = LENGTH + len(written) + len(content) - begin
-        return remote.entries()
+        return parse_header("model.safetensors", written, LENGTH + len(written) + len(content) - begin)
 
     assert name in entries(content[LENGTH:begin])
     for lie in lies:

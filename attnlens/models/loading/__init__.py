@@ -10,26 +10,20 @@ Imported by: the other packages of models, runs, lab and, inside functions, cli.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+import weakref
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
 from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge_adapter
-from attnlens.models.loading.building import (
-    build_model,
-    check_files,
-    limited_size,
-    load_config,
-    no_kernels,
-    open_gguf,
-    quiet,
-)
-from attnlens.models.loading.configs import InputKind, drop_settings, kind_of, load_tokenizer, method_of
+from attnlens.models.loading.building import build_model, check_files, load_config, no_kernels, open_gguf, quiet
+from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, method_of
 from attnlens.models.loading.gguf import GgufFiles, read_once
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import Location, find, names_in
@@ -40,7 +34,6 @@ from attnlens.models.loading.placement import (
     dtype_of,
     places_of,
     refuse_too_large,
-    remove_with,
     spread_over_devices,
 )
 from attnlens.models.loading.stored import nonfinite_tensors
@@ -51,10 +44,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from attnlens.models.loading.deferred import DeferredWeights, SafetensorsFiles
+    from attnlens.models.loading.deferred import DeferredWeights
+    from attnlens.models.loading.stored import LoadingInfo
 
 SWAPPED = "attnlens.json"
 """Name of the file that marks a folder whose model was saved with another kernel."""
+
+WITHOUT_TOKENIZER = None, "the model's weights are read from their files, so it cannot run"
 
 
 @dataclass(frozen=True)
@@ -154,28 +150,25 @@ def _load_into_memory(
     """Load the model at `place` onto `device`, with quantised weights decoded and the adapter merged."""
     import torch
 
-    from attnlens.models.loading.deferred import open_safetensors, read_all
+    from attnlens.models.loading.deferred import SafetensorsFiles, read_all
 
     is_in_folder = adapter is not None and adapter.folder.samefile(place.folder)
     stored = check_files(place, trust_remote_code, adapter_too=is_in_folder)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
         config = load_config(place, trust_remote_code)
         loaded_dtype, method = dtype_of(dtype, config, device), method_of(place)
-        config_dtype: Any = config.dtype if method else None
-        decoded_dtype = loaded_dtype or config_dtype or torch.float32
         if device.type == "cpu":
             refuse_too_large(place, stored, loaded_dtype or torch.float32)
-        files: SafetensorsFiles | GgufFiles | None = None
+        files: SafetensorsFiles | GgufFiles | None = open_gguf(place, config, stored) if place.gguf else None
         if method is not None:
-            files = quantised = open_safetensors(place)
-            drop_settings(config)
-            stored = quantised.stored
-        with limited_size(place, stored):
-            if place.gguf:
-                files = open_gguf(place, config)
-            weights = None if files is None else read_all(files, decoded_dtype)
-            ignored, dtype_option = files.ignored if files else (), loaded_dtype or "auto"
-            model, loading_info = build_model(place, config, dtype_option, trust_remote_code, stored, weights, ignored)
+            files = coded = SafetensorsFiles(place)
+            stored = coded.stored
+        config_dtype: torch.dtype | None = getattr(config, "dtype", None) if method else None
+        decoded_dtype = loaded_dtype or config_dtype or torch.float32
+        weights, ignored = (None, ()) if files is None else (read_all(files, decoded_dtype), files.ignored)
+        model, loading_info = build_model(
+            place, config, loaded_dtype or "auto", trust_remote_code, stored, weights, ignored
+        )
         merged = None if adapter is None else merge_adapter(adapter, model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
@@ -185,9 +178,9 @@ def _load_into_memory(
 def _describe(
     place: Location,
     model: PreTrainedModel,
-    loading_info: Mapping[str, Any],
+    loading_info: LoadingInfo,
     method: str | None = None,
-    tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so it cannot run"),
+    tokenizer: tuple[PreTrainedTokenizerBase | None, str] = WITHOUT_TOKENIZER,
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
@@ -219,10 +212,12 @@ def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_
     with quiet(), no_kernels():
         config = load_config(place, trust_remote_code)
         spread = spread_over_devices(max_cpu_memory)
-        with remove_with(spread["offload_folder"]) as keep, limited_size(place, stored):
+        with ExitStack() as undo:
+            folder = undo.enter_context(TemporaryDirectory(prefix="attnlens-", ignore_cleanup_errors=True))
+            spread |= {"offload_folder": folder}
             # transformers accepts the name of a torch dtype
             model, loading_info = build_model(place, config, dtype, trust_remote_code, stored, spread=spread)
-            keep(model)
+            weakref.finalize(model, undo.pop_all().close)  # removes the folder when the model is freed
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     return _describe(place, model.requires_grad_(False), loading_info, None, tokenizer, shapes=shapes)
 
@@ -233,18 +228,15 @@ def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, ada
         raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
     import torch
 
-    from attnlens.models.loading.deferred import DeferredWeights, one_thread, open_files, shape_slices, widen
+    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, open_files, shape_slices, widen
 
     stored = check_files(place, trust_remote_code)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
         config, method = load_config(place, trust_remote_code), method_of(place)
-        with limited_size(place, stored):  # to map the names in a GGUF file, the model is built on the meta device
-            files = open_files(place, config)
+        files = open_files(place, config, stored)
         if not isinstance(files, GgufFiles):
             stored = files.stored
-        if method is not None:
-            drop_settings(config)
-        with limited_size(place, stored), one_thread():
+        with patch.dict(os.environ, ONE_THREAD):
             shapes = shape_slices(files.shapes)
             model, loading_info = build_model(
                 place, config, torch.float32, trust_remote_code, stored, shapes, files.ignored

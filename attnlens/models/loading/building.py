@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from logging import CRITICAL, getLogger
 from math import prod
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from unittest.mock import Mock, patch
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.configs import (
+    SAY_BELONGS,
     check_config,
     check_counts,
+    drop_settings,
     fields,
     foreign,
     model_class,
@@ -26,12 +30,15 @@ from attnlens.models.loading.configs import (
 )
 from attnlens.models.loading.gguf import GgufFiles, Settings, read_header
 from attnlens.models.loading.locate import CONFIG, Location, check_small, names_in, refuse_other_forms
-from attnlens.models.loading.stored import Stored, check_loaded, numbers_in, tensors_in
+from attnlens.models.loading.stored import LoadingInfo, Stored, check_loaded, numbers_in, tensors_in
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+SAY_SUPPORTED = "Check that transformers supports this model."
 
 
 @contextmanager
@@ -44,13 +51,15 @@ def silence_logging() -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    with ExitStack() as undo:
-        undo.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity(CRITICAL)
-        accelerate = getLogger("accelerate")
-        undo.callback(accelerate.setLevel, accelerate.level)
-        accelerate.setLevel(CRITICAL)
+    accelerate = getLogger("accelerate")
+    levels = logging.get_verbosity(), accelerate.level
+    logging.set_verbosity(CRITICAL)
+    accelerate.setLevel(CRITICAL)
+    try:
         yield
+    finally:
+        logging.set_verbosity(levels[0])
+        accelerate.setLevel(levels[1])
 
 
 @contextmanager
@@ -58,13 +67,10 @@ def quiet() -> Iterator[None]:
     """Silence progress bars, logs and warnings inside the context, while a model is loaded."""
     from transformers.utils import logging
 
-    with ExitStack() as undo:
+    with ExitStack() as undo, silence_logging(), warnings.catch_warnings(action="ignore"):
         if logging.is_progress_bar_enabled():
             logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             undo.callback(logging.enable_progress_bar)
-        undo.enter_context(silence_logging())
-        undo.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
         yield
 
 
@@ -76,21 +82,13 @@ def no_kernels() -> Iterator[None]:
     call transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read
     only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
     """
-    hub: Any = import_module("transformers.integrations.hub_kernels")
-    original = getattr(hub, "get_kernel_hub", None)
-    if original is None:  # the package `kernels` is not installed
+    hub = import_module("transformers.integrations.hub_kernels")
+    if not hasattr(hub, "get_kernel_hub"):  # the package `kernels` is not installed
         yield
         return
-
-    def refuse(*_: object, **__: object) -> None:
-        raise FileNotFoundError("attnlens does not run code from the hub")
-
-    package: Any = import_module("kernels")
-    hub.get_kernel_hub = package.get_kernel = refuse
-    try:
+    refuse = Mock(side_effect=FileNotFoundError("attnlens does not run code from the hub"))
+    with patch.object(hub, "get_kernel_hub", refuse), patch("kernels.get_kernel", refuse):
         yield
-    finally:
-        hub.get_kernel_hub = package.get_kernel = original
 
 
 TIMES, PARTS_TIMES = 8, 16
@@ -108,23 +106,25 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
     from torch import Tensor
     from torch.nn.modules import module
 
-    limits = {"numbers": TIMES * numbers_in(stored) + SPARE, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
-    limits["buffers"] = limits["numbers"] + SPARE_BUFFERS
+    numbers = TIMES * numbers_in(stored) + SPARE
+    limits = {"numbers": numbers, "buffers": numbers + SPARE_BUFFERS, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
     counts = dict.fromkeys(limits, 0)
     thread = get_ident()  # torch's hooks are global and also see modules built by other threads
 
-    def counter(kind: str) -> Callable[[nn.Module, str, object], None]:
-        def count(_owner: nn.Module, _name: str, value: object) -> None:
-            is_on_meta = isinstance(value, Tensor) and value.is_meta
-            if get_ident() != thread or (kind != "parts" and not is_on_meta):
-                return
-            counts["parts"] += 1
-            if isinstance(value, Tensor):
-                counts[kind] += prod(value.shape)
-            if any(counts[name] > limit for name, limit in limits.items()):
-                raise _too_large(place, stored)
-
-        return count
+    def count(kind: str, _owner: nn.Module, _name: str, value: object) -> None:
+        is_on_meta = isinstance(value, Tensor) and value.is_meta
+        if get_ident() != thread or (kind != "parts" and not is_on_meta):
+            return
+        counts["parts"] += 1
+        if isinstance(value, Tensor):
+            counts[kind] += prod(value.shape)
+        if all(counts[name] <= limit for name, limit in limits.items()):
+            return
+        sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
+        size, path = max(sizes, default=(0, ""))
+        largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
+        problem = f"{place.config_file} describes a far larger model{largest} than the weight files"
+        raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", SAY_BELONGS)
 
     with ExitStack() as stack:
         for kind, register in (
@@ -132,17 +132,8 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
             ("buffers", module.register_module_buffer_registration_hook),
             ("parts", module.register_module_module_registration_hook),
         ):
-            stack.callback(register(counter(kind)).remove)
+            stack.callback(register(partial(count, kind)).remove)
         yield
-
-
-def _too_large(place: Location, stored: Mapping[str, Stored]) -> ModelError:
-    sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
-    size, path = max(sizes, default=(0, ""))
-    largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
-    file = place.folder / (place.file if place.form == "gguf" else CONFIG)
-    problem = f"{file} describes a far larger model{largest} than the weight files ({numbers_in(stored)} numbers)."
-    return ModelError(problem, "Use the config.json that belongs to these weights.")
 
 
 def check_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
@@ -171,19 +162,18 @@ def load_config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     own_models(place.config.get("model_type"))
-    where = place.folder / (place.file if place.gguf else CONFIG)
     kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
-    with foreign(f"{where}{kind} can't be read", "Check that transformers supports this model."):
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **place.gguf}
-        config: PreTrainedConfig = AutoConfig.from_pretrained(place.folder, **options)
+    with foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            place.folder, trust_remote_code=trust_remote_code, **place.gguf
+        )
     take_choices(config)
     if place.gguf:
-        path = place.folder / place.file
-        Settings(path, read_header(path)).apply(config)
+        Settings(place.config_file).apply(config)
     return config
 
 
-def open_gguf(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
+def open_gguf(place: Location, config: PreTrainedConfig, stored: Mapping[str, Stored]) -> GgufFiles | None:
     """Open the tensors of a GGUF file; return None if transformers has its newer loader for the architecture."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
@@ -191,7 +181,7 @@ def open_gguf(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
     header = read_header(path)
     if is_gguf_arch_supported(header.architecture):
         return None
-    with foreign(f"{path} can't be read", "Check that transformers supports this model."):
+    with foreign(f"{path} can't be read", SAY_SUPPORTED), limited_size(place, stored):
         return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))
 
 
@@ -204,7 +194,7 @@ def build_model(
     weights: Mapping[str, object] | None = None,
     ignored: Iterable[str] = (),
     spread: Mapping[str, object] = MappingProxyType({}),
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
     `weights` are decoded weights, if given, and `ignored` the names of tensors left out of them; `spread` are the
@@ -213,16 +203,17 @@ def build_model(
     from transformers import GenerationConfig
 
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
-    options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
+    options: dict[str, object] = {"trust_remote_code": True} if own_code else {}
     if place.form == "safetensors" and weights is None:
         config.transformers_weights = place.file
     config_file = "" if place.gguf else f" with {CONFIG}"
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
-    with foreign(problem, "Check that weights and config belong together."):
+    with foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
         class_ = model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is None:
             options |= place.gguf
         else:
+            drop_settings(config)  # quantised weights have been decoded
             # transformers reads this file only with weights from the folder; it can set the decoder's start token
             has_file = (place.folder / "generation_config.json").is_file()
             generation = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if has_file else None

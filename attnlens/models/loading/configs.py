@@ -17,7 +17,7 @@ from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Location
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -165,6 +165,7 @@ READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quant
 LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
 SAY_CORRECT = "Correct the config, or download the model again."
+SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 
 
@@ -276,7 +277,7 @@ def take_choices(config: object) -> None:
             pending += inside
 
 
-def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+def refuse_mismatch(place: Location, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
     """Raise ModelError if any tensors (name, stored shape, shape by the config) are mismatched."""
     if not mismatched:
         return
@@ -287,9 +288,7 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
     causes = [f"{shorten_text(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(causes)})" if causes else ""
     problem = f"{name}{more} has size {stored_size} in the file, but {expected_size} according to config.json{because}"
-    raise ModelError(
-        f"{place.folder / place.file} can't be loaded: {problem}.", "Use the config.json that belongs to these weights."
-    )
+    raise ModelError(f"{place.folder / place.file} can't be loaded: {problem}.", SAY_BELONGS)
 
 
 def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -18,7 +18,8 @@ from functools import cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import get_hf_file_metadata
@@ -41,12 +42,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 from attnlens.errors import ModelError
 from attnlens.files import shorten_text
 from attnlens.models.loading.building import open_gguf, quiet
-from attnlens.models.loading.configs import method_of
 from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import Location, WatchedFile
 from attnlens.models.loading.placement import give_back
-from attnlens.models.loading.quantised import CodedWeight, coded_weights
+from attnlens.models.loading.quantised import coded_weights
 from attnlens.models.loading.stored import Stored, safetensors_header
 from attnlens.records import FileInParts
 
@@ -128,7 +128,7 @@ class DeferredWeights:
             # a type whose values `dtype` contains is widened only once, later
             tensors[name] = tensor if dtype is None or is_exact else tensor.to(dtype)
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
-        with one_thread(), quiet():
+        with patch.dict(os.environ, ONE_THREAD), quiet():
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
@@ -143,9 +143,9 @@ class DeferredWeights:
         return {module: name for name, module in self.model.named_modules()}
 
     @cached_property
-    def _mapping(self) -> list[Any]:
+    def _mapping(self) -> list[WeightConverter | WeightRenaming]:
         """Renamings and conversions that transformers applies to the tensors of such a checkpoint."""
-        return list(get_model_conversion_mapping(self.model, None, None))
+        return cast("list[WeightConverter | WeightRenaming]", get_model_conversion_mapping(self.model))
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
@@ -163,8 +163,8 @@ class DeferredWeights:
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
-ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Environment variable that makes transformers place tensors one by one: its threads would share one fake mode."""
+ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
+"""Environment that makes transformers place tensors one by one: its threads would share one fake mode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
@@ -202,18 +202,6 @@ def is_announced(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Make transformers place tensors one by one inside the context."""
-    before = {name: value for name, value in os.environ.items() if name == ONE_THREAD}
-    os.environ[ONE_THREAD] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[ONE_THREAD]
-        os.environ.update(before)
-
-
 def widen(model: PreTrainedModel) -> None:
     """Convert the model's floating-point tensors to float64, with or without numbers; tied tensors stay tied."""
     wide: dict[Tensor, nn.Parameter] = {}
@@ -232,14 +220,8 @@ def widen(model: PreTrainedModel) -> None:
 def mute_shape_errors() -> Iterator[None]:
     """Silence torch's messages on stderr about shape computations that need numbers; our own errors report them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with patch.object(logger, "disabled", True), warnings.catch_warnings(action="ignore"):
+        yield
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -256,33 +238,24 @@ WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
 PATIENCE = 30.0
 """Seconds without a byte after which a connection counts as dropped."""
-SAY_LATER = "Run the command again: finished work is kept."
+SAY_AGAIN, SAY_LATER = "Download it again.", "Run the command again: finished work is kept."
 
 
-def open_files(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | GgufFiles:
+def open_files(place: Location, config: PreTrainedConfig, stored: Mapping[str, Stored]) -> SafetensorsFiles | GgufFiles:
     """Open the weight files at `place`. Raises ModelError if they are in a form that can't be read in parts."""
     path = place.folder / place.file
     if place.form == "pickle":
         raise ModelError(f"{path} is a pickle, whose tensors can't be read individually.", "Convert it to safetensors.")
-    if place.form == "safetensors":
-        return open_safetensors(place)
-    files = open_gguf(place, config)
+    files = SafetensorsFiles(place) if place.form == "safetensors" else open_gguf(place, config, stored)
     if files is None:
         raise ModelError(f"The tensors of {path} can't be read individually, because of its architecture.", SAY_LOAD)
     return files
 
 
-def open_safetensors(place: Location) -> SafetensorsFiles:
-    """Open the safetensors files at `place`, local or on a hub; quantised weights are decoded when they are read."""
-    files = RemoteFiles(RemoteFile(*item) for item in place.urls) if place.urls else SafetensorsFiles(place.weights)
-    method = method_of(place)
-    return files if method is None else CodedFiles(files, coded_weights(place, method, files.stored))
-
-
 def read_all(files: SafetensorsFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read all tensors, 64 at a time; decoded tensors are converted to `dtype`, others keep their stored type."""
     names, tensors = list(files.shapes), dict[str, Tensor]()
-    decoded = files.coded if isinstance(files, CodedFiles) else files.shapes
+    decoded = files.shapes if isinstance(files, GgufFiles) else files.coded
     for start in range(0, len(names), 64):
         for name, tensor in files.read(names[start : start + 64]).items():
             tensors[name] = tensor.to(dtype) if name in decoded else tensor
@@ -290,67 +263,90 @@ def read_all(files: SafetensorsFiles | GgufFiles, dtype: torch.dtype) -> dict[st
 
 
 class SafetensorsFiles:
-    """The tensors of local safetensors files, each read only on request."""
+    """The tensors of safetensors files, local or on a hub, each read only on request.
+
+    Quantised weights are decoded when they are read, and have the weights' own names. Raises ModelError if a file is
+    broken, or the files don't contain the quantised weights that the config describes.
+    """
 
     ignored: Sequence[str] = ()
     """Tensors left out because the model lacks them: none."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self.headers: list[FileInParts] = []
+    def __init__(self, place: Location) -> None:
+        files: list[LocalFile | RemoteFile] = [RemoteFile(*item) for item in place.urls]
+        files = files or [LocalFile(path) for path in place.weights]
+        self.headers = [file.record for file in files]
         """Records of the files for a report."""
-        self.stored: dict[str, Stored] = {}
-        """Shape and type of each tensor."""
-        self._files: dict[str, WatchedFile] = {}
-        for file in map(WatchedFile, paths):
-            tensors = safetensors_header(file.path)
-            self.stored |= tensors
-            self._files |= dict.fromkeys(tensors, file)
-            with file.path.open("rb") as content:  # the library has checked that the file is complete
-                header = content.read(int.from_bytes(content.read(LENGTH), "little"))
-            self.headers.append(file.in_report(sha256(header).hexdigest()))
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+        self._files = {name: file for file in files for name in file.stored}
+        stored = {name: tensor for file in files for name, tensor in file.stored.items()}
+        self._bytes = {name: tensor.bytes for name, tensor in stored.items()}
+        self.coded = coded_weights(place, stored)
+        """Weights stored as codes, keyed by the weights' own names."""
+        shapes = {name: weight.shape(stored, self._read) for name, weight in self.coded.items()}
+        codes = set(self._stored_names(self.coded))
+        self.stored = {name: tensor for name, tensor in stored.items() if name not in codes}
+        """Shape and type of each tensor; decoded weights are float32."""
+        self.stored |= {name: Stored(shape, "F32") for name, shape in shapes.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self.stored.items()}
         """Shapes of all tensors, keyed by name."""
-        return {name: tensor.shape for name, tensor in self.stored.items()}
 
     def size(self, names: Iterable[str]) -> int:
-        """Return the size of these tensors in bytes."""
-        return sum(self.stored[name].bytes for name in names)
+        """Return how many bytes are read for these tensors."""
+        return sum(self._bytes[name] for name in self._stored_names(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some numbers of each of these tensors, since a file's modification time can be set to any value."""
-        pieces: list[Tensor] = []
-        for name in names:
-            with self._open_file_of(name) as content:
-                part = content.get_slice(name)
-                shape = part.get_shape()
-                rows = max(1, SAMPLE // max(1, prod(shape[1:])))
-                last = max(0, shape[0] - rows) if shape else 0
-                spans = [slice(start, start + rows) for start in (0, last // 2, last)] if shape else [...]
-                pieces += [part[span] for span in spans]
-        return b"".join(piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for piece in pieces)
+        """Return some numbers of each of these tensors, as stored."""
+        return b"".join(self._files[name].sample(name) for name in self._stored_names(names))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read these tensors. Raises ModelError if a file is gone, truncated, or has changed since it was opened."""
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            with self._open_file_of(name) as content:
-                tensors[name] = content.get_tensor(name)
-        return tensors
+        """Read and decode these tensors. Raises ModelError if that fails, or a file changed since it was opened."""
+        return {name: self.coded[name].decode(self._read) if name in self.coded else self._read(name) for name in names}
+
+    def _read(self, name: str) -> Tensor:
+        return self._files[name].read(name)
+
+    def _stored_names(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the stored tensors that these tensors are made of."""
+        return [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
+
+
+class LocalFile:
+    """A safetensors file on this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._watched, self.stored = WatchedFile(path), safetensors_header(path)
+        with path.open("rb") as content:  # the library has checked that the file is complete
+            header = content.read(int.from_bytes(content.read(LENGTH), "little"))
+        self.record = self._watched.in_report(sha256(header).hexdigest())
+
+    def sample(self, name: str) -> bytes:
+        """Return some numbers of a tensor, since a file's modification time can be set to any value."""
+        with self._open() as content:
+            part = content.get_slice(name)
+            shape = part.get_shape()
+            rows = max(1, SAMPLE // max(1, prod(shape[1:])))
+            last = max(0, shape[0] - rows) if shape else 0
+            spans = [slice(start, start + rows) for start in (0, last // 2, last)] if shape else [...]
+            pieces: list[Tensor] = [part[span] for span in spans]
+        return b"".join(piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for piece in pieces)
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor. Raises ModelError if the file is gone, truncated, or has changed since it was opened."""
+        with self._open() as content:
+            tensor: Tensor = content.get_tensor(name)
+            return tensor
 
     @contextmanager
-    def _open_file_of(self, name: str) -> Iterator[Any]:
-        """Open the file of a tensor inside the context; closing it unmaps the file."""
-        file = self._files[name]
-        file.check()
+    def _open(self) -> Iterator[Any]:  # safetensors has no types
+        """Open the file inside the context; closing it unmaps the file."""
+        self._watched.check()
         try:
-            with safe_open(file.path, framework="pt") as content:
+            with safe_open(self._watched.path, framework="pt") as content:
                 yield content
         except (SafetensorError, OSError) as error:
-            file.check()
-            raise ModelError(f"{file.path} can't be read: {first_line(error)}", "Download it again.") from None
-        file.check()
+            self._watched.check()
+            raise ModelError(f"{self._watched.path} can't be read: {first_line(error)}", SAY_AGAIN) from None
+        self._watched.check()
 
 
 class RemoteFile:
@@ -361,51 +357,57 @@ class RemoteFile:
     """
 
     def __init__(self, name: str, url: str) -> None:
-        self.name, self.url = name, url
+        self._name, self._url = name, url
         try:
             metadata = get_hf_file_metadata(url)
         except (HfHubHTTPError, HTTPError) as error:
             raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
         if metadata.size is None:
             raise ModelError(f"The hub does not report the size of {name}.", "Download the model.")
-        self.size, self.stamp = metadata.size, metadata.etag or ""
-        length = int.from_bytes(self.read(0, LENGTH), "little") if self.size >= LENGTH else 0
-        if not 0 < length <= min(LONGEST, self.size - LENGTH):
-            raise ModelError(f"{name} is truncated or not a safetensors file.", "Download it again.")
-        self.header = bytes(self.read(LENGTH, length))
+        length = int.from_bytes(self._read_range(0, LENGTH), "little") if metadata.size >= LENGTH else 0
+        if not 0 < length <= min(LONGEST, metadata.size - LENGTH):
+            raise ModelError(f"{name} is truncated or not a safetensors file.", SAY_AGAIN)
+        header = bytes(self._read_range(LENGTH, length))
+        self._places = parse_header(name, header, metadata.size)
+        self.stored = {tensor: stored for tensor, (stored, _) in self._places.items()}
+        digest, stamp = sha256(header).hexdigest(), metadata.etag or ""
+        self.record = FileInParts(name=name, bytes=metadata.size, header_sha256=digest, stamp=stamp)
 
-    def entries(self) -> dict[str, tuple[Stored, int]]:
-        """Return each tensor's shape, type and start offset. Raises ModelError if the header contradicts the file."""
-        begin = LENGTH + len(self.header)
-        tensors: dict[str, tuple[Stored, int]] = {}
-        try:
-            for name, entry in json.loads(self.header).items():
-                if name != "__metadata__":
-                    start, end = (begin + int(edge) for edge in entry["data_offsets"])
-                    stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
-                    if not begin <= start <= end <= self.size or end - start != stored.bytes:
-                        problem = f"{self.name} is truncated, or its header gives a wrong size of {shorten_text(name)}."
-                        raise ModelError(problem, "Download it again.")
-                    tensors[name] = stored, start
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            raise ModelError(f"{self.name} does not have a safetensors header.", "Download it again.") from None
-        return tensors
+    def sample(self, _name: str) -> bytes:
+        """Return no bytes, because the stamp already identifies the content."""
+        return b""
 
-    def read(self, start: int, count: int) -> bytearray:
+    def read(self, name: str) -> Tensor:
+        """Read a tensor. Raises ModelError if the hub does not deliver it, or its type is unknown."""
+        stored, start = self._places[name]
+        entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
+        header = json.dumps({name: entry}).encode()
+        content = len(header).to_bytes(LENGTH, "little") + header + self._read_range(start, stored.bytes)
+        try:  # the library parses a file with this one tensor
+            return load_bytes(bytes(content))[name]
+        except (SafetensorError, KeyError):
+            problem = f"{self._name} stores {shorten_text(name)} in an unknown type."
+            raise ModelError(problem, "Download it.") from None
+
+    def _read_range(self, start: int, count: int) -> bytearray:
         """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
         data, problem = bytearray(), ""
         for attempt in range(ATTEMPTS):
             time.sleep(WAIT * 2**attempt * (attempt > 0))
             first = start + len(data)
             span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
-            options: dict[str, Any] = {"headers": build_hf_headers() | span, "timeout": PATIENCE}
+            headers = build_hf_headers() | span
             try:
-                with get_session().stream("GET", self.url, follow_redirects=True, **options) as answer:
+                with get_session().stream(
+                    "GET", self._url, follow_redirects=True, headers=headers, timeout=PATIENCE
+                ) as answer:
                     if answer.status_code in (429, 500, 502, 503, 504):  # busy
                         continue
                     sent = answer.headers.get("Content-Range", "")
                     if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
-                        problem = f"The hub answers {answer.status_code} {sent} to a request for a part of {self.name}."
+                        problem = (
+                            f"The hub answers {answer.status_code} {sent} to a request for a part of {self._name}."
+                        )
                         raise ModelError(problem, SAY_LATER)
                     for part in answer.iter_raw():
                         data += part[: count - len(data)]
@@ -414,71 +416,25 @@ class RemoteFile:
             if len(data) == count:
                 return data
         reason = problem or f"{len(data)} of {count} bytes arrived"
-        raise ModelError(f"{self.name} can't be read from the hub: {reason}.", SAY_LATER)
+        raise ModelError(f"{self._name} can't be read from the hub: {reason}.", SAY_LATER)
 
 
-class RemoteFiles(SafetensorsFiles):
-    """The tensors of safetensors files on a hub."""
+def parse_header(file: str, header: bytes, size: int) -> dict[str, tuple[Stored, int]]:
+    """Return shape, type and start offset of each tensor in a safetensors file of `size` bytes with this header.
 
-    def __init__(self, files: Iterable[RemoteFile]) -> None:
-        super().__init__([])
-        self._starts: dict[str, tuple[RemoteFile, int]] = {}
-        for file in files:
-            for name, (stored, start) in file.entries().items():
-                self.stored[name], self._starts[name] = stored, (file, start)
-            digest = sha256(file.header).hexdigest()
-            self.headers.append(FileInParts(name=file.name, bytes=file.size, header_sha256=digest, stamp=file.stamp))
-
-    def sample(self, names: Iterable[str]) -> bytes:  # the interface of SafetensorsFiles
-        """Return no bytes, because the stamp already identifies the content."""
-        return b""
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read these tensors. Raises ModelError if the hub does not deliver them, or their type is unknown."""
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            stored, (file, start) = self.stored[name], self._starts[name]
-            entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
-            header = json.dumps({name: entry}).encode()
-            content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
-            try:  # the library parses a file with this one tensor
-                tensors |= load_bytes(bytes(content))
-            except (SafetensorError, KeyError):
-                raise ModelError(
-                    f"{file.name} stores {shorten_text(name)} in an unknown type.", "Download it."
-                ) from None
-        return tensors
-
-
-class CodedFiles(SafetensorsFiles):
-    """The tensors of safetensors files with quantised weights, which are decoded and have the weights' own names."""
-
-    def __init__(self, files: SafetensorsFiles, coded: Mapping[str, CodedWeight]) -> None:
-        """Determine the shapes of the `coded` weights in `files`. Raises ModelError if the files don't contain them."""
-        super().__init__([])
-        self.files, self.coded, self.headers = files, coded, files.headers
-        codes = {name for weight in coded.values() for name in weight.parts.values()}
-        self.stored = {name: tensor for name, tensor in files.stored.items() if name not in codes}
-        for name, weight in coded.items():
-            self.stored[name] = Stored(weight.shape(files.stored, lambda part: files.read([part])[part]), "F32")
-
-    def size(self, names: Iterable[str]) -> int:
-        """Return how many bytes are read for these tensors."""
-        return self.files.size(self._stored_names(names))
-
-    def sample(self, names: Iterable[str]) -> bytes:
-        """Return some numbers of each stored tensor that these tensors are decoded from."""
-        return self.files.sample(self._stored_names(names))
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read and decode these tensors. Raises ModelError as SafetensorsFiles does, and if one can't be decoded."""
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            parts = self.files.read(self._stored_names([name]))
-            weight = self.coded.get(name)
-            tensors |= parts if weight is None else {name: weight.decode(parts)}
-        return tensors
-
-    def _stored_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the stored tensors that these tensors are made of."""
-        return [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
+    Raises ModelError if the header contradicts the file.
+    """
+    begin = LENGTH + len(header)
+    tensors: dict[str, tuple[Stored, int]] = {}
+    try:
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                start, end = (begin + int(edge) for edge in entry["data_offsets"])
+                stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
+                if not begin <= start <= end <= size or end - start != stored.bytes:
+                    problem = f"{file} is truncated, or its header gives a wrong size of {shorten_text(name)}."
+                    raise ModelError(problem, SAY_AGAIN)
+                tensors[name] = stored, start
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise ModelError(f"{file} does not have a safetensors header.", SAY_AGAIN) from None
+    return tensors

@@ -216,6 +216,11 @@ class Location:
         return tuple(weight_file(self.folder, name) for name in shards)
 
     @property
+    def config_file(self) -> Path:
+        """The file that describes the model: config.json, or the GGUF file itself."""
+        return self.folder / (self.file if self.gguf else CONFIG)
+
+    @property
     def config(self) -> dict[str, Any]:
         """Content of config.json; empty for a GGUF file, which includes its own config."""
         return {} if self.form == "gguf" else read_json(self.folder / CONFIG)

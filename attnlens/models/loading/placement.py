@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import tempfile
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlens.errors import ModelError, TooLargeError, UsageError
 from attnlens.models.loading.locate import Location
@@ -120,17 +116,15 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
     return dtype
 
 
-def check_device_map(options: Mapping[str, Any]) -> None:
+def check_device_map(options: Mapping[str, object]) -> None:
     """Raise UsageError for arguments of `load` that contradict device_map, and for max_cpu_memory without it."""
-    SpreadRequest(**{name: options[name] for name in SpreadRequest.model_fields})
-    if options["device_map"] is None:
-        if options["max_cpu_memory"] is not None:
-            raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
-        return
-    for name, default in (("device", "auto"), ("from_files", False), ("adapter", None)):
-        if options[name] and options[name] != default:
-            problem = f"{name} can't be combined with device_map (--device spread)."
-            raise UsageError(problem, "Omit one of them.")
+    SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
+    if options["device_map"] is None and options["max_cpu_memory"] is not None:
+        raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
+    others = [name for name in ("device", "from_files", "adapter") if options[name] not in (None, False, "auto")]
+    if options["device_map"] is not None and others:
+        problem = f"{others[0]} can't be combined with device_map (--device spread)."
+        raise UsageError(problem, "Omit one of them.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
@@ -143,7 +137,7 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
 
 
-def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
+def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
     """Return the options that make transformers spread a model over GPUs, memory and disk: device_map="auto".
 
     Raises UsageError if accelerate is not installed.
@@ -157,20 +151,7 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
     free = free_memory() or limits["cpu"]
     # forward passes and measures need the other quarter
     limits["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
-    return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
-
-
-@contextmanager
-def remove_with(folder: str) -> Iterator[Callable[[PreTrainedModel], None]]:
-    """Remove the offload folder when the model passed to the yielded function is freed; without one, on exit."""
-    models: list[PreTrainedModel] = []
-    try:
-        yield models.append
-    finally:
-        for model in models:
-            weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-        if not models:
-            shutil.rmtree(folder, ignore_errors=True)
+    return {"device_map": "auto", "max_memory": limits}
 
 
 def places_of(model: PreTrainedModel) -> str:

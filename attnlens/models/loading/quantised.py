@@ -8,7 +8,7 @@ GPTQ, AWQ, compressed-tensors and bitsandbytes need packages that the bare insta
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, prod
@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.configs import SAY_UNQUANTISED, settings_of
+from attnlens.models.loading.configs import SAY_UNQUANTISED, method_of, settings_of
 from attnlens.models.loading.locate import CONFIG, Location
 from attnlens.models.loading.stored import Stored
 
@@ -57,10 +57,10 @@ class CodedWeight:
     where: str
     """Folder and method, for errors."""
 
-    def decode(self, tensors: Parts) -> Tensor:
-        """Return the weight in float32, from its tensors keyed by their names in the files. Raises ModelError."""
+    def decode(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Return the weight in float32; `read` reads one of its tensors by its name. Raises ModelError."""
         with self._naming_errors():
-            return self.scheme.decode({part: tensors[name] for part, name in self.parts.items()}, self.settings)
+            return self.scheme.decode({part: read(name) for part, name in self.parts.items()}, self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
         """Return the weight's shape from the shapes of its tensors; `read` reads one by its name. Raises ModelError."""
@@ -77,10 +77,14 @@ class CodedWeight:
             raise ModelError(problem, SAY_UNQUANTISED) from None
 
 
-def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> dict[str, CodedWeight]:
-    """Return the weights stored as codes among tensors with these names. Raises ModelError if there are none."""
-    quantisation = settings_of(place.config)
-    settings: Settings = quantisation[1] if quantisation else {}
+def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
+    """Return the weights stored as codes among tensors with these names, {} if the config describes no codes.
+
+    Raises ModelError if the config describes codes, but there are none, or in a variant that can't be decoded.
+    """
+    method, (_, settings) = method_of(place), settings_of(place.config) or ("", {})
+    if method is None:
+        return {}
     where, weights = f"{place.folder} ({method})", dict[str, CodedWeight]()
     for scheme in SCHEMES[method]:
         for name in names:

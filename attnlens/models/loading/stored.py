@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LoadingInfo = Mapping[str, set[Any]]
+"""transformers' record of a load: names under missing_keys and unexpected_keys, with shapes under mismatched_keys."""
 PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
 """Names of tensors that only quantised checkpoints have."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
@@ -26,7 +28,7 @@ SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 
 
 def check_loaded(
-    place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], loading_info: Mapping[str, Any]
+    place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], loading_info: LoadingInfo
 ) -> None:
     """Raise ModelError if the loaded model differs from its files, by transformers' loading info.
 
@@ -50,7 +52,7 @@ def check_loaded(
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
             problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
             raise ModelError(problem, SAY_SAFETENSORS)
-        Settings(where, read_header(where)).check_rotation(model)
+        Settings(where).check_rotation(model)
     if twice := _twice(model, stored, unused):
         problem = f"{where} contains both {twice[0]} and {twice[1]}, which are the same tensor of the model."
         raise ModelError(problem, SAY_ONCE)
