@@ -16,8 +16,7 @@ from attnlens.report.sections.checked import site_checks
 from attnlens.report.sections.explorer import explorer, selections
 from attnlens.report.sections.figures import experiment_sections, figure_cells, series_sections, step_cells
 from attnlens.report.sections.section import Column, Document, Heading, Picture, Row, Section, Sheet, Table, sheet
-from attnlens.report.sections.swap_tables import swap_rows
-from attnlens.report.sections.swaps import site_sections, swap_sections
+from attnlens.report.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.report.sentences import comparisons as studies
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import outcome, told_of

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from attnlens.wording import NO_VALUE
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from attnlens.report.sections.explorer import Explorer
 
 Cell = str | int | float | bool | None
 """Value of one cell of a sheet; None leaves the cell empty."""
@@ -18,12 +18,11 @@ Row = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table: its title and its cells from top to bottom."""
+    """Column of a table."""
 
     title: str
-    """Heading of the column; its words can be put on separate lines."""
     cells: Sequence[str]
-    """Formatted texts, one per row. The lines after the first one of a cell explain it."""
+    """Formatted texts, from top to bottom. The lines after the first one of a cell explain it."""
     group: str = ""
     """Heading shared with the neighbouring columns, such as a source."""
     foot: Sequence[str] = ()
@@ -38,14 +37,34 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Table: the columns that name its rows, and the other columns."""
+    """Columns that name the rows, which are always shown, and the other columns, the most important first."""
 
     names: Sequence[Column]
-    """Columns that name the rows; always shown."""
     columns: Sequence[Column]
-    """Other columns, the most important first. Columns of one group are shown together."""
     fit: Literal["blocks", "first", "folded"] = "blocks"
     """Layout for a limited width: all columns in several blocks, only the first ones that fit, or all, cells folded."""
+
+
+def build_columns(
+    rows: Sequence[Mapping[str, str]], words: Collection[str] = (), group: str = "", missing: str = NO_VALUE
+) -> list[Column]:
+    """Build a column per key of the rows, in order of first occurrence; a row without a key has the cell `missing`.
+
+    `words`: titles of the columns that are aligned to the left; `group`: heading above all of the columns.
+    """
+    titles = dict.fromkeys(title for row in rows for title in row)
+    return [Column(title, [row.get(title, missing) for row in rows], group, words=title in words) for title in titles]
+
+
+def build_table(
+    rows: Sequence[Mapping[str, str]],
+    words: Collection[str] = (),
+    names: int = 1,
+    fit: Literal["blocks", "first", "folded"] = "blocks",
+) -> Table:
+    """Build a table from rows with the same keys, of which the first `names` name the row."""
+    columns = build_columns(rows, words)
+    return Table(columns[:names], columns[names:], fit)
 
 
 def sort_by_group(columns: Sequence[Column]) -> list[Column]:
@@ -75,7 +94,6 @@ class Section:
     """Part of a page, shown in the order of its fields."""
 
     title: str = ""
-    """Heading; empty for a section without one."""
     picture: Picture | None = None
     lines: Sequence[str] = ()
     """Sentences, one per paragraph."""
@@ -97,7 +115,6 @@ class Heading:
     title: str
     """Title of the report, usually the model's name."""
     command: str
-    """Command that made the report."""
     facts: str
     """Architecture, size and input of the model."""
     asides: Sequence[str]
@@ -115,21 +132,19 @@ class Document:
     """Whole report from top to bottom."""
 
     head: Heading | None
-    """Head of the document; None if it consists of its sections only."""
     sections: Sequence[Section]
     opening: Sequence[Section] = ()
     """First sections of a page: the findings, their errors, and what is missing."""
-    explorer: Explorer | None = None
+    explorer: Mapping[str, object] | None = None
     """Data of the interactive part of a page, between the opening and the sections."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Columns and rows for a spreadsheet."""
+    """Rows for a spreadsheet, column → cell; a missing column is an empty cell."""
 
     columns: Sequence[str]
     rows: Sequence[Row]
-    """For each row, column → cell; a missing column is an empty cell."""
 
 
 def sheet(rows: Sequence[Row]) -> Sheet:

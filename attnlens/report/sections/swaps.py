@@ -1,119 +1,48 @@
-"""Sections of a swap, the same in terminal, markdown and HTML."""
+"""Sections and tables of a swap, the same in terminal, markdown and HTML; its rows of a sheet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
 
-from attnlens.records import Effect, Predictor, Report, Swap
-from attnlens.report.sections.section import Column, Section, Table
-from attnlens.report.sections.swap_tables import (
-    BESIDE,
-    MARK,
-    cosine_rows,
-    has_tests,
-    kernel_rows,
-    measured_controls,
-    place,
-    place_rows,
-    plan_rows,
-    site_rows,
-    stage_rows,
-    sweep_rows,
-    sweeps_rows,
-    text_rows,
+from attnlens.records import (
+    Change,
+    Control,
+    Effect,
+    KeyRank,
+    Outcome,
+    Plan,
+    Predictor,
+    Report,
+    Swap,
+    TextChange,
+    TextCosine,
 )
+from attnlens.report.sections.section import Cell, Column, Section, Table, build_columns, build_table
 from attnlens.report.sentences import swaps as words
 from attnlens.report.sentences.plans import healing, plan_lines, plan_terms
 from attnlens.report.sentences.reports import no_errors, population
-from attnlens.report.sentences.swaps import UNITS, effect_name, interval
-from attnlens.wording import NO_VALUE, clean, format_count, format_number, group_pairs, join_items
+from attnlens.report.sentences.swaps import (
+    UNITS,
+    figures,
+    interval,
+    loss_decimals,
+    percent,
+    ratio,
+    rise_interval,
+    rise_words,
+)
+from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
-
-def _prediction_sentence(swap: Swap) -> str:
-    """State which measure predicts the harm of a kernel, or that none does."""
-    prediction = swap.prediction
-    if prediction is None or not swap.predictors:
-        return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
-    holding = [predictor for predictor in swap.predictors if predictor.holds]
-    first = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-    scope = f"{format_count(prediction.measures, 'measure')} over {format_count(first.heads, 'head')}"
-    if holding:
-        others = f"; so do {len(holding) - 1} more" if len(holding) > 1 else ""
-        return f"{clean(swap.kernel)}: of {scope}, {_strength(first)} goes with the harm{others}."
-    return f"{clean(swap.kernel)}: of {scope}, none holds over heads and layers; the strongest is {_strength(first)}."
-
-
-def _strength(predictor: Predictor) -> str:
-    """Format a measure's correlation: `tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
-    layers = "" if predictor.layers_ci95 is None else f", over layers {interval(predictor.layers_ci95, 2)}"
-    return (
-        f"{clean(predictor.measure)} (ρ {format_number(predictor.rho, 2)}{layers}, p {p_value(predictor.p_corrected)})"
-    )
-
-
-def _prediction_help(swaps: Sequence[Swap]) -> str:
-    """Explain the table of predictors and its limits."""
-    text = (
-        "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
-        "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
-        "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is no cause"
-    )
-    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
-    ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
-    if ceilings:
-        least = " and ".join(dict.fromkeys(ceilings))
-        text += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
-    diverged = sum(prediction.diverged for prediction in predictions)
-    return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")
-
-
-def p_value(number: float | None) -> str:
-    """Format a p-value with two significant digits, or `–` for None."""
-    return NO_VALUE if number is None else f"{number:.2g}"
-
-
-MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
-"""Number of measures shown for a single kernel, and for each of several kernels."""
-
-
-def _prediction_section(swaps: Sequence[Swap]) -> Section:
-    """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
-    lines = [_prediction_sentence(swap) for swap in swaps]
-    most = MOST_PREDICTORS if len(swaps) == 1 else FEW_PREDICTORS
-    rows: list[tuple[Swap, Predictor]] = []
-    for swap in swaps:
-        rows += [(swap, each) for each in sorted(swap.predictors, key=lambda each: -abs(each.rho))[:most]]
-    notes = [_prediction_help(swaps)]
-    first = swaps[0].prediction
-    if first and first.left_out:
-        by_reason = group_pairs((reason, clean(name)) for name, reason in first.left_out.items())
-        groups = (f"{join_items(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
-        notes.append(f"Not compared: {'; '.join(groups)}.")
-    table = _predictor_table(rows, named=len(swaps) > 1) if rows else None
-    return Section("What predicts harm", lines=lines, table=table, notes=notes)
-
-
-def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
-    """Build a table with one row per measure; `named` adds a column of kernels."""
-    predictors = [predictor for _, predictor in rows]
-    names = [Column("measure", [clean(predictor.measure) for predictor in predictors], words=True)]
-    if named:
-        names.insert(0, Column("kernel", [clean(swap.kernel) for swap, _ in rows], words=True))
-    columns = [
-        Column("ρ", [format_number(predictor.rho, 2) for predictor in predictors]),
-        Column("over heads", [interval(predictor.heads_ci95, 2) for predictor in predictors]),
-        Column("over layers", [interval(predictor.layers_ci95, 2) for predictor in predictors]),
-        Column("over windows", [interval(predictor.sequences_ci95, 2) for predictor in predictors]),
-        Column("p", [p_value(predictor.p_corrected) for predictor in predictors]),
-        Column("holds", ["*" if predictor.holds else "" for predictor in predictors], words=True),
-    ]
-    if len({predictor.heads for predictor in predictors}) > 1:
-        columns.append(Column("heads", [str(predictor.heads) for predictor in predictors]))
-    return Table(names, columns)
-
-
+DIVERGED = "diverged"
+SHARED = ("one key", "floor")
+"""Roles of the controls that do not depend on the kernel."""
 MOST = 10
 """Number of most harmful units, and of least harmful units, shown for a single kernel."""
+MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
+"""Number of measures shown for a single kernel, and for each of several kernels."""
 
 
 def swap_sections(report: Report) -> Iterator[Section]:
@@ -130,48 +59,36 @@ def swap_sections(report: Report) -> Iterator[Section]:
             yield Section(title, items=lines)
 
 
-def site_sections(report: Report) -> Iterator[Section]:
-    """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
-    for swap in report.swaps:
-        of = f" of {clean(swap.kernel)}" if len(report.swaps) > 1 else ""
-        notes = (
-            "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values.",
-        )
-        yield Section(f"Sites{of}", table=site_rows(swap), notes=notes)
-        if swap.loss_by_position:
-            notes = (f"loss in {UNITS[swap.task]} by place in the sequence, counted from 1; Δ with a paired interval.",)
-            yield Section(f"By place{of}", table=place_rows(swap), notes=notes)
-
-
 def _single_swap(report: Report, swap: Swap) -> Iterator[Section]:
-    unit = UNITS[swap.task]
-    yield Section(lines=_sentences(words.kernel(swap), words.reach(report), _calibration(report)))
-    help_ = () if swap.diverged else (_reading_help(swap, report),)
-    lines = _sentences(words.verdict(swap), words.stages_sentence(swap), words.control_costs(swap), words.greedy(swap))
-    lines += _sentences(words.beyond(swap), words.worst_text(swap) or words.one_text(swap, report.settings.texts))
-    yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
+    yield Section(lines=_sentences(_kernel(swap), words.reach(report), _calibration(report)))
+    stages = [(stage.name, stage) for stage in swap.stages]
+    rows: list[tuple[str, Outcome]] = [*stages, *((_control_name(each), each) for each in measured_controls(swap))]
+    sentences = (words.verdict(swap), words.taken_back(swap), words.cheaper_controls(swap))
+    lines = _sentences(*sentences, words.greedy(swap), words.beyond(swap))
+    help_ = () if swap.diverged else (_reading_help(report),)
+    table = _outcome_table("stage", rows, swap, states=True)
+    yield Section("What it does", lines=lines, table=table, notes=help_)
     yield from _by_text([swap])
     if report.plan is not None:
         plan = report.plan
         yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(plan_terms(plan),))
-    more = (words.proof([swap]), words.cost(swap), words.off_simplex(swap))
-    yield Section("Checks and cost", items=_sentences(*more))
+    checks = _sentences(words.proof([swap]), words.cost(swap), words.off_simplex(swap))
+    yield Section("Checks and cost", items=checks)
     if swap.healing is not None:
-        yield Section("Healing", items=tuple(healing(swap.healing, unit)))
+        yield Section("Healing", items=tuple(healing(swap.healing, UNITS[swap.task])))
 
 
 def _several_swaps(report: Report) -> Iterator[Section]:
-    first = report.swaps[0]
     yield Section(lines=_sentences(words.reach(report), _calibration(report)))
-    lines = _sentences(words.ranking(report.swaps) or words.verdict(first), *map(words.beside_size, report.swaps))
-    lines += _sentences(
-        *(f"{clean(swap.kernel)}: {words.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text)
-    )
-    lines += _sentences("" if first.loss_by_text else words.one_text(first, report.settings.texts))
-    table, notes = kernel_rows(report.swaps), (_reading_help(first, report),)
-    yield Section("What they do", lines=lines, table=table, notes=notes)
+    rows, first = _kernels_and_controls(report.swaps), report.swaps[0]
+    table = _outcome_table("kernel", rows, first, states=first.judged_by != "loss")
+    times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
+    speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {format_number(time, 2)}" for time in times)
+    table = replace(table, columns=[*table.columns, Column("speed", ("", *speeds))])
+    cheaper = _sentences(*map(words.cheaper_controls, report.swaps))
+    yield Section("What they do", lines=cheaper, table=table, notes=(_reading_help(report),))
     yield from _by_text(report.swaps)
-    yield Section("Kernels", items=tuple(map(words.kernel, report.swaps)))
+    yield Section("Kernels", items=tuple(map(_kernel, report.swaps)))
     yield Section("Checks", items=(words.proof(report.swaps),))
 
 
@@ -179,80 +96,433 @@ def _sentences(*sentences: str) -> tuple[str, ...]:
     return tuple(filter(None, sentences))
 
 
-def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """Yield a table of the loss on each text, or of the hidden cosine if there is no loss."""
-    counts = [text.sequences for swap in swaps for text in swap.loss_by_text or swap.hidden_cosine_by_text]
-    help_ = "{} with a 95 % interval over that text's windows; one text is not another."
-    help_ += " One window has no spread: no interval." * (1 in counts)
-    if any(swap.loss_by_text for swap in swaps):
-        yield Section(
-            "Text by text", table=text_rows(swaps), notes=(help_.format("Δ of the loss and rise of the perplexity"),)
-        )
-    elif swaps[0].judged_by == "hidden" and any(swap.hidden_cosine_by_text for swap in swaps):
-        notes = (help_.format("Cosine of the last hidden states"),)
-        yield Section("Text by text", table=cosine_rows(swaps), notes=notes)
+def _kernel(swap: Swap) -> str:
+    return f"{clean(swap.kernel)}: {words.formula(swap)}"
 
 
 def _calibration(report: Report) -> str:
     text = report.settings.calibration
     if text is None:
         return ""
-    same = text == report.settings.text
-    where = f"other windows of {text.name}" if same else text.name
+    where = f"other windows of {text.name}" if text == report.settings.text else text.name
     return f"calibration text: {clean(where)}, no part of what was evaluated"
 
 
-def _reading_help(swap: Swap, report: Report) -> str:
-    scope, none = population(report, "token"), no_errors(report)
-    ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({scope})" if scope else "")
-    states = "CKA compares the last hidden states too; 1 is the original's own"
-    if swap.judged_by == "hidden":
-        return f"hidden cosine{ends}; {states}.{_beside_help(report.swaps)}"
-    unit, top = UNITS[swap.task], "top-1: share of the same first choice"
-    if swap.judged_by == "kl":
-        states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
-        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}{_beside_help(report.swaps)}"
-    delta = none or f"Δ{ends.replace('a boot', 'a paired boot')}"
-    more = "; rise: of the perplexity, e^Δ − 1" * (swap.perplexity is not None)
-    return f"loss and KL in {unit}; {delta}{more}; KL(original ‖ changed); {top}.{_beside_help(report.swaps)}"
+def _control_name(control: Control) -> str:
+    """Name a control: `vs sink-window:4,64`."""
+    return f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
 
 
-def _beside_help(swaps: Sequence[Swap]) -> str:
-    """Explain the rows of controls, the column of the loss beyond a window, and that of greedy agreement."""
-    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured_controls(swap))]
-    controls, beyond = words.legend(swaps), words.beyond_legend(rows)
-    text = f" {BESIDE}: {controls}" if controls else ""
-    text += f" {beyond}" if beyond else ""
-    if any(row.agreement for row in rows):
-        text += " greedy: tokens that generated texts have in common with the original's, median."
-    return text
+def _kernels_and_controls(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
+    """List (name, outcome) of each kernel followed by its own controls, then of the controls shared by all kernels.
+
+    No control is shared if the report uses several windows for the loss on tokens beyond a window, because a control's
+    loss beyond the window then differs between kernels.
+    """
+    rows: list[tuple[str, Outcome]] = []
+    shared: dict[str, Outcome] = {}
+    controls = [control for swap in swaps for control in measured_controls(swap)]
+    several = len({control.beyond_window.window for control in controls if control.beyond_window is not None}) > 1
+    for swap in swaps:
+        rows.append((clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap))
+        for control in measured_controls(swap):
+            if control.role in SHARED and not several:
+                shared.setdefault(_control_name(control), control)
+            else:
+                rows.append((_control_name(control), control))
+    return [*rows, *shared.items()]
+
+
+def _outcome_table(title: str, rows: Sequence[tuple[str, Outcome]], swap: Swap, *, states: bool) -> Table:
+    """Build a table of the original and these outcomes; columns without any value are left out.
+
+    `swap`: decides which value is first and has an interval; `states`: also compare the hidden states.
+    """
+    outcomes = [outcome for _, outcome in rows]
+    swapped = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
+    losses = [outcome.loss for outcome in swapped if outcome.loss is not None]
+    powers = [outcome.perplexity for outcome in swapped if outcome.perplexity is not None]
+    beyond = [outcome.beyond_window for outcome in outcomes if outcome.beyond_window is not None]
+    decimals, beyond_decimals = loss_decimals(losses), loss_decimals([record.change for record in beyond])
+    several = len({record.window for record in beyond}) > 1
+
+    def format_outcome(outcome: Outcome) -> dict[str, str]:
+        loss, kl, record = outcome.loss, outcome.kl, outcome.beyond_window
+        window = f" (> {record.window})" if several and record is not None else ""
+        last = {
+            "Δ beyond": NO_VALUE if record is None else format_number(record.change.delta, beyond_decimals) + window,
+            "greedy": words.median_agreement(outcome.agreement) or NO_VALUE,
+        }
+        cosine = {"hidden cosine": format_number(outcome.hidden_cosine, 3)}
+        cka = {"CKA": format_number(outcome.hidden_cka, 3)}
+        if swap.judged_by == "hidden":
+            return cosine | {"95 % interval": interval(outcome.hidden_cosine_ci95, 3)} | cka | last
+        top = {"top-1": percent(outcome.top1_agreement, 1)}
+        predictions = {"KL": figures(kl)}
+        if swap.judged_by == "kl":
+            bounds = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
+            return predictions | {"95 % interval": bounds} | top | cosine | cka | last
+        return (
+            _loss_cells(loss, outcome.perplexity, decimals)
+            | predictions
+            | top
+            | (cosine | cka if states else {})
+            | last
+        )
+
+    cells = [format_outcome(outcome) for outcome in outcomes]
+    first = next(iter(cells[0]))
+    for outcome, row in zip(outcomes, cells, strict=True):
+        row |= {first: DIVERGED} if outcome.diverged else {}
+    original = dict.fromkeys(cells[0], "")
+    original |= {"loss": format_number(losses[0].before, decimals)} if losses else {}
+    original |= {"perplexity": figures(powers[0].before)} if powers else {}
+    columns = build_columns([original, *cells])
+    names = Column(title, ("original", *(name for name, _ in rows)), words=True)
+    return Table([names], [column for column in columns if set(column.cells[1:]) != {NO_VALUE}])
+
+
+def _loss_cells(loss: Change | None, perplexity: Change | None, decimals: int) -> dict[str, str]:
+    """Format a loss, its change, the perplexity and its rise, with intervals."""
+    risen = loss if perplexity is not None else None
+    return {
+        "loss": format_number(getattr(loss, "after", None), decimals),
+        "Δ": format_number(getattr(loss, "delta", None), decimals),
+        "95 % interval": interval(getattr(loss, "ci95", None), decimals),
+        "perplexity": figures(getattr(perplexity, "after", None)),
+        "rise": NO_VALUE if risen is None else rise_words(risen),
+        "95 % interval of rise": (rise_interval(risen) if risen else "") or NO_VALUE,
+    }
+
+
+def _reading_help(report: Report) -> str:
+    """Explain the columns of the table of outcomes, its intervals, and its rows of controls."""
+    swap, none, scope = report.swaps[0], no_errors(report), population(report, "token")
+    rows = [row for each in report.swaps for row in (each, *each.stages, *measured_controls(each))]
+    top = "KL(original ‖ changed); top-1: share of the same first choice"
+    states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own"
+    rise = "rise: of the perplexity, e^Δ − 1; " * (swap.perplexity is not None)
+    unit = UNITS[swap.task]
+    columns = {"loss": f"loss and KL in {unit}; {rise}{top}", "kl": f"KL in {unit}; {top}; {states}", "hidden": states}
+    intervals = none or f"intervals: paired bootstrap{f' ({scope})' if scope else ''}"
+    greedy = "greedy: tokens that generated texts have in common with the original's, median."
+    return " ".join(
+        _sentences(
+            f"{columns[swap.judged_by]}; {intervals}.",
+            words.legend(report.swaps),
+            words.beyond_legend(rows),
+            greedy if any(row.agreement for row in rows) else "",
+        )
+    )
+
+
+def measured_controls(swap: Swap) -> list[Control]:
+    """Return the controls that were measured, that is, those with a kernel."""
+    return [control for control in swap.controls if control.kernel is not None]
+
+
+def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
+    """Yield a table of the loss on each text, or of the hidden cosine if the model has no loss."""
+    hidden = swaps[0].judged_by == "hidden"
+    records: list[Sequence[TextChange | TextCosine]] = [
+        swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps
+    ]
+    texts = next(filter(None, records), ())
+    if not texts:
+        return
+    columns = [
+        *build_columns([{"text": clean(text.name)} for text in texts], {"text"}),
+        *build_columns([{"windows": str(text.sequences)} for text in texts]),
+    ]
+    for swap, changes in zip(swaps, records, strict=True):
+        decimals = loss_decimals([each.change for each in changes if isinstance(each, TextChange)])
+        cells = {
+            each.name: _loss_cells(each.change, each.perplexity, decimals)
+            if isinstance(each, TextChange)
+            else {"hidden cosine": format_number(each.cosine, 3), "95 % interval": interval(each.ci95, 3)}
+            for each in changes
+        }
+        rows = [{title: text for title, text in cells.get(each.name, {}).items() if title != "loss"} for each in texts]
+        columns += build_columns(rows, group=clean(swap.kernel) if len(swaps) > 1 else "")
+    what = "Cosine of the last hidden states" if hidden else "Δ of the loss and rise of the perplexity"
+    note = f"{what} with a 95 % interval over that text's windows; one text is not another."
+    note += " One window has no spread: no interval." * any(each.sequences == 1 for each in texts)
+    yield Section("Text by text", table=Table(columns[:2], columns[2:]), notes=(note,))
+
+
+def site_sections(report: Report) -> Iterator[Section]:
+    """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
+    for swap in report.swaps:
+        of = f" of {clean(swap.kernel)}" if len(report.swaps) > 1 else ""
+        error = "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys, values."
+        yield Section(f"Sites{of}", table=_site_table(swap), notes=(error,))
+        if swap.loss_by_position:
+            decimals = loss_decimals([part.change for part in swap.loss_by_position])
+            rows = [
+                {
+                    "tokens": f"{part.first}–{part.last}",
+                    "count": str(part.tokens),
+                    "before": format_number(part.change.before, decimals),
+                    "after": format_number(part.change.after, decimals),
+                    "Δ": format_number(part.change.delta, decimals),
+                    "95 % interval": interval(part.change.ci95, decimals),
+                }
+                for part in swap.loss_by_position
+            ]
+            note = f"loss in {UNITS[swap.task]} by place in the sequence, counted from 1; Δ with a paired interval."
+            yield Section(f"By place{of}", table=build_table(rows), notes=(note,))
+
+
+def _site_table(swap: Swap) -> Table:
+    off_simplex = any(site.off_simplex for site in swap.sites)
+    rows = [
+        {
+            "layer": str(site.layer),
+            "part": site.part,
+            "heads": spans(site.heads),
+            "output error": figures(site.output_error),
+            **({"off simplex": percent(site.off_simplex, 1)} if off_simplex else {}),
+            "path": clean(site.path),
+            "site": clean(site.site),
+        }
+        for site in swap.sites
+    ]
+    return build_table(rows, {"part", "path", "site"}, names=2)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Format numbers with consecutive ones as a range: `0–7`, `0, 3–5`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _sweep(swaps: list[Swap], report: Report) -> Section:
     """Build the section on units swapped alone: the most and least harmful of one kernel, or one row per kernel."""
-    first = swaps[0]
+    first, tested = swaps[0], swaps[0].judged_by == "loss"  # a distance is never negative, so nothing is tested
     noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
-    title, note = f"Each {noun} alone", f"Δ of the {effect_name(first)}"
-    note += "" if has_tests(first) else ", a distance: it is never negative, and nothing is tested."
+    title, note = f"Each {noun} alone", f"Δ of the {words.effect_name(first)}"
+    note += "" if tested else ", a distance: it is never negative, and nothing is tested."
     if len(swaps) > 1:
-        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if has_tests(first) else ""
-        return Section(title, table=sweeps_rows(swaps), notes=(note,))
-    note += f"; {MARK} significant at a false discovery rate of 5 %." if has_tests(first) else ""
+        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested else ""
+        return Section(title, table=_sweeps_table(swaps), notes=(note,))
+    note += "; * significant at a false discovery rate of 5 %." if tested else ""
     note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
-    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if has_tests(first) else ()
-    return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
+    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if tested else ()
+    return Section(title, lines=lines, table=_sweep_table(first), notes=(note,))
 
 
 def _significant(effects: list[Effect], noun: str, windows: int) -> str:
     """State how many units have a significant effect and in which direction, and which diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "One window has no spread: nothing is tested."
-    significant = [effect for effect in effects if effect.significant and effect.delta is not None]
+    significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
     verdict = f"no {noun} could be shown to matter with {format_count(windows, 'window')} (false discovery rate 5 %)"
     if significant:
-        harm = sum(effect.delta > 0 for effect in significant if effect.delta)
+        harm = sum(delta > 0 for delta in significant)
         verb = "matters" if len(significant) == 1 else "matter"
         verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} at a false discovery rate of 5 %"
         verdict += f": {harm} harm, {len(significant) - harm} help"
     diverged = [place(effect) for effect in effects if effect.delta is None]
     return f"{verdict}.{f' Diverged: {join_items(diverged, 8)}.' if diverged else ''}"
+
+
+def place(effect: Effect) -> str:
+    """Name a unit: `layer 3 head 7`, or `layer 3` for a whole layer."""
+    return f"layer {effect.layer}" + ("" if effect.head is None else f" head {effect.head}")
+
+
+def _sweep_table(swap: Swap) -> Table:
+    """Build a table of the most and the least harmful units, MOST of each; all units if there are fewer."""
+    effects, format_delta = swap.sweep, _delta_format(swap.sweep)
+    heads = any(effect.head is not None for effect in effects)
+    parts = len({effect.part for effect in effects}) > 1
+    rows = []
+    for effect in effects:
+        row = {"layer": str(effect.layer)}
+        row |= {"head": "all" if effect.head is None else str(effect.head)} if heads else {}
+        row |= {"part": effect.part} if parts else {}
+        row |= format_delta(effect)
+        if swap.judged_by == "loss":
+            p = effect.p_value
+            row["p"] = "<0.0001" if p is not None and p < 1e-4 else p_value(p)
+            row["FDR 5 %"] = "*" if effect.significant else ""
+        rows.append(row)
+    if len(rows) > 2 * MOST:
+        rows[MOST:-MOST] = [dict.fromkeys(rows[0], "…")]
+    return build_table(rows, {"part", "FDR 5 %"}, names=1 + heads + parts)
+
+
+def _sweeps_table(swaps: Sequence[Swap]) -> Table:
+    """Build a table with one row per kernel: its number of significant units, its most and least harmful unit."""
+    format_delta = _delta_format([effect for swap in swaps for effect in swap.sweep])
+    columns = []
+    if any(swap.judged_by == "loss" for swap in swaps):
+        counts = [f"{sum(effect.significant for effect in swap.sweep)} of {len(swap.sweep)}" for swap in swaps]
+        columns.append(Column("FDR 5 %", counts))
+    for group, index in (("most harmful", 0), ("least harmful", -1)):
+        effects = [swap.sweep[index] for swap in swaps]
+        ends = build_columns([{"where": place(each), **format_delta(each)} for each in effects], {"where"}, group)
+        columns += ends if index == 0 else ends[:2]
+    return Table([Column("kernel", [clean(swap.kernel) for swap in swaps], words=True)], columns)
+
+
+def _delta_format(effects: Sequence[Effect]) -> Callable[[Effect], dict[str, str]]:
+    """Return a function that formats an effect and its interval.
+
+    Both have the decimals that show two significant digits of the median size of these effects, from two to six.
+    """
+    sizes = [abs(effect.delta) for effect in effects if effect.delta]
+    middle = median(sizes) if sizes else 1.0
+    decimals = 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
+    return lambda effect: {
+        "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
+        "95 % interval": interval(effect.ci95, decimals),
+    }
+
+
+def _prediction_section(swaps: Sequence[Swap]) -> Section:
+    """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
+    several = len(swaps) > 1
+    rows = []
+    for swap in swaps:
+        strongest = sorted(swap.predictors, key=lambda each: -abs(each.rho))
+        for each in strongest[: FEW_PREDICTORS if several else MOST_PREDICTORS]:
+            row = {"kernel": clean(swap.kernel)} if several else {}
+            rows.append(row | {"measure": clean(each.measure)} | _predictor_cells(each))
+    notes = [_prediction_help(swaps)]
+    first = swaps[0].prediction
+    if first and first.left_out:
+        by_reason = group_pairs((reason, clean(name)) for name, reason in first.left_out.items())
+        groups = (f"{join_items(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
+        notes.append(f"Not compared: {'; '.join(groups)}.")
+    table = build_table(rows, {"kernel", "measure", "holds"}, names=1 + several) if rows else None
+    return Section("What predicts harm", lines=[*map(_prediction_sentence, swaps)], table=table, notes=notes)
+
+
+def _predictor_cells(predictor: Predictor) -> dict[str, str]:
+    return {
+        "ρ": format_number(predictor.rho, 2),
+        "over heads": interval(predictor.heads_ci95, 2),
+        "over layers": interval(predictor.layers_ci95, 2),
+        "over windows": interval(predictor.sequences_ci95, 2),
+        "p": p_value(predictor.p_corrected),
+        "holds": "*" if predictor.holds else "",
+        "heads": str(predictor.heads),
+    }
+
+
+def _prediction_sentence(swap: Swap) -> str:
+    """State how many measures predict the harm of a kernel, and the strongest of them."""
+    if swap.prediction is None or not swap.predictors:
+        return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
+    holding = sorted((each for each in swap.predictors if each.holds), key=lambda each: -abs(each.rho))
+    scope = format_count(swap.prediction.measures, "measure")
+    strongest = f": {clean(holding[0].measure)} goes with it most closely" if holding else ""
+    return f"{clean(swap.kernel)}: {len(holding) or 'none'} of {scope} predicts the harm{strongest}."
+
+
+def _prediction_help(swaps: Sequence[Swap]) -> str:
+    """Explain the table of predictors and its limits."""
+    text = (
+        "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
+        "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
+        "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is not a cause"
+    )
+    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
+    ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
+    if ceilings:
+        least = " and ".join(dict.fromkeys(ceilings))
+        text += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
+    diverged = sum(prediction.diverged for prediction in predictions)
+    return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")
+
+
+def p_value(number: float | None) -> str:
+    """Format a p-value with two significant digits, or `–` for None."""
+    return NO_VALUE if number is None else f"{number:.2g}"
+
+
+def plan_rows(plan: Plan) -> Table:
+    """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
+    shared = any(key.kv_heads for key in plan.ranks)
+    title = "numbers kept" if shared else "rank by key head"
+    rows = []
+    for keys in group_pairs((key.layer, key) for key in plan.ranks).values():
+        mean = sum(key.rank / key.keys * len(key.heads) for key in keys) / sum(len(key.heads) for key in keys)
+        ranks = numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys)
+        size = str(keys[0].head_dim // keys[0].keys)
+        rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
+    return build_table(rows, {title})
+
+
+def numbers_kept(keys: Sequence[KeyRank]) -> str:
+    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
+    totals = {key.head_dim for key in keys}
+    if len(totals) > 1:
+        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
+    each = " each" * (len(keys) > 1)
+    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
+
+
+def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
+    """Build one row per kernel and stage or control; if units were swapped alone, one row per kernel and unit."""
+    if any(swap.sweep for swap in swaps):
+        return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
+    rows = []
+    for swap in swaps:
+        rows += [_outcome(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
+        rows += [
+            _outcome(swap, "", control.kernel or control.role, control.state, control) for control in swap.controls
+        ]
+    return rows
+
+
+def _outcome(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
+    """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
+    costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
+    for name in ("tokens_per_second", "peak_memory_bytes"):
+        pair = getattr(swap, name)
+        costs |= {f"{name}.{when}": None if control else getattr(pair, when) for when in ("before", "after")}
+    beyond, agreement = outcome.beyond_window, outcome.agreement
+    return {
+        **{"kernel": swap.kernel, "stage": stage, "control": control, "state": state},
+        **_change_cells("loss", outcome.loss),
+        **_change_cells("perplexity", outcome.perplexity),
+        "kl": outcome.kl,
+        **_bounds("kl", outcome.kl_ci95),
+        "top1_agreement": outcome.top1_agreement,
+        "hidden_cosine": outcome.hidden_cosine,
+        **_bounds("hidden_cosine", outcome.hidden_cosine_ci95),
+        "hidden_cka": outcome.hidden_cka,
+        **_change_cells("beyond_window", beyond.change if beyond else None),
+        "beyond_window.tokens": beyond.tokens if beyond else None,
+        "greedy.median": agreement.median if agreement else None,
+        "greedy.tokens": agreement.tokens if agreement else None,
+        **costs,
+    }
+
+
+def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
+    """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
+    where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
+    tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
+    values = {
+        predictor.measure: predictor.values[place]
+        for predictor in sorted(swap.predictors, key=lambda predictor: predictor.measure)
+    }
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **tests, **values}
+
+
+def _change_cells(name: str, change: Change | None) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
+    return cells | _bounds(f"{name}.delta", change.ci95 if change else None)
+
+
+def _bounds(name: str, ci95: tuple[float, float] | None) -> dict[str, Cell]:
+    low, high = ci95 or (None, None)
+    return {f"{name}.low": low, f"{name}.high": high}
