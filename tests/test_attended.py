@@ -9,7 +9,7 @@ import attnlens as library
 from attnlens.errors import UsageError
 from attnlens.models import loading
 from attnlens.records import AttentionRows, Report, read_report
-from attnlens.runs.inspect import attention_rows as attended
+from attnlens.runs.inspect import sequences as attended
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, read_report
 from attnlens.report import pictures
 from attnlens.report.render.html import is_file
-from attnlens.runs.inspect.assembly import report_stages
 from attnlens.runs.inspect.inspection import WorkUnit
+from attnlens.runs.inspect.pipeline import report_stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)

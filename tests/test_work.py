@@ -185,7 +185,7 @@ def flipped(content: bytes) -> bytes:
 
 def stamped(value: Any, store: Store) -> bytes:
     """A file as anybody could write it, with a hash that fits."""
-    text = json.dumps({"stamp": store._stamp(NAMES[1]), "value": value}) if not isinstance(value, str) else value
+    text = json.dumps([store._stamp(NAMES[1]), value]) if not isinstance(value, str) else value
     return save({}, {"attnlens": f"{store_module._digest(text, {})} {text}"})
 
 

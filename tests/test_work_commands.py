@@ -33,7 +33,7 @@ from attnlens.lab.ranks import search
 from attnlens.lab.ranks.pipeline import rank_work
 from attnlens.requests import RanksRequest, SwapRequest
 from attnlens.runs import store as store_module
-from attnlens.runs.inspect import assembly
+from attnlens.runs.inspect import pipeline
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import Series
@@ -918,13 +918,13 @@ def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
 
 def test_a_worker_that_finds_another_model_is_refused_by_what_differs(tmp_path):
     place = saved(tmp_path / "gpt2")
-    honest, options = assembly.run_units, FEW | {"work": tmp_path / "work"}
+    honest, options = pipeline.run_units, FEW | {"work": tmp_path / "work"}
 
     def changed(*arguments: Any, **more: Any) -> Any:
         tiny.gpt2().save_pretrained(place)
         return honest(*arguments, **more)
 
     with pytest.MonkeyPatch.context() as patch, forkserver.workers():
-        patch.setattr(assembly, "run_units", changed)
+        patch.setattr(pipeline, "run_units", changed)
         call = lambda: attnlens.inspect(str(place), **options, jobs=2)  # noqa: E731
         refused(ModelError, call, "A worker's inputs differ from those of the run: model.files")

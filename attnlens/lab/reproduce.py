@@ -54,8 +54,9 @@ from attnlens.requests.experiments import (
     checked_table,
 )
 from attnlens.runs import feeding
-from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import PreparedRun, survey
+from attnlens.runs.inspect.inspection import PreparedRun
+from attnlens.runs.inspect.pipeline import compute
+from attnlens.runs.inspect.survey import survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.store import Store
@@ -328,7 +329,7 @@ def pose_selection(
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
-    report = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress))).report
+    report, _ = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress)))
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no token was passed to it"
     if isinstance(nearness, str):

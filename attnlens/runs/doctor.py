@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -35,7 +36,6 @@ from attnlens.records import (
 )
 from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
-from attnlens.runs.checks import attention, refuse_initialised
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
@@ -64,12 +64,10 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
     kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
     shape = f"{report.model.architecture}, {report.model.parameters} parameters"
-    first = [
-        _recomputed_check("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
-        _recomputed_check("model", shape, passed=kinds[0] == kinds[1]),
-    ]
-    if not first[-1].passed:
-        return first
+    files = _recomputed_check("model.files", "the SHA-256 of every file as the report", hashes[0] == hashes[1])
+    kind = _recomputed_check("model", shape, kinds[0] == kinds[1])
+    if not kind.passed:
+        return [files, kind]
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
@@ -84,34 +82,32 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
     pairs = [(head, recomputed.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
-    return [*first, *(_compare_measure(name, pairs, tolerance) for name in names)]
+    return [files, kind, *(_compare_measure(name, pairs, tolerance) for name in names)]
 
 
 def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
     """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
-    off = []
+    deviations = []
     for head, recomputed in pairs:
-        old, new = _value(head, name), _value(recomputed, name)
+        old, new = (
+            None if side is None or name not in side.measures else side.measures[name].value
+            for side in (head, recomputed)
+        )
         if old is None or new is None:
             deviation = float(old is not new)
         else:
             deviation = abs(old - new) / max(abs(old), abs(new), SMALLEST)
         if deviation > bound:
-            off.append((deviation, breach(head, new, old)))
-    off.sort(key=lambda pair: pair[0], reverse=True)
-    breaches = [each for _, each in off]
-    return _recomputed_check(name, "as the report", passed=not off, heads=len(pairs), breaches=breaches)
+            deviations.append((deviation, breach(head, new, old)))
+    deviations.sort(key=lambda pair: pair[0], reverse=True)
+    check = _recomputed_check(name, "as the report", not deviations)
+    return check.model_copy(update={"heads": len(pairs), "breaches": [each for _, each in deviations]})
 
 
-def _recomputed_check(subject: str, wanted: str, **fields: Any) -> Check:
+def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
     rule = f"{subject}: recomputed {wanted}"
-    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, **fields)
-
-
-def _value(head: Head | None, name: str) -> float | None:
-    measure = None if head is None else head.measures.get(name)
-    return None if measure is None else measure.value
+    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed)
 
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
@@ -147,9 +143,7 @@ def doctor(
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, requested.length)
-    settings, inputs = _load_inputs(
-        feeding.of_model(requested, loaded), request, loaded, feeding.contents(named, loaded)
-    )
+    settings, inputs = _load_inputs(feeding.of_model(requested, loaded), request, loaded, named)
     report = _diagnose(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -176,24 +170,22 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     survey = checks.survey_model(loaded, inputs)
     reached = survey.sites
     checks.check_chosen(settings.layers, settings.heads, reached)
-    refuse_initialised(loaded, inputs, attention)
+    checks.refuse_initialised(loaded, inputs, checks.attention)
     identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
     results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(results, checks.out_of_reach(loaded, survey))
-    checked: Verdict = "agrees" if coverage.complete else "partly checked"
     sound = identity <= TOLERANCE and all(check.passed for check in results)
+    verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"
     return report_of(
         "doctor",
         "doctor",
         model=loaded.info,
         settings=feeding.record_length(settings, loaded, reached),
         coverage=coverage,
-        summary=Summary(
-            identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
-        ),
+        summary=Summary(identity_error=None if math.isnan(identity) else identity, verdict=verdict),
         doctor=results,
     )
 
@@ -259,28 +251,23 @@ def own_probabilities(
     A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
     attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
     """
-    sites = [each.site for each in reached]
     captured: dict[Site, Tensor] = {}
+    why = "the module has no softmax of these scores and returns no attention probabilities"
     try:
         difference = hooks.difference(model, inputs, hooks.collect_weights(model, reached, captured))
+        # 16 ε: the rounding of a few layers in half precision
+        if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
+            size = f"transformers' eager attention changes this model's outputs by {difference:.1e}"
+            why = f"{size}, so its matrices are not comparable"
+            captured = {}
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
-        return dict.fromkeys(sites, why)
-    # 16 ε: the rounding of a few layers in half precision
-    if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
-        size = f"{difference:.1e}"
-        why = (
-            f"transformers' eager attention changes this model's outputs by {size}, so its matrices are not comparable"
-        )
-        return dict.fromkeys(sites, why)
-    return (
-        dict.fromkeys(sites, "the module has no softmax of these scores and returns no attention probabilities")
-        | captured
-    )
+        captured = {}
+    return dict.fromkeys((each.site for each in reached), why) | captured
 
 
 def _load_inputs(
-    settings: Settings, request: DoctorRequest, loaded: loading.Loaded, contents: Sequence[texts.Content]
+    settings: Settings, request: DoctorRequest, loaded: loading.Loaded, named: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
     batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
@@ -288,7 +275,7 @@ def _load_inputs(
         # images share no pass, and only one is compared; any text is fine
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
         cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
-        batches = texts.batches(loaded, contents, cut)
+        batches = texts.batches(loaded, feeding.contents(named, loaded), cut)
     update = {"windows": batches.batches[0].size}  # if images can't share a pass, only the first is compared
     return feeding.describe_input(settings, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 

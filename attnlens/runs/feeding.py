@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from attnlens.errors import ModelError, UsageError
 from attnlens.maths.statistics import Design
@@ -34,31 +35,20 @@ def predicts_text(loaded: Loaded) -> bool:
     return loaded.kind == "text" and task_of(loaded.model) == "causal"
 
 
-@dataclass
-class Guesses:
-    """Loss of a causal language model on each sequence that it reads; empty for any other model."""
+def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
+    """Return the mean loss and the number of predicted tokens of each sequence, and the size of the vocabulary.
 
-    targets: list[Tensor]  # the next tokens of each batch; empty for any other model
-    means: list[Tensor] = field(default_factory=list)  # mean loss of each sequence read so far
-    counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    vocabulary: int = 0  # number of tokens in the vocabulary
-
-    @classmethod
-    def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
-        """Prepare an empty object with the targets of all batches."""
-        fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
-        return cls([batch.targets for batch in fed if batch.targets is not None])
-
-    def add(self, number: int, result: Any) -> None:
-        """Add the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
-        if not self.targets:
-            return
-        batch_targets = self.targets[number]
-        for logits, targets in zip(of_text(logits_of(result), batch_targets, sees=True), batch_targets, strict=True):
-            mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
-            self.vocabulary = logits.shape[-1]
-            self.means.append(mean)
-            self.counts.append(count)
+    `result` are the outputs for a single batch. For models that are not causal language models: [] and 0.
+    """
+    fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
+    if not fed or fed[0].targets is None:
+        return [], 0
+    logits = of_text(logits_of(result), fed[0].targets, sees=True)
+    parts = [  # sequence by sequence: a second copy of all logits would be large
+        sequence_losses(row[targets != NOTHING].float(), targets[None])
+        for row, targets in zip(logits, fed[0].targets, strict=True)
+    ]
+    return [torch.cat(column) for column in zip(*parts, strict=True)], logits.shape[-1]
 
 
 def guess_notes(
@@ -86,7 +76,7 @@ NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": No
 """Settings of a run without any input."""
 
 
-def recorded_options(settings: Settings) -> dict[str, Any]:
+def recorded_options(settings: Settings) -> dict[str, object]:
     """Return the options that a report was made with, as far as it records them."""
     options = {name: getattr(settings, name) for name in RECORDED}
     options["windows"] = settings.windows_requested or settings.windows
@@ -100,21 +90,19 @@ LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}
 def load_options(request: Loading, model: object) -> dict[str, Any]:
     """Return the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
     options = {name: value for name, value in request.explicit().items() if name in LOADED}
-    if (
-        isinstance(model, loading.Loaded)
-        and model.shapes is None
-        and any(weight.is_meta for weight in model.model.parameters())
-    ):
+    if not isinstance(model, Loaded):
+        return options
+    if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
         raise ModelError("The model is on the meta device, where weights have no values.", "Load it elsewhere.")
-    if isinstance(model, loading.Loaded) and options:
+    if options:
         raise UsageError(
             f"The model is already loaded, so {', '.join(options)} would be ignored.",
             "Pass these options to attnlens.load.",
         )
-    return options
+    return {}
 
 
-def of_model(settings: Settings, loaded: loading.Loaded) -> Settings:
+def of_model(settings: Settings, loaded: Loaded) -> Settings:
     """Return the settings with the model's device and dtype and its length of a window.
 
     Raise UsageError for more tokens than the model has positions.
@@ -144,7 +132,7 @@ def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
     )
 
 
-def contents(named: Sequence[texts.Content], loaded: loading.Loaded) -> Sequence[texts.Content]:
+def contents(named: Sequence[texts.Content], loaded: Loaded) -> Sequence[texts.Content]:
     """Return the named texts, or the built-in ones for this model."""
     return named or texts.sample(loaded.info.id)
 
@@ -154,35 +142,33 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
-        enough = count + len(inputs.left_out) >= FEWEST_TEXTS
-        problem = f"there {'is' if count == 1 else 'are'} {count}"
-        if enough:
-            problem = f"the {inputs.sequences} sequences come from {count}"
+        more = "--windows" if count + len(inputs.left_out) >= FEWEST_TEXTS else "--text"
         raise UsageError(
-            f"Intervals over texts need at least {FEWEST_TEXTS} texts, but {problem}.",
-            f"Give more {'--windows' if enough else '--text'}, or leave out intervals='texts'.",
+            f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the {inputs.sequences} sequences come from "
+            f"{count}.",
+            f"Give more {more}, or leave out intervals='texts'.",
         )
     return Design.of(names, requested.intervals)
 
 
-def describe_input(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
+def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
-    text: dict[str, Any] = {"text": Text.of(inputs.texts), "texts": list(inputs.texts)}
-    update: dict[str, Any] = {"windows": inputs.sequences}
+    text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
-        short = inputs.sequences < (requested.windows or 0)
-        update |= {
-            "windows_requested": requested.windows if short else None,
+        update = {
+            "text": text,
+            "texts": list(inputs.texts),
+            "windows_requested": requested.windows if inputs.sequences < (requested.windows or 0) else None,
             "intervals": design_of(requested, inputs).over,
             "notes": [*requested.notes, *_window_notes(requested, inputs, loaded)],
         }
-    else:
-        update |= {"pack": None, "placement": None, "intervals": None, "notes": [*requested.notes, *inputs.notes]}
-        text = {"noise": text["text"]} if inputs.made_up else text | {"length": None}
-    return requested.model_copy(update=text | update)
+        return requested.model_copy(update=windows | update)
+    update = {"pack": None, "placement": None, "intervals": None, "notes": [*requested.notes, *inputs.notes]}
+    named = {"noise": text} if inputs.made_up else {"text": text, "texts": list(inputs.texts), "length": None}
+    return requested.model_copy(update=windows | update | named)
 
 
-def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
+def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Iterator[str]:
     """Yield the notes on the windows that readers need, one sentence each."""
     yield from inputs.notes
     yield from texts.foreign_notes(inputs.unknown)
@@ -202,14 +188,14 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Lo
         )
 
 
-def record_length(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]) -> Settings:
+def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
 
 
-def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None) -> None:
+def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:
     """Raise UsageError if texts, for any use, or their length are given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return

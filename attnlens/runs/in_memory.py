@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
     from attnlens.models.loading import Loaded
 
+T = TypeVar("T")
+
 
 @public
-def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[QueryKey]:
+def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Tensor]) -> list[QueryKey]:
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
     `batch` holds tensors under the names of the model's own inputs, as its tokenizer returns them with
@@ -49,7 +51,7 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     return [each.call.query_key(each.site) for each in survey.sites]
 
 
-def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(
@@ -75,10 +77,16 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
     return {name: value.to(loading.device_of_inputs(model)) for name, value in batch.items()}
 
 
-def wrap_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
+def wrap_model(model: T | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> T | Loaded:
     """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
-    if isinstance(model, loading.Loaded):
-        _refuse_changed(model.model)
+    if isinstance(model, loading.Loaded | PreTrainedModel):
+        weights = model if isinstance(model, PreTrainedModel) else model.model
+        if hooks.is_answered(weights):
+            raise UsageError(
+                f"attnlens already replaces the attention of this {type(weights).__name__} with another kernel.",
+                "Leave the `with` block, close the model returned by load_swapped, or pass a model with its original "
+                "attention.",
+            )
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None and isinstance(model, loading.Loaded | str | os.PathLike):
             raise UsageError(
@@ -86,7 +94,6 @@ def wrap_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) 
                 "Omit it, or pass a transformers model in memory.",
             )
         return model
-    _refuse_changed(model)
     info = ModelInfo(
         id=f"{model.name_or_path or type(model).__name__} (in memory)",
         architecture=type(model).__name__,
@@ -95,18 +102,9 @@ def wrap_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) 
     return loading.Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
 
 
-def _refuse_changed(model: PreTrainedModel) -> None:
-    if hooks.is_answered(model):
-        raise UsageError(
-            f"attnlens already replaces the attention of this {type(model).__name__} with another kernel.",
-            "Leave the `with` block, close the model returned by load_swapped, or pass a model with its original "
-            "attention.",
-        )
-
-
-def held_model(model: object) -> loading.Loaded:
+def held_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
     """Wrap a model in memory. Raise UsageError for a name or anything else."""
-    loaded = wrap_model(model)
+    loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, loading.Loaded):
         raise UsageError(
             f"{format_argument(model)} is not a model in memory.",
@@ -123,9 +121,7 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
     """
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
-    learning = [
-        parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_inference()
-    ]
+    learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
     try:
         model.train(False)
         for parameter in learning:

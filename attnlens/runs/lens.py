@@ -11,7 +11,7 @@ from attnlens.errors import UsageError
 from attnlens.models import loading
 from attnlens.records import QueryKey, Report
 from attnlens.runs.compare.pipeline import compare
-from attnlens.runs.in_memory import capture, wrap_model
+from attnlens.runs.in_memory import capture, held_model
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.swap.pipeline import swap_kernel
 
@@ -36,7 +36,7 @@ class Lens:
     ) -> None:
         if isinstance(model, str | os.PathLike):
             model = loading.load(model, **load_options)
-        self.loaded: loading.Loaded = wrap_model(model, tokenizer)
+        self.loaded = held_model(model, tokenizer)
 
     def inspect(self, **options: Any) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -16,7 +17,6 @@ from pydantic import BaseModel, ConfigDict
 
 from attnlens import requests
 from attnlens.analyzers import registry
-from attnlens.analyzers.registry import Analyzer, Gathering
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
@@ -27,14 +27,14 @@ from attnlens.models.loading.configs import has_tokenizer, sizes
 from attnlens.models.loading.locate import DEMO, Location, find, read_json
 from attnlens.models.loading.placement import device_of
 from attnlens.models.texts.targets import feed, task_of
-from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
+from attnlens.records import Coverage, Curve, Experiment, File, Measure, Report, Settings, Skipped, Trajectory
 from attnlens.requests import CheckpointsRequest, reading, takes
 from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
-from attnlens.runs.checks import no_loss
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import PreparedRun, survey
+from attnlens.runs.inspect.inspection import PreparedRun
+from attnlens.runs.inspect.pipeline import compute
+from attnlens.runs.inspect.survey import survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
@@ -51,77 +51,11 @@ def digest_of(place: Location) -> str:
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
 
 
-def series_report(
-    names: Mapping[str, str],
-    readings: Mapping[str, CheckpointReading],
-    timings: Mapping[str, float],
-    missing: Mapping[str, str],
-) -> Report:
-    """Build the report of a series from the readings of its units; the other units have a reason, or none yet.
-
-    `names` maps units to checkpoints. Raise ModelError if the checkpoints differ in their heads.
-    """
-    done = list(readings.values())
-    heads = [{(head.layer, head.head, head.part) for head in reading.report.heads} for reading in done]
-    for other, other_heads in zip(done, heads, strict=True):
-        if other_heads != heads[0]:
-            raise ModelError(
-                f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
-                f"{other.name} has {len(other_heads)}.",
-                "Give checkpoints of one model.",
-            )
-    unread = [
-        Skipped(site=name, reason=missing.get(unit, INTERRUPTED))
-        for unit, name in names.items()
-        if unit not in readings
-    ]
-    files = [
-        File(name=f"{reading.name}/{file.name}", sha256=file.sha256)
-        for reading in done
-        for file in reading.report.model.files
-    ]
-    last = done[-1].report
-    return report_of(
-        "converge",
-        "experiments",
-        model=last.model.model_copy(update={"files": files}),
-        settings=last.settings,
-        coverage=_coverage(done, unread),
-        experiments=[training(done)],
-        timings=dict(timings),
-    )
-
-
-def _coverage(done: Sequence[CheckpointReading], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
-    coverages = [reading.report.coverage for reading in done]
-    missing = [  # a gap that not all checkpoints share names its checkpoint
-        entry
-        if all(entry in coverage.skipped for coverage in coverages)
-        else entry.model_copy(update={"reason": f"in {reading.name}, {entry.reason}"})
-        for reading in done
-        for entry in reading.report.coverage.skipped
-    ]
-    distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
-    sources = dict.fromkeys(source for coverage in coverages for source in coverage.without)
-    return Coverage(
-        sites=coverages[-1].sites,
-        heads=coverages[-1].heads,
-        analysed=min(coverage.analysed for coverage in coverages),
-        without={source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
-        skipped=[*distinct, *unread],
-    )
-
-
 class CheckpointReading(BaseModel):
     """Results of one checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    """Readable name of the checkpoint."""
-    step: int | None
-    """Training step in its name; None if there is none."""
     report: Report
     """Report of `inspect`."""
     loss: float | None
@@ -132,35 +66,58 @@ class CheckpointReading(BaseModel):
     """True if every part of it could be read."""
 
 
-def training(done: Sequence[CheckpointReading]) -> Experiment:
+def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
+    """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
+    missing: list[Skipped] = []
+    for name, coverage in zip(names, coverages, strict=True):
+        for entry in coverage.skipped:
+            shared = all(entry in other.skipped for other in coverages)
+            named = entry if shared else entry.model_copy(update={"reason": f"in {name}, {entry.reason}"})
+            if named not in missing:
+                missing.append(named)
+    sources = dict.fromkeys(source for coverage in coverages for source in coverage.without)
+    return Coverage(
+        sites=coverages[-1].sites,
+        heads=coverages[-1].heads,
+        analysed=min(coverage.analysed for coverage in coverages),
+        without={source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
+        skipped=[*missing, *unread],
+    )
+
+
+def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:
     """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
-    by_step = all(reading.step is not None for reading in done)
-    steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
-    heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
-    names = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
+    by_step = all(each.step is not None for each in checkpoints)
+    steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
+    reports = [reading.report for reading in readings]
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
-    losses = [reading.loss for reading in done]
+    losses = [reading.loss for reading in readings]
     if any(loss is not None for loss in losses):
         curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
-    for name in names:
-        columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
+    for name in dict.fromkeys(name for report in reports for name in report.measure_names()):
+        columns = [
+            {(head.layer, head.head): head.measures[name] for head in report.heads if name in head.measures}
+            for report in reports
+        ]
         measures = [measure for column in columns for measure in column.values()]
-        numbers = any(measure.value is not None for measure in measures)
-        if numbers and all(measure.label is None for measure in measures):
-            nulls = [reading.report.summary.median_nulls.get(name) for reading in done]
-            curves |= _curves(name, steps, columns, nulls)
-            trajectories += _trajectories(name, columns)
-    final = {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
+        if all(measure.value is None for measure in measures) or any(measure.label is not None for measure in measures):
+            continue
+        curves[name] = _curve(map(_quartiles, columns), steps)
+        nulls = [report.summary.median_nulls.get(name) for report in reports]
+        if any(null is not None for null in nulls):
+            chance = [(null.mean - null.sd, null.mean, null.mean + null.sd) if null else (None,) * 3 for null in nulls]
+            curves[f"{name}: null"] = _curve(chance, steps, name)
+        trajectories += _trajectories(name, columns)
+    final = {"loss": None} | {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
+    reasons = {name: "no head has a value at the last checkpoint" for name, value in final.items() if value is None}
+    if "loss" in reasons and readings[-1].no_loss:
+        reasons["loss"] = readings[-1].no_loss
     return Experiment(
         name="training",
         question="How do the heads change while the model is trained?",
-        settings={"checkpoints": [reading.name for reading in done], "steps": [*steps]},
-        final={"loss": None, **final},
-        reasons={
-            name: (done[-1].no_loss if name == "loss" else None) or "no head has a value at the last checkpoint"
-            for name, value in {"loss": None, **final}.items()
-            if value is None
-        },
+        settings={"checkpoints": [each.name for each in checkpoints], "steps": [*steps]},
+        final=final,
+        reasons=reasons,
         axis="training step" if by_step else "checkpoint",
         curves=curves,
         trajectories=trajectories,
@@ -169,35 +126,26 @@ def training(done: Sequence[CheckpointReading]) -> Experiment:
 
 HeadMeasures = dict[tuple[int, int], Measure]
 """Values of one measure at one checkpoint, by (layer, head)."""
+Band = tuple[float | None, ...]
+"""Lower quartile, median and upper quartile, or their analogues."""
 
 
-def _curves(
-    name: str, steps: list[float], columns: Sequence[HeadMeasures], nulls: Sequence[Null | None]
-) -> Iterator[tuple[str, Curve]]:
-    """Yield median and quartiles over heads, and if known the median expected by chance, ± one standard deviation."""
-    values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
-    low, middle, high = (list(column) for column in zip(*map(_quartiles, values), strict=True))
-    yield name, Curve(steps=steps, median=middle, low=low, high=high)
-    if any(null is not None for null in nulls):
-        chance = [
-            (None,) * 3 if null is None else (null.mean - null.sd, null.mean, null.mean + null.sd) for null in nulls
-        ]
-        low, middle, high = (list(column) for column in zip(*chance, strict=True))
-        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high, null_of=name)
+def _curve(bands: Iterable[Band], steps: list[float], null_of: str | None = None) -> Curve:
+    low, middle, high = (list(column) for column in zip(*bands, strict=True))
+    return Curve(steps=steps, median=middle, low=low, high=high, null_of=null_of)
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    if not values:
-        return None, None, None
-    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return low, middle, high
+def _quartiles(measures: HeadMeasures) -> Band:
+    values = [measure.value for measure in measures.values() if measure.value is not None]
+    if len(values) < 2:
+        return (values[0] if values else None,) * 3
+    return tuple(quantiles(values, n=4, method="inclusive"))
 
 
 def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
     for layer, head in sorted({place for column in columns for place in column}):
         measures = [column.get((layer, head)) for column in columns]
-        values = [None if measure is None else measure.value for measure in measures]
-        errors = [None if measure is None else measure.se for measure in measures]
+        values, errors = ([getattr(measure, field, None) for measure in measures] for field in ("value", "se"))
         known = any(error is not None for error in errors)
         yield Trajectory(layer=layer, head=head, measure=name, values=values, se=errors if known else None)
 
@@ -235,25 +183,22 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 
     A GGUF file has no config; its heads are compared when it is read.
     """
-    first, first_shape = checkpoints[0], _shape(checkpoints[0].place.config)
-    for other in checkpoints[1:]:
-        shape = _shape(other.place.config)
+    shapes = [
+        {name: config[name] for name in ("model_type", "architectures") if name in config} | dict(sizes(config))
+        for config in (each.place.config for each in checkpoints)
+    ]
+    for other, shape in zip(checkpoints, shapes, strict=True):
         differences = ", ".join(
-            f"{field} is {value} in {first.name}, but {shape[field]} in {other.name}"
-            for field, value in first_shape.items()
+            f"{field} is {value} in {checkpoints[0].name}, but {shape[field]} in {other.name}"
+            for field, value in shapes[0].items()
             if field in shape and value != shape[field]
         )
         if differences:
             raise ModelError(f"The checkpoints have different shapes: {differences}.", "Give checkpoints of one model.")
 
 
-def _shape(config: dict[str, Any]) -> dict[str, object]:
-    """Return what checkpoints of one model have in common."""
-    return {name: config[name] for name in ("model_type", "architectures") if name in config} | dict(sizes(config))
-
-
 def find_checkpoints(
-    names: Sequence[str] | None, revisions: Sequence[str], load_options: dict[str, Any]
+    names: Sequence[str] | None, revisions: Sequence[str], *, offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
     """Find the checkpoints, ordered by step, or as named if steps are missing or equal.
 
@@ -267,26 +212,19 @@ def find_checkpoints(
             "--revisions requires a single hub model.",
             "Give one hub model, e.g.: attnlens converge MODEL --revisions step1,step2",
         )
-    places: list[tuple[str, str | None]]
-    if revisions and names:
-        places = [(names[0], revision) for revision in revisions]
-    else:
-        places = [(name, None) for name in (of_demo() if names is None or list(names) == ["demo"] else names)]
-    offline, pickle = load_options.get("offline", False), load_options.get("allow_pickle", False)
+    models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
     checkpoints: list[Checkpoint] = []
-    for model, revision in places:
-        place = find(model, revision, offline=offline, allow_pickle=pickle)
+    for model, revision in product(models, revisions or [None]):
+        place = find(model, revision, offline=offline, allow_pickle=allow_pickle)
         name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
+        if any((place.folder, place.file) == (each.place.folder, each.place.file) for each in checkpoints):
+            raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
         checkpoints.append(Checkpoint(name, model, revision, place, step_of(revision or model)))
     if len(checkpoints) < 2:
         raise UsageError(
             "A series needs at least two checkpoints.",
             "Give at least two with --checkpoints, e.g. --checkpoints step-100 step-200, or with --revisions.",
         )
-    files = [(each.place.folder, each.place.file) for each in checkpoints]
-    for number, checkpoint in enumerate(checkpoints):
-        if files[number] in files[:number]:
-            raise UsageError(f"Duplicate checkpoint: {checkpoint.name}.", "Give each checkpoint once.")
     steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
         return [replace(each, step=None) for each in checkpoints]
@@ -332,63 +270,45 @@ def follow(
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function to call once it is written, which removes the finished units."""
-    series = prepare(checkpoints, revisions, head, progress, request)
+    request = request.with_options(**requests.one_head(head, request.layers, request.heads))
+    names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
+    series = Series(names, requests.words("revisions", revisions), request, progress)
     series.plan.check(request.text)
     return series.run()
 
 
-def prepare(
-    checkpoints: requests.Words | None,
-    revisions: requests.Words,
-    head: tuple[int, int] | str | None,
-    progress: Progress,
-    request: CheckpointsRequest,
-) -> Series:
-    """Prepare the requested series: find its checkpoints and read its texts."""
-    unnarrowed, request = request, request.with_options(**requests.one_head(head, request.layers, request.heads))
-    load_options = feeding.load_options(request, None)
-    usual = [
-        each.name
-        for each in registry.list_analyzers()
-        if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
-    ]
-    wanted = request.analyzers or list(dict.fromkeys(usual))
-    analyzers, requested = reading.choose_analyzers(reading.settings(request), wanted, request.select, None)
-    reading.refuse_unread(request, requested.source)
-    names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
-    ordered = find_checkpoints(names, requests.words("revisions", revisions), load_options)
-    refuse_different(ordered)
-    contents = texts.read_each(reading.files(request), offline=request.offline)
-    if requested.source != "weights" and not contents:
-        contents = texts.sample(ordered[-1].model)
-    cut = feeding.cut_of(requested, request)
-    words = (names, requests.words("revisions", revisions), head, unnarrowed)
-    return Series(ordered, requested, analyzers, contents, cut, progress, load_options, request, words)
-
-
-Words = tuple[Sequence[str] | None, Sequence[str], tuple[int, int] | str | None, CheckpointsRequest]
-"""Checkpoints, revisions, head and options, as passed to another process."""
-
-
-@dataclass
 class Series:
-    """One run over the checkpoints."""
+    """One run over the checkpoints; building it finds them and reads the texts."""
 
-    checkpoints: list[Checkpoint]
-    requested: Settings
-    analyzers: list[Analyzer | Gathering]
-    contents: Sequence[texts.Content]
-    cut: texts.Cut
-    progress: Progress
-    load_options: dict[str, Any]
-    request: CheckpointsRequest
-    words: Words
-    timings: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def plan(self) -> WorkPlan:
-        """Plan of where its units are kept and who reads them."""
-        return WorkPlan.of(self.request)
+    def __init__(
+        self,
+        names: Sequence[str] | None,
+        revisions: Sequence[str],
+        request: CheckpointsRequest,
+        progress: Progress = silent,
+    ) -> None:
+        self.names, self.revisions, self.request, self.progress = names, revisions, request, progress
+        self.load_options = feeding.load_options(request, None)
+        usual = [
+            each.name
+            for each in registry.list_analyzers()
+            if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
+        ]
+        wanted = request.analyzers or list(dict.fromkeys(usual))
+        self.analyzers, self.settings = reading.choose_analyzers(
+            reading.settings(request), wanted, request.select, None
+        )
+        reading.refuse_unread(request, self.settings.source)
+        self.checkpoints = find_checkpoints(
+            names, revisions, offline=request.offline, allow_pickle=request.allow_pickle
+        )
+        refuse_different(self.checkpoints)
+        self.contents: Sequence[texts.Content] = texts.read_each(reading.files(request), offline=request.offline)
+        if self.settings.source != "weights" and not self.contents:
+            self.contents = texts.sample(self.checkpoints[-1].model)
+        self.cut = feeding.cut_of(self.settings, request)
+        self.plan = WorkPlan.of(request)
+        self.timings: dict[str, float] = {}
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
@@ -396,26 +316,25 @@ class Series:
         return {f"{each.name} {digest_of(each.place)}": each for each in self.checkpoints}
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Mapping[str, object]:
         """Facts that determine the results of the units."""
         left_out = {*SharedRequest.model_fields, *READ}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.request.adapter, self.request.offline
         place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
         of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
+        content = {
+            "texts": [(each.name, each.text) for each in self.contents],
+            "fed": [sha256(path) for path in files if path.is_file()],
+            "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
+            "device": str(device_of(self.request.device)),
+            "code": [code_of(each).hex() for each in self.analyzers],
+        }
         return {
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "content": key_of(
-                {
-                    "texts": [(each.name, each.text) for each in self.contents],
-                    "fed": [sha256(path) for path in files if path.is_file()],
-                    "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
-                    "device": str(device_of(self.request.device)),
-                    "code": [code_of(each).hex() for each in self.analyzers],
-                }
-            ),
+            "content": key_of(content),
             "checkpoints": list(self.units),
         }
 
@@ -426,31 +345,64 @@ class Series:
 
     def run(self) -> tuple[Report, Callable[[], None]]:
         """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
-        plan = self.plan
-        count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
-        tell = telling(self.progress, "checkpoints", count)
+        units = list(self.units)
+        tell = telling(self.progress, "checkpoints", len(self.plan.select_units(units)))
         outcome = run_units(
-            list(self.units),
+            units,
             self.read_unit,
-            plan,
+            self.plan,
             self.store,
-            elsewhere=(open_in_worker, self.words),
+            elsewhere=(open_in_worker, (self.names, self.revisions, self.request)),
             tell=lambda _name: tell(1),
             usable=lambda value: bool(value["complete"]),
         )
         readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
         if not readings:
             raise KeyboardInterrupt
-        names = {unit: each.name for unit, each in self.units.items()}
-        report = series_report(names, readings, self.timings, outcome.missing)
+        report = self._build_report(readings, outcome.missing)
         if outcome.stopped:
             raise Interrupted(report)
         complete = not outcome.missing and all(reading.complete for reading in readings.values())
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
+    def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
+        """Build the report from the readings; the other units have a reason, or none yet.
+
+        Raise ModelError if the checkpoints differ in their heads.
+        """
+        done, reports = [self.units[unit] for unit in readings], [reading.report for reading in readings.values()]
+        heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
+        for other, other_heads in zip(done, heads, strict=True):
+            if other_heads != heads[0]:
+                raise ModelError(
+                    f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
+                    f"{other.name} has {len(other_heads)}.",
+                    "Give checkpoints of one model.",
+                )
+        unread = [
+            Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
+            for unit, each in self.units.items()
+            if unit not in readings
+        ]
+        files = [
+            File(name=f"{checkpoint.name}/{file.name}", sha256=file.sha256)
+            for checkpoint, report in zip(done, reports, strict=True)
+            for file in report.model.files
+        ]
+        names = [checkpoint.name for checkpoint in done]
+        return report_of(
+            "converge",
+            "experiments",
+            model=reports[-1].model.model_copy(update={"files": files}),
+            settings=reports[-1].settings,
+            coverage=merge_coverages(names, [report.coverage for report in reports], unread),
+            experiments=[describe_training(done, list(readings.values()))],
+            timings=dict(self.timings),
+        )
+
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """Tokenizer that replaces those of all checkpoints, or the reason why there is none."""
+        """Fields of `Loaded` that replace the tokenizers of all checkpoints by one; empty without texts."""
         if not self.contents:
             return {}
         last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
@@ -460,10 +412,9 @@ class Series:
         return {"tokenizer": loaded.tokenizer, "tokenizer_problem": loaded.tokenizer_problem}
 
     def _load(self, checkpoint: Checkpoint) -> loading.Loaded:
-        options = {**self.load_options, "revision": checkpoint.revision}
-        return loading.load(checkpoint.model, **options)
+        return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
-    def read_unit(self, name: str) -> dict[str, Any]:
+    def read_unit(self, name: str) -> dict[str, object]:
         """Read one checkpoint; its parts are kept until it is finished."""
         checkpoint, start = self.units[name], time.perf_counter()
 
@@ -471,23 +422,20 @@ class Series:
             self.progress(f"{checkpoint.name}, {stage}", done, total)
 
         loaded = replace(self._load(checkpoint), **self.tokenizer)
-        settings = feeding.of_model(self.requested, loaded)
+        settings = feeding.of_model(self.settings, loaded)
         parts = None if self.store is None else self.store.inside(name)
         try:
             run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
-            outcome = compute(survey(run), store=parts)
+            report, results = compute(survey(run), store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
-        value, why = (None, loss) if isinstance(loss, str) else (loss, None)
         self.timings[checkpoint.name] = time.perf_counter() - start
         return CheckpointReading(
-            name=checkpoint.name,
-            step=checkpoint.step,
-            report=outcome.report,
-            loss=value,
-            no_loss=why,
-            complete=outcome.complete,
+            report=report,
+            loss=None if isinstance(loss, str) else loss,
+            no_loss=loss if isinstance(loss, str) else None,
+            complete=not results.missing,
         ).model_dump()
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
@@ -504,18 +452,15 @@ class Series:
             return "the model can attend to the tokens that it predicts"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask token"
-        if lacking := no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
+        if lacking := checks.no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
             return lacking[1]
         loss = mean_loss(loaded.model, feed(loaded, inputs, task, settings.seed), task)
         return "it is NaN, or the text contains nothing to predict" if loss is None else loss
 
 
 def open_in_worker(
-    checkpoints: tuple[str, ...] | None,
-    revisions: tuple[str, ...],
-    head: tuple[int, int] | str | None,
-    request: CheckpointsRequest,
-) -> tuple[Mapping[str, Any], Compute]:
+    names: tuple[str, ...] | None, revisions: tuple[str, ...], request: CheckpointsRequest
+) -> tuple[Mapping[str, object], Compute]:
     """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
-    series = prepare(checkpoints, revisions, head, silent, request)
+    series = Series(names, revisions, request)
     return series.facts, series.read_unit

@@ -18,7 +18,7 @@ from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attnlens.errors import AttnlensError, OutputError, reason_of
 from attnlens.files import write_atomically
@@ -27,9 +27,8 @@ from attnlens.wording import clean, format_count, shorten_line
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 LOG = logging.getLogger("attnlens")
-Keep = Callable[[str, Callable[[], Any]], Any]
-"""Function that returns the kept value of the named part, or computes it with the given function and keeps it."""
 RUN = "run.json"
 """File in a run's folder with the facts that its key hashes."""
 SUFFIX = ".safetensors"
@@ -37,6 +36,18 @@ OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
 """Names of the files of units, and of the folders with their parts."""
 OTHER_WORK = "Choose another folder with --work."
 PACKAGE = Path(__file__).parents[1]
+
+
+class Keep(Protocol):
+    """Function that finds or computes the parts of a unit."""
+
+    def __call__(self, name: str, make: Callable[[], T], /) -> T:
+        """Return the kept value of a part, or compute it with `make` and keep it."""
+
+
+def keep_nothing(_name: str, make: Callable[[], T]) -> T:
+    """Compute a part without keeping it."""
+    return make()
 
 
 def versions() -> dict[str, str | None]:
@@ -61,12 +72,7 @@ def own_code() -> str:
     return digest.hexdigest()[:16]
 
 
-def keep_nothing(_name: str, make: Callable[[], Any]) -> Any:
-    """Compute a part without keeping it."""
-    return make()
-
-
-def key_of(facts: Any) -> str:
+def key_of(facts: object) -> str:
     """Return the key of these facts: 32 hex digits of the SHA-256 of their JSON."""
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -75,14 +81,14 @@ def key_of(facts: Any) -> str:
 class Store:
     """Files of one run, which several processes and machines can share."""
 
-    folder: Any
-    """Folder as a path, or a `UPath`."""
-    facts: Mapping[str, Any]
+    folder: Path
+    """Folder as a path, or a `UPath`, which has the same methods."""
+    facts: Mapping[str, object]
     """Facts that determine the numbers of the run, as JSON."""
     resume: bool = True
     """True if files of an earlier run are used."""
 
-    def path(self, name: str) -> Any:
+    def path(self, name: str) -> Path:
         """Return the path of a unit's file."""
         return self.folder / (file_stem(name) + SUFFIX)
 
@@ -97,16 +103,14 @@ class Store:
         Raise OutputError if a file cannot be read.
         """
         path = self.path(name)
-        try:
-            if isinstance(path, Path) and path.exists() and not path.is_file():
-                raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, which may never end
-            with output_errors(path, "read"):
-                return _parse(path.read_bytes(), self._stamp(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except ValueError:
-            self._set_aside(name)
-            return None
+        with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                # a folder or a pipe, which may never end, is not opened
+                other = isinstance(path, Path) and path.exists() and not path.is_file()
+                return _parse(b"" if other else path.read_bytes(), self._stamp(name))
+            except ValueError:
+                self._set_aside(name)
+        return None
 
     def _set_aside(self, name: str) -> None:
         """Rename a file under a unit's name that is not its result, and log that."""
@@ -122,9 +126,9 @@ class Store:
             what = f"it is kept as {aside.name} and computed again"
         LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
 
-    def save(self, name: str, value: Any) -> None:
+    def save(self, name: str, value: object) -> None:
         """Write a unit's value atomically. Raise OutputError if it cannot be written."""
-        self._write(self.path(name), _serialise(value, self._stamp(name)))
+        _write(self.path(name), _serialise(value, self._stamp(name)))
         self.begin()
 
     def begin(self) -> None:
@@ -132,36 +136,17 @@ class Store:
         with output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
-            self._write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
+            _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
-    @staticmethod
-    def _write(path: Any, content: bytes) -> None:
-        for attempt in range(8):  # another run may remove the folder in between, after it has written its report
-            try:
-                with output_errors(path, "written"):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    if isinstance(path, Path):
-                        write_atomically(path, content)
-                    else:  # an object store writes objects atomically
-                        path.write_bytes(content)
-            except (OutputError, FileNotFoundError) as error:
-                if attempt < 7 and isinstance(path, Path) and not path.parent.exists():
-                    continue
-                if isinstance(error, OutputError):
-                    raise
-                raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
-            else:
-                return
-
-    def compute(self, name: str, make: Callable[[], Any]) -> Any:
+    def compute(self, name: str, make: Callable[[], T]) -> T:
         """Return a unit's earlier value, or compute it with `make` and keep it."""
-        value = self.load(name) if self.resume else None
+        value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()
             self.keep(name, value)
         return value
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: object) -> None:
         """Write a unit's value; if that fails, log a warning, because the run can continue."""
         try:
             self.save(name, value)
@@ -183,27 +168,41 @@ class Store:
 
     def report_others(self) -> None:
         """Log which other runs of the same command have units in the same folder, and the first fact that differs."""
-        places: list[Any] = []
-        with suppress(OSError):
-            places = sorted(self.folder.parent.iterdir())
-        for path in places:
+        for file in sorted(self.folder.parent.glob(f"*/{RUN}")):
             with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file may come from anywhere
-                facts = json.loads((path / RUN).read_text())
+                facts = json.loads(file.read_text())
                 reason = difference(self.facts, facts)
                 if facts.get("command") == self.facts.get("command") and reason:
-                    count = format_count(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
-                    LOG.warning("%s contains %s of a different run: %s.", path, count, clean(reason))
+                    count = format_count(len(list(file.parent.glob(f"*{SUFFIX}"))), "finished unit")
+                    LOG.warning("%s contains %s of a different run: %s.", file.parent, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
         return f"{key_of(self.facts)} {name}"
 
 
+def _write(path: Path, content: bytes) -> None:
+    """Write a file, whose folder another run may remove in between, after it has written its report."""
+    for attempt in range(8):
+        try:
+            with output_errors(path, "written"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(path, Path):
+                    write_atomically(path, content)
+                else:  # an object store writes objects atomically
+                    path.write_bytes(content)
+        except OutputError:
+            if attempt == 7 or not isinstance(path, Path) or path.parent.exists():
+                raise
+        else:
+            return
+
+
 @contextmanager
-def output_errors(path: Any, what: str) -> Iterator[None]:
+def output_errors(path: Path, what: str) -> Iterator[None]:
     """Turn errors of the system, and of a remote store's library, into an OutputError."""
     try:
         yield
-    except (AttnlensError, FileNotFoundError, NotADirectoryError, ValueError):
+    except AttnlensError:
         raise
     except Exception as error:
         if isinstance(path, Path) and not isinstance(error, OSError):
@@ -218,11 +217,11 @@ def file_stem(name: str) -> str:
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}"
 
 
-def difference(first: Any, second: Any, where: str = "") -> str | None:
+def difference(first: object, second: object, where: str = "") -> str | None:
     """Return the first place at which two contents differ, with both values; None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
-        inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in {**first, **second})
-        return next((inner_difference for inner_difference in inner if inner_difference is not None), None)
+        inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in first | second)
+        return next(filter(None, inner), None)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
@@ -230,63 +229,55 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
     return f"{where.removeprefix('.')} is {shorten_line(str(first), 60)} here and {shorten_line(str(second), 60)} there"
 
 
-def _serialise(value: Any, stamp: str) -> bytes:
+def _serialise(value: object, stamp: str) -> bytes:
     """Serialise a value as safetensors: its tensors, and the rest as JSON in the metadata, with a hash of both."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    text = json.dumps({"stamp": stamp, "value": _plain(value, tensors)})
+
+    def add_tensor(tensor: Tensor) -> dict[str, str]:
+        tensors[str(len(tensors))] = tensor.detach().cpu().contiguous().clone()
+        return {"tensor": str(len(tensors) - 1)}
+
+    text = json.dumps([stamp, _list_pairs(value)], default=add_tensor)
     return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
 
 
-def _parse(content: bytes, stamp: str) -> Any:
+def _list_pairs(value: object) -> object:
+    """Return a value with dictionaries as pairs, because JSON only has keys of one type."""
+    if isinstance(value, Mapping):
+        return {"pairs": [[_list_pairs(key), _list_pairs(part)] for key, part in value.items()]}
+    return [_list_pairs(part) for part in value] if isinstance(value, list | tuple | range) else value
+
+
+def _parse(content: bytes, stamp: str) -> object:
     """Parse the value in a file. Raise ValueError if it is truncated, damaged or another unit's."""
     from safetensors import SafetensorError
     from safetensors.torch import load
+
+    def restore(fields: dict[str, Any]) -> object:
+        if "tensor" in fields:
+            return tensors[fields["tensor"]]
+        return {_hashable(key): part for key, part in fields["pairs"]}
 
     try:
         tensors = load(content)
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         digest, _, text = metadata["attnlens"].partition(" ")
-        whole = json.loads(text)
-        if digest != _digest(text, tensors) or whole["stamp"] != stamp:
-            raise ValueError(stamp)
-        return _restore_tensors(whole["value"], tensors)
+        written_stamp, value = json.loads(text, object_hook=restore)
+        whole = digest == _digest(text, tensors) and written_stamp == stamp
     except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(stamp) from error
+    if not whole:
+        raise ValueError(stamp)
+    return value
 
 
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    import torch
-
-    digest = sha256(text.encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON and move its tensors into `tensors`; dictionaries become pairs, for keys of any type."""
-    if isinstance(value, Mapping):
-        return {"pairs": [[_plain(key, tensors), _plain(part, tensors)] for key, part in value.items()]}
-    if isinstance(value, list | tuple | range):
-        return [_plain(part, tensors) for part in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    tensors[str(len(tensors))] = value.detach().cpu().contiguous().clone()
-    return {"tensor": str(len(tensors) - 1)}
-
-
-def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_restore_tensors(part, tensors) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    return {_hashable(_restore_tensors(key, tensors)): _restore_tensors(part, tensors) for key, part in value["pairs"]}
-
-
-def _hashable(key: Any) -> Any:
+def _hashable(key: object) -> object:
     return tuple(map(_hashable, key)) if isinstance(key, list) else key
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    from safetensors.torch import save
+
+    return sha256(text.encode() + save(tensors)).hexdigest()

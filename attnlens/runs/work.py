@@ -13,15 +13,15 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Event, Thread, local
+from threading import Event, Thread, get_ident
 from traceback import clear_frames
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from platformdirs import user_cache_path
 
@@ -37,14 +37,16 @@ from attnlens.errors import (
 )
 from attnlens.files import with_home
 from attnlens.requests.fields import Request
-from attnlens.runs.store import OTHER_WORK, Store, difference, key_of, output_errors
+from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, key_of
 from attnlens.wording import clean
 
-LOG = logging.getLogger("attnlens")
+V = TypeVar("V")
 Compute = Callable[[str], Any]
 """Function that computes the unit of a given name."""
-Opener = Callable[..., tuple[Mapping[str, Any], Compute]]
+Opener = Callable[..., tuple[Mapping[str, object], Compute]]
 """Function that prepares a run in another process: picklable arguments → the run's facts and its Compute."""
+Elsewhere = tuple[Opener, tuple[object, ...]]
+"""An Opener and its arguments."""
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
 """Exceptions of a unit that may not recur at a second try."""
 LOST = (
@@ -65,7 +67,7 @@ ACCELERATORS = ("nvidiactl", "kfd", "dxg")
 class Stopped(KeyboardInterrupt):
     """Interruption of the unit `name`; `value` is its result so far, in the form of a finished unit."""
 
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, value: object) -> None:
         super().__init__()
         self.name, self.value = name, value
 
@@ -79,10 +81,10 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[V]):
     """Results of a run's units."""
 
-    values: dict[str, Any]
+    values: dict[str, V]
     """Values by unit, in the order of the run."""
     missing: dict[str, str]
     """Reasons of units without a value, in the order of the run; without those that an interruption prevented."""
@@ -105,10 +107,11 @@ class WorkPlan:
     @classmethod
     def of(cls, request: Request) -> WorkPlan:
         """Return the plan in a run's options; options that a kind of run lacks keep their defaults."""
-        fields = [name for name in cls.__dataclass_fields__ if name in type(request).model_fields and name != "shard"]
-        named = {name: getattr(request, name) for name in fields}
-        index, _, count = (getattr(request, "shard", None) or "").partition("/")
-        return cls(**named, shard=(int(index), int(count)) if count else None)
+        options = {each.name: getattr(request, each.name) for each in fields(cls) if hasattr(request, each.name)}
+        if shard := options.pop("shard", None):
+            index, _, count = shard.partition("/")
+            options["shard"] = int(index), int(count)
+        return cls(**options)
 
     @property
     def elsewhere(self) -> bool:
@@ -116,15 +119,8 @@ class WorkPlan:
         return self.engine != "local" or self.jobs > 1
 
     @property
-    def gpus(self) -> int:
-        """Number of GPUs that each task of a cluster needs."""
-        import torch
-
-        return int(self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()))
-
-    @property
-    def root(self) -> Any:
-        """Folder in which runs are kept, or the location behind an address (a `UPath`).
+    def root(self) -> Path:
+        """Folder in which runs are kept, or the location behind an address (a `UPath`, which has the same methods).
 
         Raises UsageError if an address needs a package that is not installed.
         """
@@ -135,12 +131,16 @@ class WorkPlan:
         try:
             from upath import UPath
 
-            return UPath(os.fspath(self.work))
+            return cast("Path", UPath(os.fspath(self.work)))
         except ImportError as error:
             install = 'Run: pip install "attnlens[ray]"' if find_spec("upath") is None else "Install that package."
             raise UsageError(f"--work {self.work}: {error}.", install) from None
         except ValueError as error:
             raise UsageError(f"--work {self.work}: {error}.", "Give a folder, or e.g. s3://BUCKET/FOLDER.") from None
+
+    def select_units(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the units of this shard; all of them without one."""
+        return names if self.shard is None else names[self.shard[0] - 1 :: self.shard[1]]
 
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError before the work if the plan contradicts itself or nothing can be kept.
@@ -161,13 +161,12 @@ class WorkPlan:
     def _unwritable(self) -> str:
         root = self.root
         try:
-            with output_errors(root, "made"):
-                root.mkdir(parents=True, exist_ok=True)
-        except (OSError, OutputError) as error:
-            return getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
+            root.mkdir(parents=True, exist_ok=True)
+        except Exception as error:  # libraries of remote stores have errors of their own
+            return getattr(error, "strerror", None) or reason_of(error).rstrip(".")
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
-    def store(self, facts: Mapping[str, Any]) -> Store | None:
+    def store(self, facts: Mapping[str, object]) -> Store | None:
         """Return the store of a run; None if no folder was named and the user's cache cannot be written."""
         if self.work is None and self._unwritable():
             return None
@@ -180,14 +179,14 @@ NOTHING_KEPT = WorkPlan()
 
 def run_units(
     names: Sequence[str],
-    compute: Compute,
+    compute: Callable[[str], V],
     plan: WorkPlan,
     store: Store | None,
     *,
-    elsewhere: tuple[Opener, tuple[Any, ...]] | None = None,
+    elsewhere: Elsewhere | None = None,
     tell: Callable[[str], None] = lambda _name: None,
-    usable: Callable[[Any], bool] = lambda _value: True,
-) -> Outcome:
+    usable: Callable[[V], bool] = lambda _value: True,
+) -> Outcome[V]:
     """Compute every unfinished unit of a run, and return the results of all units.
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere`
@@ -195,15 +194,14 @@ def run_units(
     whether a kept value is complete. Raise ShardFinished at the end of a shard; the error of a unit if it is one of
     attnlens's own, because those concern all units; and the first unit's error if no unit could be computed.
     """
-    mine = names if plan.shard is None else names[plan.shard[0] - 1 :: plan.shard[1]]
     if store is not None and plan.work is not None:
         store.begin()
         store.report_others()
-    values: dict[str, Any] = {}
+    values: dict[str, V] = {}
     failures: dict[str, Failure] = {}
     stopped = False
     try:
-        for name, value in _compute_units(mine, compute, plan, store, elsewhere, usable):
+        for name, value in _compute_units(plan.select_units(names), compute, plan, store, elsewhere, usable):
             if not isinstance(value, Failure):
                 values[name] = value
             elif isinstance(value.error, AttnlensError):
@@ -212,64 +210,54 @@ def run_units(
                 failures[name] = value
                 LOG.warning("%s failed: %s", clean(name), clean(value.reason))
             tell(name)
-    except Stopped as stop:
+    except KeyboardInterrupt as stop:
         stopped = True
-        values[stop.name] = stop.value
-    except KeyboardInterrupt:
-        stopped = True
+        if isinstance(stop, Stopped):
+            values[stop.name] = cast("V", stop.value)
     missing = {name: failures[name].reason for name in names if name in failures}
     if plan.shard is not None and store is not None and not stopped:
         remaining = [name for name in names if name not in values and store.load(name) is None]
         raise ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
-        name = next(iter(missing))
-        first = failures[name]
-        raise first.error or ModelError(f"No unit could be computed; {name}: {first.reason}.", "Use fewer --jobs.")
+        name, reason = next(iter(missing.items()))
+        raise failures[name].error or ModelError(f"No unit could be computed; {name}: {reason}.", "Use fewer --jobs.")
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
 
 def _compute_units(
     names: Sequence[str],
-    compute: Compute,
+    compute: Callable[[str], V],
     plan: WorkPlan,
     store: Store | None,
-    elsewhere: tuple[Opener, tuple[Any, ...]] | None,
-    usable: Callable[[Any], bool],
-) -> Iterator[tuple[str, Any]]:
+    elsewhere: Elsewhere | None,
+    usable: Callable[[V], bool],
+) -> Iterator[tuple[str, V | Failure]]:
     """Yield each unit's value, or its Failure, in the order of completion."""
 
-    def load_usable(name: str) -> Any:
-        value = store.load(name) if store is not None and store.resume else None
-        return value if value is not None and usable(value) else None
-
-    def anew(name: str) -> Any:
+    def compute_and_keep(name: str) -> V:
         value = compute(name)
         if store is not None:
             (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
             clear_parts(name, value)
         return value
 
-    def clear_parts(name: str, value: Any) -> None:
+    def clear_parts(name: str, value: V) -> None:
         if store is not None and usable(value):
             store.inside(name).clear()
 
-    if not plan.elsewhere or elsewhere is None or store is None:
-        for name in names:  # another run that shares the folder may finish a unit before its turn
-            value = load_usable(name)
-            yield name, try_twice(anew, name) if value is None else value
-        return
     waiting = []
-    for name in names:
-        value = load_usable(name)
-        if value is None:
+    for name in names:  # another run that shares the folder may finish a unit before its turn
+        value: V | None = store.load(name) if store is not None and store.resume else None
+        if value is not None and usable(value):
+            yield name, value
+        elif plan.elsewhere and elsewhere is not None and store is not None:
             waiting.append(name)
         else:
-            yield name, value
-    if not waiting:
+            yield name, try_twice(compute_and_keep, name)
+    if not waiting or elsewhere is None or store is None:
         return
-    function = partial(_compute_in_worker, *elsewhere, store)
     engine = _in_processes if plan.engine == "local" else _on_ray
-    for name, failure in engine(waiting, function, plan):
+    for name, failure in engine(waiting, partial(_compute_in_worker, *elsewhere, store), plan):
         if failure is not None:
             yield name, failure
         elif (value := store.load(name)) is not None:
@@ -281,7 +269,7 @@ def _compute_units(
             yield name, Failure(UNSEEN)
 
 
-def try_twice(compute: Compute, name: str) -> Any:
+def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     """Return a unit's value, or a Failure after a second try. Errors that the user must fix are not tried again."""
     for _ in range(2):
         try:
@@ -296,11 +284,11 @@ def try_twice(compute: Compute, name: str) -> Any:
     return failure
 
 
-_prepared: list[tuple[tuple[Opener, tuple[Any, ...]], Mapping[str, Any], Compute]] = []
+_prepared: list[tuple[Elsewhere, Mapping[str, object], Compute]] = []
 """Run whose units this worker computes: how it was prepared, its facts, and its function."""
 
 
-def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store, name: str) -> Failure | None:
+def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
     """Compute a unit in another process and write its file. Return the reason of a failure in picklable form."""
 
     def compute(name: str) -> None:
@@ -314,10 +302,8 @@ def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store,
             )
         store.save(name, make(name))
 
-    failure: Failure | None = try_twice(compute, name)
-    if failure is None or isinstance(failure.error, AttnlensError):
-        return failure
-    return Failure(failure.reason)
+    failure = try_twice(compute, name)
+    return failure if failure is None or isinstance(failure.error, AttnlensError) else Failure(failure.reason)
 
 
 _server_started = False
@@ -345,32 +331,35 @@ def start_server(jobs: int, module: str) -> None:
     _server_started = True
 
 
-def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan) -> Iterator[tuple[str, Any]]:
+Work = Callable[[str], Failure | None]
+"""Function that computes a unit in another process."""
+
+
+def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Call a function on every name in `plan.jobs` processes of one thread each; yield names and results.
 
     Each process has its own pool, so that one that is killed only takes its own unit with it, which is then tried
     once more.
     """
-    thread, pools, ended = local(), [], Event()
+    pools: dict[int, ProcessPoolExecutor] = {}  # by thread
+    ended = Event()
     context = get_context("forkserver" if _server_started else "spawn")
 
-    def call(name: str) -> Any:
+    def call(name: str) -> Failure | None:
         for _ in range(2):
             if ended.is_set():
                 break
-            if getattr(thread, "pool", None) is None:
-                thread.pool = ProcessPoolExecutor(1, context, _begin_worker)
-                pools.append(thread.pool)
+            pool = pools.get(get_ident()) or ProcessPoolExecutor(1, context, _begin_worker)
+            pools[get_ident()] = pool
             try:
                 # a new process inherits the blocked signal, so that this process decides what an interruption ends
                 with _interruptions_blocked():
-                    future = thread.pool.submit(function, name)
+                    future = pool.submit(function, name)
                 if ended.is_set():  # it may have started after the others were ended
-                    end(thread.pool)
+                    end(pool)
                 return future.result()
             except BrokenExecutor:
-                thread.pool.shutdown()
-                thread.pool = None
+                pools.pop(get_ident()).shutdown()
         return Failure(LOST)
 
     def end(pool: ProcessPoolExecutor) -> None:
@@ -393,11 +382,11 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
             except BaseException:
                 ended.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-                for pool in pools:
+                for pool in list(pools.values()):
                     end(pool)
                 raise
     finally:  # also after a failure: the program may exit without cleaning up, which would leak semaphores
-        for pool in pools:
+        for pool in pools.values():
             pool.shutdown()
 
 
@@ -449,27 +438,18 @@ def check_cluster(address: str | None) -> None:
         raise _no_cluster(place, error) from error
 
 
-def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan) -> Iterator[tuple[str, Any]]:
+def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Call a function on every name as tasks of a Ray cluster, which runs a lost task again.
 
     Without an address or RAY_ADDRESS, a cluster with `plan.jobs` workers is started on this machine.
     """
     ray: Any = import_module("ray")
+    torch: Any = import_module("torch")
     started = not ray.is_initialized()
     if started:
-        address = plan.address or os.environ.get("RAY_ADDRESS") or RAY_HERE
-        init_options = {"num_cpus": plan.jobs, "include_dashboard": False} if address == RAY_HERE else {}
-        if init_options:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **init_options)
-        except Exception as error:  # Ray raises plain Exception if its programs do not start
-            raise _no_cluster(address, error) from error
-        worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
-        if printed := getattr(worker, "print_to_stdstream", None):
-            worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
-    options = {"num_cpus": 1, "num_gpus": plan.gpus, "max_retries": 1, "retry_exceptions": False}
-    task = ray.remote(**options)(_call_in)
+        _start_ray(ray, plan)
+    gpus = int(plan.device.startswith("cuda") or (plan.device == "auto" and torch.cuda.is_available()))
+    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1, retry_exceptions=False)(_call_in)
     pending = {task.remote(str(Path.cwd()), function, name): name for name in names}
     try:
         while pending:
@@ -486,7 +466,22 @@ def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan
             ray.shutdown()
 
 
-def _call_in(folder: str, function: Callable[[str], Any], name: str) -> Any:
+def _start_ray(ray: Any, plan: WorkPlan) -> None:
+    address = plan.address or os.environ.get("RAY_ADDRESS") or RAY_HERE
+    options = {}
+    if address == RAY_HERE:
+        options = {"num_cpus": plan.jobs, "include_dashboard": False}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
+    except Exception as error:  # Ray raises plain Exception if its programs do not start
+        raise _no_cluster(address, error) from error
+    worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
+    if printed := getattr(worker, "print_to_stdstream", None):
+        worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
+
+
+def _call_in(folder: str, function: Work, name: str) -> Failure | None:
     """Call a function in a Ray worker, in the folder that relative paths start from."""
     with suppress(OSError):  # on a node without that folder, the function itself reports missing files
         os.chdir(folder)

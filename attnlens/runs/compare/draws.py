@@ -21,6 +21,7 @@ from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, form_distances
+from attnlens.runs.inspect.inspection import measure_tokens
 from attnlens.runs.inspect.sequences import (
     PIECE_BYTES,
     SequenceValues,
@@ -28,7 +29,6 @@ from attnlens.runs.inspect.sequences import (
     finite_heads,
     sequence_numbers,
 )
-from attnlens.runs.inspect.units import measure_tokens
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -
 def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
     """Draw the effect of rounding on the measures of forms: (heads,) per draw, NaN for heads without a form."""
     places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
-    analyzers = side.inspection.reader.analyzers_of("weights")
+    analyzers = side.inspection.analyzers_of("weights")
     tables: dict[str, Tensor] = {}
     for site in side.sites:
         factors = side.factors(site)
@@ -422,7 +422,7 @@ def _measure_calls(
     row_distances: Mapping[str, Sequence[Mapping[Site, Tensor]]],
 ) -> dict[str, Tensor]:
     """Compute tokens.* on a few windows and add the distances of rows: each measure as (windows, heads)."""
-    values, analyzers, start = SequenceValues(design.count), side.inspection.reader.analyzers_of("tokens"), 0
+    values, analyzers, start = SequenceValues(design.count), side.inspection.analyzers_of("tokens"), 0
     for number, batch in enumerate(batches):
         for site, call in calls[number].items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)

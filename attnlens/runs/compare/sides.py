@@ -16,10 +16,10 @@ from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.records import Measure, QueryKey, Report, Site, Windows
 from attnlens.runs.in_memory import at_rest
-from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import Inspection, PreparedRun, survey
+from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
+from attnlens.runs.inspect.pipeline import compute
 from attnlens.runs.inspect.sequences import finite_heads
-from attnlens.runs.inspect.units import SiteFactors
+from attnlens.runs.inspect.survey import survey
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -114,9 +114,9 @@ class ComparedModel:
         """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
         with at_rest(run.loaded.model):
             inspection = survey(run, factors={})
-            outcome = compute(inspection)
-        report = _remove_token_measures(outcome.report) if swaps else outcome.report
-        return cls(run, inspection, report, outcome.results.design, swaps or {})
+            report, results = compute(inspection)
+        report = _remove_token_measures(report) if swaps else report
+        return cls(run, inspection, report, results.design, swaps or {})
 
     @property
     def loaded(self) -> Loaded:
@@ -140,7 +140,7 @@ class ComparedModel:
 
     def factors(self, site: Site) -> SiteFactors | None:
         """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
-        return (self.inspection.reader.factors or {}).get(site)
+        return (self.inspection.factors or {}).get(site)
 
     def blocks(self) -> list[Block]:
         """Return the model's blocks that run once per forward pass; none without a text."""

@@ -1,41 +1,133 @@
-"""Survey a model before it is measured: find its sites, verify that they are read rightly, and list the units to read.
+"""Describe a surveyed model, list the units of its inspection, and read each of them.
 
-The result is a frozen `Inspection`, from which any process can read any unit.
+A unit is read independently of the others: the weights of a site, a batch of tokens, or what gatherers read at a few
+sites. Its value is a dictionary of tensors and JSON values, which runs/store.py can write to a file and results.py
+turns into the heads of a report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Literal, TypedDict
 
+import torch
 from torch import Tensor
 
-from attnlens.analyzers.registry import Analyzer, Gathering
-from attnlens.choices import ATTENTION
-from attnlens.errors import FAILURES, ModelError, TextError
-from attnlens.maths.linalg.long import LONG
-from attnlens.models import hooks, loading, texts
+from attnlens.analyzers.registry import Analyzer, Gatherer, Gathering, GatheringPlace, MeasureInfo
+from attnlens.arguments import selection_share
+from attnlens.choices import ATTENTION, SHOWN
+from attnlens.errors import UnreadableError
+from attnlens.maths import linalg
+from attnlens.maths.statistics import gaussian_null
+from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
-from attnlens.models.loading.deferred import mute_shape_errors
-from attnlens.records import Settings, Site, Skipped
-from attnlens.runs import checks, feeding
-from attnlens.runs.checks import attention, no_loss, refuse_initialised
-from attnlens.runs.feeding import LOSS, predicts_text
-from attnlens.runs.inspect.attention_rows import refuse_many_rows
-from attnlens.runs.inspect.results import merge_skipped
-from attnlens.runs.inspect.units import SiteFactors, Unit, UnitReader
+from attnlens.models.hooks.survey import hiding_padding
+from attnlens.models.weights import Factors
+from attnlens.records import Call, QueryKey, Settings, Site, Skipped
+from attnlens.runs.feeding import measure_losses
+from attnlens.runs.inspect.sequences import (
+    Place,
+    SequenceValues,
+    add_sentences,
+    attention_rows,
+    finite_heads,
+    sentence_of,
+    sequence_numbers,
+    split_batch,
+    split_sequences,
+)
 from attnlens.runs.progress import Progress, silent, time_stage
 from attnlens.runs.provenance import content_of
 from attnlens.runs.store import versions
+from attnlens.runs.work import Stopped
 
-BY_HAND = "the module has its own attention code, which must be traced on actual values, so the model must be loaded"
-"""Reason why a site of a meta-device model is not read."""
+
+class WeightsUnit(TypedDict, total=False):
+    """Measures of one site's weights."""
+
+    heads: list[int]  # heads with finite weights, in the order of the tensors below
+    values: dict[str, Tensor]  # by measure: (heads,), or (heads, steps) for a curve
+    base: dict[str, Tensor]  # by measure: (heads,), without the adapter
+    nulls: dict[str, Tensor]  # by measure: (heads, 2), mean and standard deviation expected by chance
+    layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
+    traits: dict[str, bool]  # fields of `weights.Traits`
+    skipped: list[dict[str, object]]  # fields of each `Skipped`
+
+
+class TokensUnit(TypedDict):
+    """Measures of one batch of sequences."""
+
+    sequences: int  # number of sequences
+    values: dict[Place, Tensor]  # (sequences, heads), NaN if missing
+    curves: dict[Place, list[list[Tensor]]]  # number of sequences and mean of each piece, both (heads, steps)
+    losses: list[Tensor]  # mean loss of each sequence with predictions, and its number of predicted tokens; or empty
+    vocabulary: int  # number of tokens in the model's vocabulary; 0 without losses
+    rows: list[dict[str, object]]  # fields of each `AttentionRows` to show
+    skipped: list[dict[str, object]]  # fields of each `Skipped`
+
+
+class HeadAnswer(TypedDict):
+    """The fields of a gatherer's `Answer` for one head that enter the report."""
+
+    measures: dict[str, dict[str, object]]
+    windows: dict[str, dict[int, float]]
+    curves: dict[str, list[float]]
+
+
+class GatheredUnit(TypedDict):
+    """Answers of the gatherers of a few sites over all sequences."""
+
+    answers: dict[Place, dict[int, HeadAnswer]]  # by (site, analyzer), and by head
+    selections: list[dict[str, object]]  # fields of each `Selection` to show
+
+
+Unit = WeightsUnit | TokensUnit | GatheredUnit
+SiteFactors = Factors | UnreadableError
+"""Factors of a site's weights, or why they can't be read."""
+
+SEES_NOTHING = "its mask hides all keys from every query"
+NULL_DRAWS = 64
+"""Number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %."""
 GATHERED_TOGETHER = 4
 """Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
 would keep the tokens of all."""
+
+
+def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
+    """Return each head's null, (heads, 2): as drawn from factors of unit norm, or rescaled to its own ‖W_Q‖‖W_K‖."""
+    factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
+    return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
+
+
+def measure_tokens(
+    site: Site,
+    query_key: QueryKey,
+    analyzers: Sequence[Analyzer],
+    numbers: Sequence[int],
+    total: int,
+    values: SequenceValues,
+    steps: int | None = None,
+) -> None:
+    """Add what analyzers return for a batch to `values`; `numbers` are the sequences that its rows belong to.
+
+    `total` is the site's number of heads, and `steps` the length that curves are extended to.
+    """
+    for rows, piece in split_batch(query_key):
+        sequences = [numbers[row] for row in rows]
+        for analyzer in analyzers:
+            values.add(site, analyzer.function(piece), sequences, piece.heads, total, steps)
+
+
+def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
+    """Return the entries without duplicates; the measure is omitted if the reason applies to several."""
+    merged: dict[tuple[object, ...], Skipped] = {}
+    for entry in entries:
+        place = entry.site, tuple(entry.heads), entry.reason
+        several = place in merged and merged[place].measure != entry.measure
+        merged[place] = entry.model_copy(update={"measure": None}) if several else entry
+    return list(merged.values())
 
 
 @dataclass(frozen=True)
@@ -53,101 +145,6 @@ class WorkUnit:
             return f"tokens of batch {self.batch}"
         layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
         return f"{self.stage} of layer{'s' * (len(self.sites) > 1)} {layers}"
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """A surveyed model with its inputs, which is measured unit by unit."""
-
-    reader: UnitReader
-    reached: Sequence[SiteCall]
-    """Requested sites."""
-    inputs: texts.Batches | None
-    """Batches that the model reads; None for weights alone."""
-    skipped: list[Skipped]
-    """What the survey found but can't read."""
-    identity_error: float | None
-    """Change of the model's outputs if its attention is recomputed; None if it is unknown."""
-    timings: dict[str, float]
-    """Seconds per stage so far."""
-
-    @property
-    def loaded(self) -> loading.Loaded:
-        """The loaded model."""
-        return self.reader.loaded
-
-    @property
-    def settings(self) -> Settings:
-        """Settings of the run, with those that depend on the model and its inputs."""
-        return self.reader.settings
-
-    @property
-    def batches(self) -> tuple[texts.Batch, ...]:
-        """Batches that the model reads; empty for weights alone."""
-        return () if self.inputs is None else self.inputs.batches
-
-    @property
-    def window_texts(self) -> list[str]:
-        """Name of the text of each sequence; empty for inputs that are not texts."""
-        return [] if self.inputs is None else list(self.inputs.parts)
-
-    @property
-    def all_sites(self) -> tuple[Site, ...]:
-        """All sites of the model."""
-        return self.reader.sites
-
-    @cached_property
-    def key_heads(self) -> dict[Site, list[int]]:
-        """Key head of each query head, by requested site."""
-        return {each.site: list(each.call.key_heads) for each in self.reached}
-
-    @property
-    def from_files(self) -> bool:
-        """True if the model was never loaded, and so never run."""
-        return self.loaded.deferred is not None
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """Facts that determine the results of the units."""
-        reader = self.reader
-        return {
-            "command": "inspect",
-            "versions": versions(),
-            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
-            "from_files": self.from_files,
-            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
-            "show": reader.show,
-            "weights": reader.reads_weights,
-            "analyzers": [[each.name, each.source] for each in reader.analyzers],
-            "sites": [asdict(site) for site in self.key_heads],
-            "key_heads": list(self.key_heads.values()),
-            "parts": self.window_texts,
-            "batches": [batch.size for batch in self.batches],
-            "content": content_of(self.loaded, self.reached, self.inputs, reader.analyzers),
-        }
-
-    @cached_property
-    def units(self) -> dict[str, WorkUnit]:
-        """Units of the run by name, in the order in which they enter the report."""
-        sites = tuple(self.key_heads)
-        units = [WorkUnit("weights", (site,)) for site in sites if self.reader.reads_weights]
-        units += [WorkUnit("tokens", sites, batch) for batch in range(len(self.batches))]
-        if self.batches and any(isinstance(each, Gathering) for each in self.reader.analyzers):
-            blocks = range(0, len(sites), GATHERED_TOGETHER)
-            units += [WorkUnit("gathered", sites[start : start + GATHERED_TOGETHER]) for start in blocks]
-        return {unit.name: unit for unit in units}
-
-    def read_unit(self, unit: WorkUnit) -> Unit:
-        """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
-        with time_stage(self.timings, unit.stage):
-            return self._compute_unit(unit)
-
-    def _compute_unit(self, unit: WorkUnit) -> Unit:
-        if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
-            return self.reader.read_weights(unit.sites[0])
-        if unit.batch is None:
-            return self.reader.read_gathered(self.inputs, unit.sites, unit.name)
-        return self.reader.read_tokens(self.inputs, unit.batch, unit.sites)
 
 
 @dataclass(frozen=True)
@@ -171,133 +168,312 @@ class PreparedRun:
         """Model whose weights are read: on the meta device if the model is spread over devices."""
         return self.loaded.shapes or self.loaded
 
+    def analyzers_of(self, source: str) -> list[Analyzer]:
+        """Return the analyzers that read one QueryKey of that source at a time."""
+        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
+        return [analyzer for analyzer in plain if analyzer.source == source]
 
-def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the model's sites, and verify that recomputed attention changes nothing.
-
-    `factors` is filled with the factors of each site's weights when they are read. Raise ModelError, IdentityError,
-    TextError and UsageError.
-    """
-    loaded, weights_model = run.loaded, run.weights_model
-    settings, inputs, no_text = _cut_inputs(run)
-    with (
-        time_stage(run.timings, "survey"),
-        mute_shape_errors() if weights_model.deferred is not None else nullcontext(),
-    ):
-        sample = _sample(loaded, settings)
-        result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
-        identity_error, skipped = _prove_identity(loaded, result.sites, sample, inputs)
-        refuse_initialised(weights_model, sample, attention)
-        if inputs is not None and predicts_text(loaded) and (lacking := no_loss(weights_model, sample, "causal")):
-            skipped.append(Skipped(site=lacking[0], measure=LOSS, reason=lacking[1]))
-        layers = settings.layers
-        checks.check_chosen(layers, settings.heads, result.sites)
-        settings = feeding.record_length(settings, loaded, result.sites)
-        reached = [each for each in result.sites if layers is None or each.site.layer in layers]
-        if run.show == ATTENTION:
-            refuse_many_rows(reached, settings.heads)
-        if no_text:
-            skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
-        for entry in checks.out_of_reach(loaded, result):
-            unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
-            skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
-        reader = make_reader(replace(run, settings=settings), result.sites, factors)
-        return Inspection(reader, reached, inputs, merge_skipped(skipped), identity_error, run.timings)
+    @property
+    def gatherings(self) -> list[Gathering]:
+        """The analyzers that read several sequences at once."""
+        return [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
 
 
-def make_reader(
-    run: PreparedRun, all_sites: Sequence[SiteCall], factors: dict[Site, SiteFactors] | None = None
-) -> UnitReader:
-    """Prepare the reader of a model's units: find all its sites as text alone reaches them."""
-    weights_model, settings, sites = run.weights_model, run.settings, list(all_sites)
-    if run.loaded.shapes is not None:
-        shapes = survey_shapes(weights_model, _sample(weights_model, settings))
-        sites = _match_sites(all_sites, shapes.sites, weights_model)
-    one_token = checks.of_one_token(weights_model, sites, settings.seed)
-    return UnitReader(
-        loaded=run.loaded,
-        weights_model=weights_model,
-        settings=settings,
-        analyzers=run.analyzers,
-        show=run.show,
-        all_sites=all_sites,
-        one_token=checks.text_alone(weights_model, one_token, 1, settings.seed),
-        window=checks.text_alone(weights_model, sites, settings.length or 2, settings.seed),
-        progress=run.progress,
-        factors=factors,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Inspection(PreparedRun):
+    """A surveyed model with its inputs, which is measured unit by unit; any process can read any unit."""
 
+    calls: Sequence[SiteCall]
+    """All sites of the model."""
+    one_token: Sequence[SiteCall]
+    """The same sites of `weights_model`, reached by one token of text alone."""
+    window: Sequence[SiteCall]
+    """The same sites of `weights_model`, reached by a window of text alone."""
+    reached: Sequence[SiteCall]
+    """Requested sites."""
+    inputs: texts.Batches | None = None
+    """Batches that the model reads; None for weights alone."""
+    skipped: Sequence[Skipped] = ()
+    """What the survey found but can't read."""
+    identity_error: float | None = None
+    """Change of the model's outputs if its attention is recomputed; None if it is unknown."""
+    factors: dict[Site, SiteFactors] | None = None
+    """Factors of each site's weights, kept if a caller needs them."""
+    _turns: weights.Turns = field(default_factory=weights.Turns)
+    _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
+    """Nulls by shape, with the rotation that each was drawn under: keeping it alive prevents reuse of its id."""
 
-def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches; return the settings that describe them, and why none are read if they should be.
+    @property
+    def batches(self) -> tuple[texts.Batch, ...]:
+        """Batches that the model reads; empty for weights alone."""
+        return () if self.inputs is None else self.inputs.batches
 
-    None are read for weights alone, or if both sources are read and no tokenizer exists.
-    """
-    loaded, settings, cut = run.loaded, run.settings, run.cut
-    without_input = settings.model_copy(update=feeding.NOTHING_FED)
-    if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):
-        return without_input, None, None
-    try:
-        batches = texts.batches(loaded, run.contents, cut)
-    except TextError as error:
-        readable = loaded.tokenizer is not None or not texts.reads_text(loaded) or cut.image or cut.audio
-        if readable or settings.source == "tokens":
-            raise
-        return without_input, None, error.problem
-    feeding.design_of(settings, batches)  # refuses too few texts
-    return feeding.describe_input(settings, batches, loaded), batches, None
+    @property
+    def window_texts(self) -> list[str]:
+        """Name of the text of each sequence; empty for inputs that are not texts."""
+        return [] if self.inputs is None else list(self.inputs.parts)
 
+    @property
+    def all_sites(self) -> tuple[Site, ...]:
+        """All sites of the model."""
+        return tuple(each.site for each in self.calls)
 
-def _sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
-    """Return random ids as long as a window."""
-    return texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
+    @cached_property
+    def key_heads(self) -> dict[Site, list[int]]:
+        """Key head of each query head, by requested site."""
+        return {each.site: list(each.call.key_heads) for each in self.reached}
 
+    @property
+    def from_files(self) -> bool:
+        """True if the model was never loaded, and so never run."""
+        return self.loaded.deferred is not None
 
-def _prove_identity(
-    loaded: loading.Loaded, reached: Sequence[SiteCall], sample: Mapping[str, Tensor], inputs: texts.Batches | None
-) -> tuple[float | None, list[Skipped]]:
-    """Verify that recomputed attention changes nothing; with NaN in its weights, the model can't be compared.
+    @property
+    def reads_weights(self) -> bool:
+        """True if the weights are measured, or their factors kept."""
+        return self.factors is not None or bool(self.analyzers_of("weights"))
 
-    A model whose weights stay in their files can't run: each of its sites is verified when it is read.
-    """
-    if loaded.deferred is not None:
-        return None, []
-    # one long sequence is sufficient, and its predictions alone take gigabytes
-    long = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in reached)
-    probe = sample if inputs is None else texts.first(inputs.batches[0].inputs, 1 if long else 2)
-    error, broken = checks.prove_identity(loaded, probe)
-    if broken is None:
-        return error, []
-    return error, [
-        Skipped(site=broken, reason=f"{broken} contains NaN or Inf, so the model's outputs cannot be verified")
-    ]
+    @cached_property
+    def facts(self) -> Mapping[str, object]:
+        """Facts that determine the results of the units."""
+        return {
+            "command": "inspect",
+            "versions": versions(),
+            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
+            "from_files": self.from_files,
+            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
+            "show": self.show,
+            "weights": self.reads_weights,
+            "analyzers": [[each.name, each.source] for each in self.analyzers],
+            "sites": [asdict(site) for site in self.key_heads],
+            "key_heads": list(self.key_heads.values()),
+            "parts": self.window_texts,
+            "batches": [batch.size for batch in self.batches],
+            "content": content_of(self.loaded, self.reached, self.inputs, self.analyzers),
+        }
 
+    @cached_property
+    def units(self) -> dict[str, WorkUnit]:
+        """Units of the run by name, in the order in which they enter the report."""
+        sites = tuple(self.key_heads)
+        units = [WorkUnit("weights", (site,)) for site in sites if self.reads_weights]
+        units += [WorkUnit("tokens", sites, batch) for batch in range(len(self.batches))]
+        if self.batches and self.gatherings:
+            blocks = range(0, len(sites), GATHERED_TOGETHER)
+            units += [WorkUnit("gathered", sites[start : start + GATHERED_TOGETHER]) for start in blocks]
+        return {unit.name: unit for unit in units}
 
-def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
-    try:
-        result = hooks.run_survey(loaded.model, inputs)
-    except (ModelError, *FAILURES) as error:
-        first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
-        raise ModelError(
-            f"{loaded.info.id} can't be analysed from its files alone: its forward pass depends on actual values "
-            f"({first})",
-            "Omit --device files or spread: this architecture must be loaded.",
-        ) from error
-    if any(each.site.traced for each in result.sites):
-        raise ModelError(
-            f"{loaded.info.id} can't be analysed from its files alone: {BY_HAND}.",
-            "Omit --device files or spread: this architecture must be loaded.",
-        )
-    return result
+    def read_unit(self, name: str) -> Unit:
+        """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
+        unit = self.units[name]
+        with time_stage(self.timings, unit.stage):
+            return self._compute_unit(unit)
 
+    def _compute_unit(self, unit: WorkUnit) -> Unit:
+        if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
+            return self._read_weights(unit.sites[0])
+        if unit.batch is None:
+            return self._read_gathered(self.inputs, unit)
+        return self._read_tokens(self.inputs, unit.batch)
 
-def _match_sites(reached: Sequence[SiteCall], shapes: Sequence[SiteCall], loaded: loading.Loaded) -> list[SiteCall]:
-    """Return the sites of the meta-device model under the names of the same sites in the model that ran."""
-    by_call = {(each.site.path, each.site.ordinal): each for each in shapes}
-    calls = [(each.site.path, each.site.ordinal) for each in reached]
-    if list(by_call) != calls:
-        raise ModelError(
-            f"{loaded.info.id} runs attention that a pass without values does not reveal.", "Leave out --device spread."
-        )
-    return [replace(by_call[call], site=each.site) for call, each in zip(calls, reached, strict=True)]
+    def _read_weights(self, site: Site) -> WeightsUnit:
+        """Compute the weights.* measures of a site, with their nulls."""
+        factors, base = next(self._read_factors([site]))
+        if self.factors is not None:
+            self.factors[site] = factors
+        if not self.analyzers_of("weights"):
+            return {}
+        if isinstance(factors, UnreadableError):
+            return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem).model_dump()]}
+        unit = self._measure_weights(factors, base)
+        unit["traits"] = asdict(factors.traits)
+        return unit
+
+    def _read_tokens(self, inputs: texts.Batches, number: int) -> TokensUnit:
+        """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
+        batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
+        # lines differ in length, and so do their curves
+        steps = self.settings.length if self.settings.pack is False else None
+        values = SequenceValues(batch.size)
+        rows: list[dict[str, object]] = []
+        skipped: list[Skipped] = []
+
+        def visit(site: Site, call: Call) -> None:
+            if site not in self.key_heads:
+                return
+            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            finite = finite_heads(query_key)
+            skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
+            if query_key.allowed is not None and not bool(query_key.allowed.any()):
+                heads = list(query_key.heads)
+                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
+            elif finite:
+                numbers = sequence_numbers(len(call.query), batch, 0)
+                measure_tokens(site, query_key.select(finite), analyzers, numbers, call.query.shape[1], values, steps)
+            if self.show == ATTENTION and number == 0:
+                sentence = sentence_of(site.part, self.loaded, inputs.batches, 0)
+                heads = self._select_requested(finite)
+                shown = attention_rows(query_key.select(heads), sentence) if heads else []
+                rows.extend(each.model_dump() for each in shown)
+
+        with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit):
+            result = hooks.forward(self.loaded.model, batch.inputs)
+        alone = replace(inputs, batches=(batch,), sequences=batch.size)
+        losses, vocabulary = measure_losses(self.loaded, alone, result)
+        return {
+            "sequences": batch.size,
+            "values": values.means,
+            "curves": values.curves,
+            "losses": losses,
+            "vocabulary": vocabulary,
+            "rows": rows,
+            "skipped": [entry.model_dump() for entry in skipped],
+        }
+
+    def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> GatheredUnit:
+        """Compute the gatherers' answers for the sites of a unit, over all sequences.
+
+        Raise Stopped with the answers so far if the user interrupts it.
+        """
+        gatherers: dict[Site, list[Gatherer]] = {}
+        answers: dict[Place, dict[int, HeadAnswer]] = {}
+        selections = []
+        try:
+            self._gather(inputs, unit.sites, gatherers)
+            for done, site in enumerate(gatherers):
+                for gathering, gatherer in zip(self.gatherings, gatherers[site], strict=True):
+                    self.progress(gathering.name, done, len(gatherers))
+                    solved = gatherer.solve()
+                    answers[site.name, gathering.name] = {
+                        head: {
+                            "measures": {name: measure.model_dump() for name, measure in answer.measures.items()},
+                            "windows": answer.windows,
+                            "curves": answer.curves,
+                        }
+                        for head, answer in solved.items()
+                    }
+                    selections += [answer.shown for answer in solved.values() if answer.shown is not None]
+            for gathering in self.gatherings:
+                self.progress(gathering.name, len(gatherers), len(gatherers))
+        except KeyboardInterrupt:
+            raise Stopped(unit.name, {"answers": answers, "selections": []}) from None
+        shown = [add_sentences(each, self.loaded, inputs.batches).model_dump() for each in selections]
+        return {"answers": answers, "selections": shown}
+
+    def _gather(self, inputs: texts.Batches, sites: Sequence[Site], gatherers: dict[Site, list[Gatherer]]) -> None:
+        """Run the model on all batches, and pass every sequence of these sites to their gatherers."""
+        forms: dict[Site, QueryKey | str] = {}
+        if any(gathering.needs_inputs for gathering in self.gatherings):
+            for site, (factors, _) in zip(sites, self._read_factors(sites), strict=True):
+                forms[site] = self._form_on_inputs(factors)
+        bilinear = [each for each in self.calls if each.site in sites and isinstance(forms.get(each.site), QueryKey)]
+
+        def visit(site: Site, call: Call, batch: texts.Batch, start: int) -> None:
+            if site not in sites:
+                return
+            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            form = forms.get(site, "no analyzer needs M on the module's inputs")
+            if isinstance(form, QueryKey) and call.module is not None:
+                query_key = replace(query_key, inputs=module_inputs[call.module])
+            if site not in gatherers:
+                share = selection_share(self.settings.select or "argmax")
+                place = GatheringPlace(site, form, self.settings.seed, share, self.show == SHOWN)
+                gatherers[site] = [gathering.begin(place) for gathering in self.gatherings]
+            numbers = sequence_numbers(len(call.query), batch, start)
+            for row, sequence in split_sequences(query_key):
+                if heads := self._select_requested(finite_heads(sequence)):
+                    for gatherer in gatherers[site]:
+                        gatherer.update(sequence.select(heads), numbers[row])
+
+        start = 0
+        with hooks.record_inputs(bilinear) as module_inputs:
+            for batch in inputs.batches:
+                self.progress("tokens", start, self.settings.windows or 0)
+                visit_batch = partial(visit, batch=batch, start=start)
+                with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit_batch):
+                    hooks.forward(self.loaded.model, batch.inputs)
+                start += batch.size
+
+    def _select_requested(self, heads: Iterable[int]) -> list[int]:
+        return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
+
+    def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
+        """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
+        chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
+        model, deferred = self.weights_model.model, self.weights_model.deferred
+        present = weights.nothing_to_read if deferred is None else deferred.present
+        factors = weights.factors(model, self.one_token, self.window, chosen=chosen, turns=self._turns, present=present)
+        for index in chosen:
+            # no variable here keeps the factors yielded last alive
+            yield self._add_base(index, next(factors))
+
+    def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
+        """Return a site's factors and its form without the adapter, which is its own form if the adapter skips it."""
+        adapter, model = self.weights_model.adapter, self.weights_model.model
+        if adapter is None or isinstance(factors, UnreadableError):
+            return factors, None
+        with adapter.remove_adapter(model, factors.site.path) as differs:
+            base = next(weights.factors(model, [self.one_token[index]], [self.window[index]])) if differs else None
+        if isinstance(base, UnreadableError):
+            return base, None
+        # positions rotate both forms alike
+        return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
+
+    def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
+        """Return M on (x, 1) in the model's own dtype, which is exact; or why it is not bilinear in one input x."""
+        if isinstance(factors, UnreadableError):
+            return factors.problem
+        if (form := factors.on_inputs) is not None:
+            dtype = self.loaded.model.dtype
+            return replace(form, query=form.query.to(dtype), key=form.key.to(dtype))
+        if factors.site.part == "cross":
+            return "queries and keys come from different inputs (cross-attention)"
+        if factors.qk_norm:
+            reason = "are normalised per token (QK-norm)"
+        elif factors.rotation is None:
+            reason = "have their position added to them"
+        else:
+            reason = "turn with their position (RoPE)"
+        return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
+
+    def _measure_weights(self, factors: Factors, base: QueryKey | None) -> WeightsUnit:
+        """Compute the measures of the heads with finite weights."""
+        whole = replace(factors.query_key, base=base)
+        finite = finite_heads(whole)
+        skipped = self._skip_nonfinite(factors.site, whole, finite, "weights")
+        unit: WeightsUnit = {"heads": finite, "skipped": [entry.model_dump() for entry in skipped]}
+        if not finite:
+            return unit
+        complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
+        unit["layer_symmetry"] = linalg.layer_symmetry(factors.summed) if complete else None
+        query_key = whole.select(finite)
+        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
+        norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
+        nulls = self._draw_nulls(query_key)
+        unit["values"], unit["base"], unit["nulls"] = {}, {}, {}
+        for analyzer in self.analyzers_of("weights"):
+            infos = [info for info in analyzer.measures if info.name in nulls]
+            unit["nulls"] |= {info.name: scale_null(nulls[info.name], info, norms) for info in infos}
+            readings = analyzer.function(query_key)
+            unit["values"] |= readings
+            if query_key.base is not None and not analyzer.needs_base:
+                unchanged = base is not None and base.query is whole.query
+                unit["base"] |= readings if unchanged else analyzer.function(query_key.base)
+        return unit
+
+    def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
+        """Return the nulls of sites with this shape, scale and rotation; each is drawn once."""
+        shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
+        if shape not in self._nulls:
+            layout = replace(query_key, base=None)
+            null = gaussian_null(self.analyzers_of("weights"), layout, draws=NULL_DRAWS, seed=self.settings.seed)
+            self._nulls[shape] = query_key.rotation, null
+        return self._nulls[shape][1]
+
+    def _skip_nonfinite(self, site: Site, query_key: QueryKey, finite: Sequence[int], source: str) -> list[Skipped]:
+        heads = [head for head in query_key.heads if head not in finite]
+        if not heads:
+            return []
+        named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
+        reason = f"{named[0]} contains NaN or Inf" if named else "its inputs are NaN or Inf, caused by an earlier layer"
+        return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,18 +95,17 @@ Group = Sequence[int]
 """Positions of heads among the records."""
 
 
-def summarise(
-    results: Results, names: Sequence[str], identity_error: float | None, seed: int, *, from_files: bool = False
-) -> Summary:
-    """Compute medians over the model, each layer and each text (`names`, one per sequence), and the extreme heads."""
-    records = results.heads
+def summarise(results: Results) -> Summary:
+    """Compute medians over the model, each layer and each text, and the extreme heads."""
+    records, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(records):
         by_layer[record.layer].append(place)
     groups: list[Group] = [range(len(records)), *by_layer.values()]
     errors = _errors(results.by_measure, results.design, groups, seed)
     nulls = [_nulls(records, group, seed) for group in groups]
-    texts = _texts(results, names, seed)
+    texts = _texts(results, seed)
+    lone = _lone(results.design) if results.windows else {}
     return Summary(
         medians=medians(records),
         median_errors=errors[0],
@@ -119,9 +118,8 @@ def summarise(
         texts=texts,
         between_texts=_between(texts),
         extremes=extremes(records, measure_infos()),
-        identity_error=identity_error,
-        reasons=(_lone(results.design) if results.windows else {})
-        | ({"identity_error": NEVER_RUN} if from_files else {}),
+        identity_error=results.inspection.identity_error,
+        reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.from_files else {}),
     )
 
 
@@ -132,11 +130,11 @@ def medians(records: Sequence[Head]) -> dict[str, float]:
         for name, measure in record.measures.items():
             if measure.value is not None and measure.label is None:
                 values[name].append(measure.value)
-    return {name: _median(present) for name, present in values.items()}
+    return {name: _median(torch.tensor(present, dtype=torch.float64)) for name, present in values.items()}
 
 
-def _median(values: Iterable[float]) -> float:
-    return float(torch.tensor(list(values), dtype=torch.float64).nanquantile(0.5))
+def _median(values: Tensor) -> float:
+    return float(values.nanquantile(0.5))
 
 
 def _errors(
@@ -171,26 +169,23 @@ def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
     return by_name
 
 
-def _texts(results: Results, names: Sequence[str], seed: int) -> list[TextSummary]:
+def _texts(results: Results, seed: int) -> list[TextSummary]:
     """Compute the medians of each text's own windows; empty for a single text."""
-    distinct = list(dict.fromkeys(names))
-    windows = results.by_measure if len(distinct) > 1 else {}
-    summaries = []
-    for text in distinct if windows else []:
-        rows = [place for place, name in enumerate(names) if name == text]
-        values = {name: part[rows] for name, part in windows.items()}
-        heads: list[Group] = [range(next(iter(values.values())).shape[1])]
+    distinct = list(dict.fromkeys(results.window_texts))
+    summaries: list[TextSummary] = []
+    if len(distinct) < 2 or not results.by_measure:
+        return summaries
+    for text in distinct:
+        rows = [place for place, name in enumerate(results.window_texts) if name == text]
+        values = {name: part[rows] for name, part in results.by_measure.items()}
+        middles = {name: _median(part.nanmean(0)) for name, part in values.items()}
         design = Design.plain(len(rows))
-        (errors,) = _errors(values, design, heads, seed)
+        (errors,) = _errors(values, design, [range(len(results.heads))], seed)
         summaries.append(
             TextSummary(
                 name=text,
                 sequences=len(rows),
-                medians={
-                    name: middle
-                    for name, part in values.items()
-                    if math.isfinite(middle := _median(part.nanmean(0).tolist()))
-                },
+                medians={name: middle for name, middle in middles.items() if math.isfinite(middle)},
                 median_errors=errors,
                 reasons=_lone(design),
             )

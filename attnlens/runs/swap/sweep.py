@@ -22,8 +22,8 @@ from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_of
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.runs import checks
-from attnlens.runs.inspect.assembly import read_sites
 from attnlens.runs.inspect.inspection import PreparedRun
+from attnlens.runs.inspect.pipeline import read_sites
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import Tell, time_stage
 from attnlens.runs.store import Keep, keep_nothing
@@ -64,9 +64,7 @@ def sweep_units(
     if correlated and session.measures is None:
         tell = teller("predictors", 1)
         with time_stage(session.timings, "predictors"):
-            session.measures = head_measures(
-                session.loaded, session.evaluated, chosen, session.settings, session.design
-            )
+            session.measures = head_measures(session.loaded, session.evaluated, chosen, session.settings)
         tell(1)
     tell = teller("sweep", len(chosen) * len(session.fed))
     work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
@@ -84,14 +82,12 @@ def sweep_units(
     return swap.model_copy(update={"sweep": effects, "predictors": predictors, "prediction": prediction})
 
 
-def head_measures(
-    loaded: Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
-) -> SweptMeasures:
+def head_measures(loaded: Loaded, batches: Batches, units: Sequence[Unit], settings: Settings) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
     analyzers = registry.select_sweep_analyzers()
     sites = checks.sites(loaded, batches.batches[0].inputs)
     run = PreparedRun(loaded, settings, analyzers)
-    results = read_sites(run, sites, {site for site, _ in units}, batches, design)
+    results = read_sites(run, sites, {site for site, _ in units}, batches)
     measures = {(record.site, record.head): record.measures for record in results.heads}
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
