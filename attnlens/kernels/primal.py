@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError
 from attnlens.kernels.lowrank import matrix_roots
-from attnlens.kernels.registry import KernelParameter, kernel
+from attnlens.kernels.registry import KERNELS, KernelParameter, kernel
+from attnlens.kernels.spec import Kernel
 from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+    from attnlens.records import Call
 
     Side = Float[Tensor, "batch heads tokens features"]
     Map = Float[Tensor, "heads features scores"]
@@ -62,9 +65,18 @@ class PrimalFit:
 
     def __init__(self, scores: int, samples: int) -> None:
         self.typed: dict[str, float] = {}
-        self.scores = scores
+        self.scores, self.samples = scores, samples
         self.seen = 0
         self.parts: list[Moments | None] = [None, None]
+
+    def update(self, call: Call) -> None:
+        """Add the features and the own output of a batch's heads."""
+        from attnlens.kernels.attention import attend
+        from attnlens.kernels.attention.primal_scores import features
+
+        inputs = features(call, self.samples)
+        output = attend(call, Kernel(KERNELS["exponential"])).transpose(1, 2)
+        self.observe(inputs.query, inputs.key, inputs.real, output)
 
     def observe(
         self,

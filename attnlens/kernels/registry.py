@@ -84,7 +84,7 @@ class KernelInfo:
     """Fast and exact method of computation."""
     hard: bool = False
     """True if all weight goes to the largest score."""
-    fit: Callable[..., Fit | OutputFit] | None = None
+    fit: Callable[..., Fit] | None = None
     """(**parameters) → fit of the free parameters per head on calibration text; None if the kernel lacks any."""
     fit_reads: bool = True
     """True if the fit reads queries and keys; False if it reads only their shapes."""
@@ -120,22 +120,6 @@ class Fit(Protocol):
 
     def solve(self) -> dict[str, Tensor]:
         """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
-
-
-@runtime_checkable
-class OutputFit(Protocol):
-    """Fit to a head's own output, for kernels of the form "output"."""
-
-    typed: dict[str, float]
-    """See Fit.typed."""
-
-    def observe(self, query: Tensor, key: Tensor, real: Tensor | None, output: Tensor) -> None:
-        """Add a batch: features (batch, heads, tokens, …), a mask of real tokens (#batch, #heads, tokens), and the
-        head's own output (batch, heads, tokens, value_dim).
-        """
-
-    def solve(self) -> dict[str, Tensor]:
-        """Return the fitted parameters in the form of Fit.solve."""
 
 
 KERNELS: dict[str, KernelInfo] = {}

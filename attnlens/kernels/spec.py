@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
-from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter, OutputFit
+from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter
 from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
@@ -158,13 +158,10 @@ class Kernel:
         """Names of fitted parameters that healing may train."""
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
-    def fitting(self) -> Fit | OutputFit | None:
+    def fitting(self) -> Fit | None:
         """Return the object that chooses free parameters per head from calibration text; None if there are none."""
         fit = None if self.info.fit is None else self.info.fit(**self.parameters)
-        if self.near is None:
-            return fit
-        assert fit is None or isinstance(fit, Fit)  # noqa: S101  # parsed refuses the others
-        return NearFit(fit)
+        return fit if self.near is None else NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
         """Compute φ of the queries or keys (`side`: "query" or "key"), for a kernel that is ⟨φ(q), φ(k)⟩.

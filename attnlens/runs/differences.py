@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from attnlens.models import texts
 from attnlens.models.loading import Loaded, first_line
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
-from attnlens.records import Agreement, Change, Settings, Task, TextChange, TextCosine, Windows
+from attnlens.records import Agreement, Change, Outcome, Task, TextChange, TextCosine
 from attnlens.runs.outputs import (
     LARGEST_LOSS,
     PassOutputs,
@@ -37,8 +37,7 @@ from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
     from jaxtyping import Int
-    from transformers import PreTrainedModel
-
+    from transformers import Cache, PreTrainedModel
 
 MOST = 16
 """Maximum number of evaluated windows whose first halves are continued, and of prompts per batch."""
@@ -129,30 +128,6 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     return Prompts(ids.to(device), mask.to(device), content.name)
 
 
-def own_continuation(
-    model: PreTrainedModel, prompts: Prompts | str, requested: int
-) -> tuple[Continued | str, list[str]]:
-    """Continue the prompts with the original model; return why not if it can't, and notes for the reader."""
-    if isinstance(prompts, str):
-        return prompts, []
-    limit = position_limit(model)  # which includes the longest prompt
-    tokens = requested if limit is None else max(0, min(requested, limit - prompts.ids.shape[1]))
-    notes = [f"Greedy continuations have {tokens} tokens instead of {requested}: the model's context is full."]
-    return continue_prompts(model, prompts, tokens), notes if 0 < tokens < requested else []
-
-
-def agreements(
-    model: PreTrainedModel, original: Continued | str, variants: Mapping[Name, Variant], progress: Tell
-) -> dict[Name, dict[str, Any]]:
-    """Return each changed model's Outcome field: its agreement with the original's continuations, or the reason."""
-    fields: dict[Name, dict[str, Any]] = {}
-    for name, variant in variants.items():
-        result = original if isinstance(original, str) else agreement(model, original, variant)
-        fields[name] = {"reasons": {"agreement": result}} if isinstance(result, str) else {"agreement": result}
-        progress(1)
-    return fields
-
-
 def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
     """Return the original's greedy continuations, or why there are none."""
     if tokens < 1:
@@ -165,11 +140,16 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
             raise
         return f"the model can't continue a text with a key-value cache ({first_line(error).rstrip('.')})"
     chosen = torch.cat(parts, 1)
-    return Continued(prompts, chosen, _ends(model, chosen))
+    # the ids that end a text are those of the generation settings, else those of the configuration
+    ends = [getattr(each, "eos_token_id", None) for each in (getattr(model, "generation_config", None), model.config)]
+    end: int | list[int] = next((each for each in ends if each is not None), [])
+    return Continued(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
 
 
-def agreement(model: PreTrainedModel, original: Continued, variant: Variant) -> Agreement | str:
+def agreement(model: PreTrainedModel, original: Continued | str, variant: Variant) -> Agreement | str:
     """Count tokens until both models' likeliest tokens differ, step by step; or return why there is no count."""
+    if isinstance(original, str):
+        return original
     try:
         with torch.no_grad(), variant():
             pairs = zip(original.prompts.parts(), torch.split(original.tokens, MOST, 1), strict=True)
@@ -218,7 +198,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
     ids, mask = prompts.ids, prompts.mask
     padded = not bool(mask.all())
     positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
-    cache: Any = None
+    cache: Cache | None = None
     for _ in range(tokens):
         positions = {}
         if positioned:  # counted without the padding
@@ -231,16 +211,9 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
         ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
 
-def _ends(model: PreTrainedModel, like: Tensor) -> Int[Tensor, " ids"]:
-    """Return the ids that end a text, from the model's generation settings, else from its configuration."""
-    settings = getattr(model, "generation_config", None)
-    tokens = getattr(settings, "eos_token_id", None)
-    tokens = getattr(model.config, "eos_token_id", None) if tokens is None else tokens
-    numbers = [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
-    return like.new_tensor(numbers)
-
-
 Name = TypeVar("Name")
+Fields = tuple[dict[str, object], dict[str, str]]
+"""Fields of an Outcome, and reasons for missing ones."""
 NOT_CAUSAL = "only defined for models that predict the next token"
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 
@@ -313,53 +286,57 @@ class Differences:
         self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)
         self.likeness.add(original, new)
 
-    def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
-        """Return the fields of an Outcome; `window`: the width beyond which evidence lies, or why it is unknown."""
-        predictions, states = self._prediction_fields(seed, texts), self._state_fields(seed, texts)
-        positions: dict[str, Any] = {"reasons": {}}
+    def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
+        """Return what differs; `window`: the width beyond which evidence lies, or why it is unknown."""
+        (predictions, reasons), (states, more) = self._prediction_fields(seed, texts), self._state_fields(seed, texts)
+        fields, not_compared = predictions | states, reasons.get("loss")
         if window is not None:
-            reason = predictions["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
-            positions = {"reasons": {"beyond_window": reason}} if reason else self._position_fields(seed, window)
-        reasons = predictions["reasons"] | states["reasons"] | positions["reasons"]
-        return predictions | states | positions | {"reasons": reasons}
+            if self.task != "causal" or not (not_compared or self.by_token.before):
+                not_compared = NOT_CAUSAL
+            if not_compared is None:
+                fields["loss_by_position"] = self.by_token.by_position(self.design, seed)
+            why = not_compared or window
+            beyond = why if isinstance(why, str) else self.by_token.beyond(why, self.design, seed)
+            if isinstance(beyond, str):
+                more["beyond_window"] = beyond
+            else:
+                fields["beyond_window"] = beyond
+        return Outcome.model_validate(fields | {"reasons": reasons | more})
 
-    def _position_fields(self, seed: int, window: int | str) -> dict[str, Any]:
-        """Return the losses by position, and of tokens whose evidence lies beyond a window."""
-        if not self.by_token.before:
-            return {"reasons": {"beyond_window": NOT_CAUSAL}}
-        by_position = self.by_token.by_position(self.design, seed)
-        beyond = self.by_token.beyond(window, self.design, seed) if isinstance(window, int) else window
-        if isinstance(beyond, str):
-            return {"loss_by_position": by_position, "reasons": {"beyond_window": beyond}}
-        return {"loss_by_position": by_position, "beyond_window": beyond, "reasons": {}}
-
-    def _prediction_fields(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
-        """Return the Outcome fields of the predictions, with reasons for missing ones."""
+    def _prediction_fields(self, seed: int, texts: Sequence[str]) -> Fields:
         names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
         if not self.before:
-            return {"reasons": dict.fromkeys(names, f"the model has {HEADLESS}")}
+            return {}, dict.fromkeys(names, f"the model has {HEADLESS}")
         if not torch.cat((*self.divergences, *self.after)).isfinite().all():
-            return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
+            return {"diverged": True}, dict.fromkeys(names, DIVERGED)
         kl, interval = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
-        losses, reasons = self._loss_fields(seed, texts)
-        if interval is None:
-            reasons["kl_ci95"] = self._no_interval
-        return losses | {
+        fields: dict[str, object] = {
             "kl": max(kl, 0.0),  # if both are equal, a mean of rounding errors of either sign
             "kl_ci95": interval,
             "top1_agreement": self.agreeing / float(torch.cat(self.counts).sum()),
-            "reasons": reasons,
         }
+        reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
+        if not self.noise:
+            loss = self._change(seed)
+            fields |= {"loss": loss, "loss_by_text": self.by_text(seed, texts)}
+            if loss.after < LARGEST_LOSS:
+                fields["perplexity"] = self._change(seed, torch.exp)
+            else:
+                reasons["perplexity"] = "it overflows"
+            if loss.ci95 is None:
+                reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
+        if interval is None:
+            reasons["kl_ci95"] = self._no_interval
+        return fields, reasons
 
-    def _state_fields(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
-        """Return the Outcome fields of the hidden states, with reasons for missing ones."""
+    def _state_fields(self, seed: int, texts: Sequence[str]) -> Fields:
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
         if self.likeness is None:
-            return {"reasons": dict.fromkeys(names, "the model returns no hidden states")}
+            return {}, dict.fromkeys(names, "the model returns no hidden states")
         if not torch.cat(self.cosines).isfinite().all():
-            return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
+            return {"diverged": True}, dict.fromkeys(names, DIVERGED)
         if self.directionless:
-            return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
+            return {}, dict.fromkeys(names, "a hidden state is zero and has no direction")
         cosine, interval = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
         by_text = []
         for name, rows in _by_text(self.design, texts):
@@ -369,13 +346,12 @@ class Differences:
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         if interval is None:
             reasons["hidden_cosine_ci95"] = self._no_interval
-        return {
+        fields: dict[str, object] = {
             "hidden_cosine": cosine,
             "hidden_cosine_ci95": interval,
             "hidden_cosine_by_text": by_text,
-            "hidden_cka": cka,
-            "reasons": reasons,
         }
+        return fields | {"hidden_cka": cka}, reasons
 
     def _mean(
         self,
@@ -391,30 +367,12 @@ class Differences:
         value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
         return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
-    def _loss_fields(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return loss and perplexity if defined, the loss of each text, and reasons for missing values."""
-        if self.noise:
-            return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
-        fields: dict[str, Any] = {
-            "loss": self._change(seed, lambda mean: mean),
-            "loss_by_text": self.by_text(seed, texts),
-        }
-        reasons: dict[str, str] = {}
-        if fields["loss"].after < LARGEST_LOSS:
-            fields["perplexity"] = self._change(seed, torch.exp)
-        else:
-            reasons["perplexity"] = "it overflows"
-        if fields["loss"].ci95 is None:
-            reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
-        return fields, reasons
-
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
         """Return loss and perplexity on each text alone, with intervals over its windows; empty for a single text."""
         changes = []
         for name, rows in _by_text(self.sampled, texts):
-            design = Design.plain(len(rows))
-            loss = self._change(seed, lambda mean: mean, rows, design)
-            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows, design)
+            loss = self._change(seed, rows=rows)
+            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows)
             changes.append(TextChange(name=name, sequences=len(rows), change=loss, perplexity=powers))
         return changes
 
@@ -429,15 +387,13 @@ class Differences:
         return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
     def _change(
-        self,
-        seed: int,
-        of: Callable[[Tensor], Tensor],
-        rows: Tensor | slice = slice(None),
-        design: Design | None = None,
+        self, seed: int, of: Callable[[Tensor], Tensor] = lambda mean: mean, rows: Tensor | None = None
     ) -> Change:
-        """Compute a function of the mean loss of the sequences `rows`: before, after, difference with its interval."""
-        before, after, counts = (torch.cat(part)[rows] for part in (self.before, self.after, self.counts))
-        return paired_change(before, after, counts, design or self.sampled, seed, of)
+        """Return the change of a function of the mean loss, over all sequences or over the windows `rows` of a text."""
+        before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
+        if rows is None:
+            return paired_change(before, after, counts, self.sampled, seed, of)
+        return paired_change(before[rows], after[rows], counts[rows], Design.plain(len(rows)), seed, of)
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
@@ -480,42 +436,24 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
     return total / count if math.isfinite(total) else None
 
 
-PREDICTED = ("loss.before", "loss.after", "kl", "tokens")
-STATES = ("hidden_cosine", "hidden_tokens")
-"""Columns of each window, in this order: those of its predictions, and those of its hidden states."""
+COLUMNS = {
+    **{"loss.before": "before", "loss.after": "after", "kl": "divergences", "tokens": "counts"},
+    **{"hidden_cosine": "cosines", "hidden_tokens": "real"},
+}
+"""Columns of each window, in this order, with the fields of Differences that contain them."""
 
 
-def windows_of(by_stage: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
-    """Return the paired losses, KL and hidden cosines per window by (kernel, stage), and their numbers of tokens."""
-    units = [{"kernel": kernel, "stage": stage} for kernel, stage in by_stage]
-    differences = list(by_stage.values())
-    columns: dict[str, list[Tensor]] = {}
-    if all(each.before for each in differences):
-        columns = {
-            "loss.before": [_all_windows(each, each.before) for each in differences],
-            "loss.after": [_all_windows(each, each.after) for each in differences],
-            "kl": [_all_windows(each, each.divergences) for each in differences],
-            "tokens": [_all_windows(each, each.counts) for each in differences],
-        }
-    if all(each.cosines for each in differences):
-        columns["hidden_cosine"] = [torch.cat(each.cosines) for each in differences]
-        columns["hidden_tokens"] = [torch.cat(each.real) for each in differences]
-    return placed_windows({name: torch.stack(parts, 1) for name, parts in columns.items()}, units, settings)
+def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
+    """Return the paired losses, KL and hidden cosines, with their numbers of tokens, as (windows, differences)."""
 
+    def column(each: Differences, name: str) -> Tensor:
+        values = torch.cat(getattr(each, COLUMNS[name])).double()
+        if name.startswith("hidden"):
+            return values
+        predicts = torch.cat(each.predicting)
+        whole = torch.full((len(predicts),), torch.nan, dtype=torch.float64)  # NaN for windows without predictions
+        whole[predicts] = values
+        return whole
 
-def placed_windows(
-    columns: Mapping[str, Tensor], units: Sequence[Mapping[str, str | int]], settings: Settings
-) -> Windows:
-    """Return these columns with the text and number of each window; none if the windows are not numbered."""
-    places = [(text.name, number) for text in settings.texts for number in text.windows]
-    if not columns or not places:
-        return Windows([], units, {})
-    return Windows(places, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
-
-
-def _all_windows(differences: Differences, parts: list[Tensor]) -> Tensor:
-    """Return one number per window; NaN for windows without predictions."""
-    predicts = torch.cat(differences.predicting)
-    column = torch.full((len(predicts),), torch.nan, dtype=torch.float64)
-    column[predicts] = torch.cat(parts).double()
-    return column
+    present = [name for name, parts in COLUMNS.items() if all(getattr(each, parts) for each in differences)]
+    return {name: torch.stack([column(each, name) for each in differences], 1) for name in present}

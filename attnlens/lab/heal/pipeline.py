@@ -149,7 +149,7 @@ def train_swap(
 def compare_control(record: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
     """Build the control's record; None if one of the two models has no finite loss."""
     of_control, of_healed = control.outcome(seed, []), healed.outcome(seed, [])
-    if of_control.get("perplexity") is None or of_healed.get("perplexity") is None:
+    if of_control.loss is None or of_control.perplexity is None or of_healed.perplexity is None:
         return None
     first, second, counts = torch.cat(control.after), torch.cat(healed.after), torch.cat(healed.counts)
     delta, low, high = paired_difference(first, second, healed.sampled, weights=counts, seed=seed)
@@ -157,8 +157,8 @@ def compare_control(record: Healing, control: Differences, healed: Differences, 
         best=record.best,
         tokens=record.tokens or 0,
         learning_rate=record.learning_rate,
-        loss=of_control["loss"],
-        perplexity=of_control["perplexity"],
+        loss=of_control.loss,
+        perplexity=of_control.perplexity,
         ratio=math.exp(delta),
         ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
     )

@@ -270,7 +270,7 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
             return None, [f"{OTHER_PREDICTIONS}, or hidden states of different sizes."]
         before, after = passes
         differences.add(before, after, batch.targets, tokens_in(batch))
-    return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
+    return differences.outcome(seed, list(dict.fromkeys(batches.parts))), []
 
 
 @dataclass

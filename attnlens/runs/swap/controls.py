@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches
 from attnlens.models import hooks
 from attnlens.models.hooks import OWN, SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import Control, Site
-from attnlens.runs.differences import Differences
+from attnlens.records import Agreement, Control, Outcome, Site
 from attnlens.runs.outputs import Variant
 
 CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
@@ -33,8 +31,6 @@ class ControlSwap:
     state: float | None = None  # numbers kept per head, mean over sites
     reason: str = ""  # why the control does not exist
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name, of the healed control
-    agreement: dict[str, Any] = field(default_factory=dict)
-    """Agreement of its greedy continuations with the original's as fields of an Outcome, or why it is unknown."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -55,15 +51,18 @@ class ControlSwap:
         except UsageError as error:
             self.swaps, self.reason = {}, error.problem.rstrip(".")
 
-    def record(self, differences: Differences | None, seed: int, names: Sequence[str], window: int | str) -> Control:
+    def record(self, outcome: Outcome | None) -> Control:
         """Build the control's record from its measurements, or from the reason if there are none."""
-        if differences is None:
-            return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
-        outcome = differences.outcome(seed, names, window)
-        reasons = outcome["reasons"] | self.agreement.get("reasons", {})
         kernel = format_spellings(swap.kernel for swap in self.swaps.values()) or None
-        outcome |= self.agreement | {"reasons": reasons}
-        return Control(role=self.role, kernel=kernel, state=self.state, **outcome)
+        fields = {"reasons": {"kernel": self.reason}} if outcome is None else dict(outcome)
+        return Control(role=self.role, kernel=kernel, state=self.state, **fields)
+
+
+def with_agreement(outcome: Outcome, agreement: Agreement | str | None) -> Outcome:
+    """Add the agreement of greedy continuations, or why it is unknown; None if nothing was generated."""
+    if isinstance(agreement, str):
+        return outcome.model_copy(update={"reasons": outcome.reasons | {"agreement": agreement}})
+    return outcome.model_copy(update={"agreement": agreement})
 
 
 def format_spellings(kernels: Iterable[Kernel]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError, UnreadableError, UsageError
 from attnlens.kernels import Kernel
-from attnlens.kernels.attention import attend, weights
-from attnlens.kernels.attention.primal_scores import features
+from attnlens.kernels.attention import weights
 from attnlens.kernels.attention.rows import positions
 from attnlens.kernels.lowrank import MapsFit, Turn
 from attnlens.kernels.modifiers import NEAR_WEIGHT
-from attnlens.kernels.registry import Fit, OutputFit
+from attnlens.kernels.registry import Fit
 from attnlens.models import hooks, texts
 from attnlens.models import weights as model_weights
 from attnlens.models.hooks.survey import iterate_unpadded
@@ -144,7 +143,7 @@ def fit(
         fed = feed(loaded, batches.some(SEQUENCES), task, seed)
         set_metrics(loaded, sites, swaps, map_fits, fed, task, seed)
     if all(swap.kernel.near is not None for swap in swaps.values()):  # fits of far parts need only shapes
-        _update_fits(loaded, sites, swaps, fits, batches.first(), lambda _: None)
+        _update_fits(loaded, sites, swaps, fits, batches.first())
     else:
         _update_fits(loaded, sites, swaps, fits, batches, progress)
     fitted = {site: each.solve() for site, each in fits.items()}
@@ -155,9 +154,7 @@ def fit(
             searches[site] = NearShares(kernel.with_fitted(parameters))
         elif typed:
             searches[site] = Search(kernel, typed, parameters)
-    if searches:
-        chosen = {site: swaps[site] for site in searches}
-        _visit_calls(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
+    _update_fits(loaded, sites, swaps, searches, batches, progress)
     fitted |= {site: search.best() for site, search in searches.items()}
     return {site: hooks.Replacement(swap.kernel.with_fitted(fitted[site]), swap.heads) for site, swap in swaps.items()}
 
@@ -169,7 +166,7 @@ def expand_parameters(
     unfitted = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(swaps)
     fits = _create_fits(unfitted)
-    _update_fits(loaded, sites, unfitted, fits, batches, lambda _: None)
+    _update_fits(loaded, sites, unfitted, fits, batches)
     for site, each in fits.items():
         kernel, parameters = unfitted[site].kernel, each.solve()
         start = {n: torch.full_like(part, each.typed[n]) for n, part in parameters.items() if n in kernel.trainable}
@@ -177,7 +174,7 @@ def expand_parameters(
     return expanded
 
 
-def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
+def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit]:
     """Create a fit for each swapped site whose kernel has free parameters."""
     fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
     return {site: each for site, each in fits.items() if each is not None}
@@ -187,40 +184,20 @@ def _update_fits(
     loaded: Loaded,
     sites: tuple[Site, ...],
     swaps: hooks.Swaps,
-    fits: Mapping[Site, Fit | OutputFit],
+    fits: Mapping[Site, Fit | Search | NearShares],
     batches: Iterable[Batch],
-    progress: Tell,
+    progress: Tell = lambda _: None,
 ) -> None:
-    """Update each fit with the queries and keys of its site in the original model."""
-
-    def add(site: Site, part: Call) -> None:
-        each = fits[site]
-        if isinstance(each, OutputFit):
-            inputs = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
-            each.observe(inputs.query, inputs.key, inputs.real, attend(part, hooks.OWN).transpose(1, 2))
-        else:
-            each.update(part)
-
-    if fits:
-        _visit_calls(loaded, sites, swaps, batches, add, progress)
-
-
-def _visit_calls(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
-    batches: Iterable[Batch],
-    visit: Callable[[Site, Call], None],
-    progress: Tell,
-) -> None:
-    """Call `visit` with the swapped heads of each swapped site, batch by batch, without padding."""
+    """Update each fit with the swapped heads of its site in the original model, batch by batch, without padding."""
 
     def answer(site: Site, call: Call) -> None:
-        if site in swaps:
+        if site in fits:
             heads = swaps[site].heads
             for part in iterate_unpadded(call, site, batch.inputs):
-                visit(site, part if heads is None else part.select(heads))
+                fits[site].update(part if heads is None else part.select(heads))
 
+    if not fits:
+        return
     with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
         for batch in batches:  # `answer` reads this variable
             hooks.forward(loaded.model, batch.inputs)
@@ -237,12 +214,8 @@ def sample_loss(
     """
     calls: dict[Site, Call] = {}
     outputs: dict[Site, Tensor] = {}
-
-    with (
-        torch.enable_grad(),
-        _differentiable(loaded.model),
-        hooks.watch(loaded.model, sites, calls.__setitem__, outputs.__setitem__),
-    ):
+    watching = hooks.watch(loaded.model, sites, calls.__setitem__, outputs.__setitem__)
+    with torch.enable_grad(), _differentiable(loaded.model), watching:
         logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
         if logits is None or not logits.requires_grad:
             raise ModelError("This model's loss has no gradient.", "Choose ranks manually, e.g. --kernel rank:32.")
@@ -254,18 +227,19 @@ def sample_loss(
 @contextmanager
 def _differentiable(model: PreTrainedModel) -> Iterator[None]:
     """Let all floating-point weights require gradients inside the block."""
-    before = [(weight, weight.requires_grad) for weight in model.parameters() if weight.is_floating_point()]
+    frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
     try:
-        for weight, _ in before:
+        for weight in frozen:
             weight.requires_grad_(True)
         yield
     finally:
-        for weight, required in before:
-            weight.requires_grad_(required)
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 SEQUENCES = 16
 """Maximum number of sequences per text for the gradients of the output metric."""
+UNPLACED = "the model does not pass token positions to its attention"
 
 
 def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
@@ -319,13 +293,10 @@ def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     """Return the rotation of each site's keys as frequencies, or the reason if it cannot be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
-    by_site: dict[Site, Turn | str] = {}
-    for each, rotation in zip(reached, model_weights.rotations(loaded.model, reached), strict=True):
-        by_site[each.site] = (
-            "the model does not pass token positions to its attention"
-            if each.call.places is None
-            else _read_turn(rotation)
-        )
+    rotations = zip(reached, model_weights.rotations(loaded.model, reached), strict=True)
+    by_site = {
+        each.site: _read_turn(rotation) if each.call.places is not None else UNPLACED for each, rotation in rotations
+    }
     return {site: by_site[site] for site in sites}
 
 

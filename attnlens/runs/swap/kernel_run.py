@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,32 +17,24 @@ from attnlens.kernels import Kernel
 from attnlens.kernels.modifiers import NEAR_WEIGHT
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import meanings
-from attnlens.records import Healing, Pair, Plan, Stage, Swap
-from attnlens.runs.differences import Differences, agreements, compare, windows_of
+from attnlens.records import Agreement, Healing, Outcome, Pair, Plan, Stage, Swap
+from attnlens.runs.differences import Differences, agreement, compare, windows_of
 from attnlens.runs.feeding import guess_notes
 from attnlens.runs.outputs import Variant, enough_memory, speed, tokens_in
 from attnlens.runs.progress import Tell, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
-from attnlens.runs.swap.controls import ControlSwap, build_controls, choose_window, mean_state
+from attnlens.runs.swap.controls import ControlSwap, build_controls, choose_window, mean_state, with_agreement
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.report import KernelResult
 from attnlens.runs.swap.saved import save_swapped
 from attnlens.runs.swap.session import SwapSession, changed_weights, digest_of
 from attnlens.runs.swap.sites import Local, leaks, locally
 from attnlens.runs.swap.sweep import sweep_units
+from attnlens.runs.work import Stopped
 
 EXACT: Route = "auto"
 """Path of the controls. The `path` option applies to the kernel alone; all paths are exact."""
 NO_PEAK = "this platform does not report it"
-UNSWEPT = "The sweep was interrupted."
-
-
-class KernelInterrupted(KeyboardInterrupt):
-    """Interruption by the user of a kernel's healing or sweep; `result` has the measurements so far."""
-
-    def __init__(self, result: KernelResult) -> None:
-        super().__init__()
-        self.result = result
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -54,43 +46,50 @@ class KernelRun:
     stages: dict[str, hooks.Swaps]  # the swap at each stage: swapped, fitted, healed
     store: Store | None = None  # stores parts of long computations
     measured: dict[str, Differences] = field(default_factory=dict)  # measurements by stage
-    agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Agreement of greedy continuations with the original's by stage, as fields of an Outcome."""
+    agreements: dict[object, Agreement | str] = field(default_factory=dict)
+    """Agreement of greedy continuations with the original's by stage and `ControlSwap.key`, or why it is unknown."""
     controls: list[ControlSwap] = field(default_factory=list)
     measured_controls: dict[object, Differences] = field(default_factory=dict)  # by `ControlSwap.key`
     window: int | str = ""  # keys beyond which losses are reported, or why there is no number
     state: float | None = None  # numbers kept per swapped head
     healing: Healing | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)  # healed weights by name
-    plan: Plan | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
     unsaved: OutputError | None = None  # why the changed model could not be saved
 
-    def run(self) -> KernelResult:
-        """Fit, check, compare, heal and sweep the kernel; raise KernelInterrupted if the user ends healing or sweep."""
+    def run(self) -> dict[str, object]:
+        """Fit, check, compare, heal and sweep the kernel; return the unit's value, which `report` reads.
+
+        Raises Stopped with the measurements so far if the user ends healing or sweep.
+        """
         session = self.session
         with enough_memory(session.loaded.model, session.fed[0].inputs, session.variant(self.last)):
             _ = session.own_peak  # measured first, before anything keeps memory allocated
-            swap = self._run_stages()
-        windows = windows_of({(self.kernel.spelling, stage): d for stage, d in self.measured.items()}, session.settings)
+            swap, plan = self._run_stages()
         controls = {
             str(number): self.measured_controls[control.key]
             for number, control in enumerate(self.controls)
             if control.swaps
         }
-        differences = {**self.measured, **controls}
-        losses = {name: each.by_token.join() for name, each in differences.items() if each.by_token.before}
-        result = KernelResult(swap, self.plan, self.window, self.notes, losses, dict(windows.values))
+        losses = {name: d.by_token.join() for name, d in (self.measured | controls).items() if d.by_token.before}
+        value: dict[str, object] = {
+            "swap": swap.model_dump(),
+            "plan": None if plan is None else plan.model_dump(),
+            "window": self.window,
+            "notes": self.notes,  # for the settings of the report
+            "losses": {name: [each.before[0], each.after[0], each.back[0]] for name, each in losses.items()},
+            "windows": windows_of(list(self.measured.values())),  # one column per stage
+        }
         if self.interrupted:
-            raise KernelInterrupted(result)
-        return result
+            raise Stopped(self.kernel.spelling, value)
+        return value
 
-    def _run_stages(self) -> Swap:
-        session, timings = self.session, self.session.timings
+    def _run_stages(self) -> tuple[Swap, Plan | None]:
+        session, timings, plan = self.session, self.session.timings, None
         with time_stage(timings, "fit"):
             self._fit()
-        gates = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
+        errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
         with time_stage(timings, "compare"):
             self._compare()
         if session.training is not None and session.calibrated is not None:
@@ -101,12 +100,12 @@ class KernelRun:
                 self._generate()
         if session.ranks is not None:
             with time_stage(timings, "plan"):
-                self.plan = session.ranks.plan(self)
+                plan = session.ranks.plan(self)
         with time_stage(timings, "sites"):
             # one sequence, so that the result does not depend on the batch size
             inputs = texts.first(session.probe, 1)
             local = locally(session.loaded, session.sites, self.last, inputs, session.options.path)
-        swap = self._record(gates, local)
+        swap = self._record(errors, local)
         if session.options.sweep:
             with time_stage(timings, "sweep"):
                 swap = self._sweep(swap)
@@ -116,7 +115,7 @@ class KernelRun:
                     save_swapped(session.options.save, session.loaded, session.sites, self.last)
                 except OutputError as error:  # raised once the report is complete
                     self.unsaved = error
-        return swap
+        return swap, plan
 
     @property
     def last(self) -> hooks.Swaps:
@@ -155,9 +154,8 @@ class KernelRun:
         self.controls = controls if session.options.controls else []
         for control in self.controls:
             control.refuse(session.loaded, session.probe, partial(session.variant, path=EXACT))
-        results = self.compare_variants(self._variants(session.controls))
-        session.controls |= self._common(results)
-        results = session.controls | results
+        results = session.controls | self.compare_variants(self._variants(session.controls))
+        self._share(results, session.controls)
         self.measured |= {stage: results[stage] for stage in self.stages}
         self.measured_controls = {control.key: results[control.key] for control in self.controls if control.swaps}
         if session.task in ("causal", "masked"):
@@ -166,7 +164,7 @@ class KernelRun:
             vocabulary = texts.vocabulary(session.loaded.model) or math.inf
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
-    def _variants(self, known: Container[object], path: Route | None = None) -> dict[object, Variant]:
+    def _variants(self, known: Mapping[object, object], path: Route | None = None) -> dict[object, Variant]:
         """Return a variant per stage, computed with `path`, and per control whose key is not in `known`."""
         variant = self.session.variant
         stages: dict[object, Variant] = {
@@ -176,14 +174,12 @@ class KernelRun:
         controls = [control for control in self.controls if control.swaps and control.key not in known]
         return stages | {control.key: variant(control.swaps, control.weights, EXACT) for control in controls}
 
-    def _common(self, results: Mapping[object, Any]) -> dict[object, Any]:
-        """Select the results of controls without fitted parameters or healed weights: other kernels can share them."""
-        return {
-            control.key: results[control.key]
-            for control in self.controls
-            if control.key in results
-            and not (control.weights or any(swap.kernel.fitted for swap in control.swaps.values()))
-        }
+    def _share(self, results: Mapping[object, Result], shared: dict[object, Result]) -> None:
+        """Share the results of controls without fitted parameters or healed weights with the other kernels."""
+        for control in self.controls:
+            fitted = any(swap.kernel.fitted for swap in control.swaps.values())
+            if control.key in results and not (control.weights or fitted):
+                shared[control.key] = results[control.key]
 
     def compare_variants(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
         """Measure changed models on the evaluated text."""
@@ -198,27 +194,26 @@ class KernelRun:
         tell = self.teller("generate", len(variants) + 1)
         original, notes = session.continuation
         tell(1)
-        results = agreements(session.loaded.model, original, variants, tell)
-        session.agreements |= self._common(results)
-        results = session.agreements | results
-        self.agreements = {stage: results[stage] for stage in self.stages}
-        for control in self.controls:
-            control.agreement = results[control.key] if control.swaps else {}
+        self.agreements |= session.agreements
+        for key, variant in variants.items():
+            self.agreements[key] = agreement(session.loaded.model, original, variant)
+            tell(1)
+        self._share(self.agreements, session.agreements)
         self.notes += notes
 
-    def _record(self, gates: dict[str, Any], local: Local) -> Swap:
+    def _record(self, errors: Mapping[str, float | str], local: Local) -> Swap:
         session, kernel = self.session, self.kernel
         names, noise = [text.name for text in session.settings.texts], session.fed[0].noise
+
+        def outcome(differences: Differences, key: object) -> Outcome:
+            return with_agreement(differences.outcome(session.seed, names, self.window), self.agreements.get(key))
+
         with session.variant(self.last, self.weights)():
             peak = session.peak
-        outcomes = {}
-        for stage, differences in self.measured.items():
-            outcome = differences.outcome(session.seed, names, self.window)
-            agreement = self.agreements.get(stage, {})
-            reasons = outcome["reasons"] | agreement.get("reasons", {})
-            outcomes[stage] = outcome | agreement | {"reasons": reasons}
-        last, outcome = list(self.measured.values())[-1], list(outcomes.values())[-1]
-        reasons, of_output = dict(gates["reasons"]), kernel.info.form == "output"
+        outcomes = {stage: dict(outcome(differences, stage)) for stage, differences in self.measured.items()}
+        last, of_output = list(self.measured.values())[-1], kernel.info.form == "output"
+        fields = list(outcomes.values())[-1] | {name: None if isinstance(e, str) else e for name, e in errors.items()}
+        reasons = {name: error for name, error in errors.items() if isinstance(error, str)}
         shares = [site.off_simplex for site in local.sites if site.off_simplex is not None]
         if of_output:
             reasons |= {"off_simplex": "there is no attention matrix", "state": "it caches neither keys nor values"}
@@ -226,6 +221,7 @@ class KernelRun:
             reasons["peak_memory_bytes"] = NO_PEAK
         notes = [*meanings(session.task, noise=noise), *local.notes(kernel)]
         notes += [] if session.ranks is None else session.ranks.notes(session.loaded.info)
+        measured = [(control, self.measured_controls.get(control.key)) for control in self.controls]
         return Swap(
             kernel=kernel.spelling if session.ranks is None else kernel.info.name,
             formula=kernel.formula,
@@ -233,7 +229,7 @@ class KernelRun:
             parameters=dict(kernel.parameters) if session.ranks is None else {},
             fitted=self.fitted,
             sites=local.sites,
-            **gates | outcome | {"reasons": reasons | outcome["reasons"]},
+            **fields | {"reasons": reasons | fields["reasons"]},
             off_simplex=sum(shares) / len(shares) if shares else None,
             tokens_per_second=Pair(before=speed(last.sizes, last.own_seconds), after=speed(last.sizes, last.seconds)),
             peak_memory_bytes=Pair(before=session.own_peak, after=peak),
@@ -244,8 +240,8 @@ class KernelRun:
             noise=noise,
             identity_error=session.identity_error,
             controls=[
-                control.record(self.measured_controls.get(control.key), session.seed, names, self.window)
-                for control in self.controls
+                control.record(None if differences is None else outcome(differences, control.key))
+                for control, differences in measured
             ],
             notes=notes + self._option_notes(),
         )
@@ -282,11 +278,11 @@ class KernelRun:
         """Return the record with the effect of each head or layer alone; without effects if the user interrupts."""
         fitted = key_of({site.name: digest_of(dict(each.kernel.fitted)) for site, each in self.last.items()})
 
-        def keep(name: str, make: Callable[[], Any]) -> Any:
+        def keep(name: str, make: Callable[[], object]) -> object:
             return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
 
         try:
             return sweep_units(self.session, swap, self.last, self.teller, keep)
         except KeyboardInterrupt:
             self.interrupted = True
-            return swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]})
+            return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
-from typing import Any
 
 from attnlens.analyzers import registry
 from attnlens.arguments import public
@@ -16,7 +15,7 @@ from attnlens.errors import OutputError, TextError, UsageError
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
-from attnlens.records import Report, Settings, Task, Text
+from attnlens.records import Report, Text
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, SwapOptions, swap_options
@@ -26,11 +25,11 @@ from attnlens.runs.in_memory import refuse_work
 from attnlens.runs.progress import Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of
 from attnlens.runs.store import Store, key_of, versions
-from attnlens.runs.swap.kernel_run import KernelInterrupted, KernelRun
+from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.report import build_report
 from attnlens.runs.swap.saved import UnsavedError
 from attnlens.runs.swap.session import RankStep, SwapSession, TrainingStep
-from attnlens.runs.work import Compute, Stopped, WorkPlan, run_units
+from attnlens.runs.work import Compute, WorkPlan, run_units
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
 """Options that name files: input files, whose content is hashed instead, and the output folder."""
@@ -48,23 +47,22 @@ class SwapWork:
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
-    call: tuple[Any, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
+    call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
     unsaved: OutputError | None = None  # why the changed model could not be saved
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Everything that determines the results of the units."""
-        session, options = self.session, self.session.options
+        session, prompts = self.session, self.session.prompts
         left_out = {*SharedRequest.model_fields, *APART}
         batches = [session.evaluated, session.calibrated, *session.rank_parts]
         analyzers = registry.select_sweep_analyzers()
-        prompts = session.prompts
         if not isinstance(prompts, str):
             prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
         content = {
             "fed": [content_of(session.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in options.kernels],
+            "code": [code_of(kernel.info).hex() for kernel in session.options.kernels],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
             "ranks": None if session.ranks is None else session.ranks.facts,
             "sites": [[site.name, heads] for site, heads in session.chosen.items()],
@@ -96,17 +94,11 @@ class SwapWork:
         Raises Interrupted with the report of what is finished, and UnsavedError with the report.
         """
         plan, count = WorkPlan.of(self.request), len(self.names)
-        more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else None
+        more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.session.options.save is not None else self.store
-        outcome = run_units(
-            self.names,
-            self.read_unit,
-            plan,
-            store,
-            elsewhere=(open_run, self.call),
-            tell=lambda _name: more(1) if more is not None else None,
-        )
+        elsewhere = open_run, self.call
+        outcome = run_units(self.names, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
         if not outcome.values:
             raise KeyboardInterrupt
         timings = self.session.timings | {"all": time.perf_counter() - self.start}
@@ -123,21 +115,19 @@ class SwapWork:
         clear()
         return report
 
-    def read_unit(self, name: str) -> dict[str, Any]:
+    def read_unit(self, name: str) -> dict[str, object]:
         """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
         kernel = next(kernel for kernel in self.session.options.kernels if kernel.spelling == name)
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
         run = KernelRun(self.session, kernel, {"swapped": swaps}, store)
         try:
-            return run.run().value
-        except KernelInterrupted as stop:
-            raise Stopped(name, stop.result.value) from None
+            return run.run()
         finally:
             self.unsaved = run.unsaved
 
 
-def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, Any], Compute]:
+def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, object], Compute]:
     """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
     work = prepare("swap-kernel", model, swap_options(kernels, request), request)
     return work.facts, work.read_unit
@@ -189,13 +179,13 @@ def prepare(
     """
     start = time.perf_counter()
     load_options, settings = feeding.load_options(request, model), reading.settings(request)
-    named_texts = texts.read_each(reading.files(request), offline=request.offline)
-    others = texts.read_each(options.calibration, offline=request.offline)
+    files = reading.files(request)
+    named, others = (texts.read_each(paths, offline=request.offline) for paths in (files, options.calibration))
     lines = None if options.prompts is None else texts.read(options.prompts, offline=request.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, [*reading.files(request), *options.calibration], settings.length)
+    feeding.refuse_text(loaded, [*files, *options.calibration], settings.length)
     settings = feeding.of_model(settings, loaded).model_copy(update={"source": "tokens"})
-    contents = feeding.contents(named_texts, loaded)
+    contents = feeding.contents(named, loaded)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
     if repeated is not None:
         raise TextError(
@@ -206,104 +196,70 @@ def prepare(
     cut = feeding.cut_of(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
     task = checks.task_on(loaded, evaluated.batches[0].inputs)
-    calibrated, parts = _cut_calibration(
-        loaded,
-        task,
-        options,
-        others or contents,
-        replace(cut, pack=cut.pack or bool(others)),
-        evaluated,
-        ranks,
-        training,
-    )
-    settings, shared = _describe_calibration(loaded, settings, evaluated, calibrated, parts, own_text=bool(others))
     session = SwapSession(
         command=command,
         loaded=loaded,
         options=options,
-        settings=feeding.describe_input(settings, evaluated, loaded),
+        settings=settings,
         task=task,
         evaluated=evaluated,
         fed=feed(loaded, evaluated, task, settings.seed),
         design=feeding.design_of(settings, evaluated),
-        calibrated=calibrated,
-        rank_parts=parts,
         progress=progress,
         ranks=ranks,
         training=training,
-        shared=shared,
     )
+    if options.reads_calibration or training:
+        _cut_calibration(session, others or contents, replace(cut, pack=cut.pack or bool(others)), named=bool(others))
+    session.settings = feeding.describe_input(session.settings, evaluated, loaded)
     if options.generate:
-        session.prompts = prompts_of(loaded.model, session.fed, session.task, prompts)
+        session.prompts = prompts_of(loaded.model, session.fed, task, prompts)
     session.survey()
     return SwapWork(session, request, start, stored=not isinstance(model, loading.Loaded))
 
 
-def _cut_calibration(
-    loaded: loading.Loaded,
-    task: Task,
-    options: SwapOptions,
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-    evaluated: texts.Batches,
-    ranks: RankStep | None,
-    training: TrainingStep | None,
-) -> tuple[texts.Batches | None, Sequence[texts.Batches]]:
-    """Cut the text for fits and training (None if unused), and the parts that ranks are chosen by."""
-    if not (options.reads_calibration or training):
-        return None, ()
+def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
+    """Cut the text for fits and training, and the parts that ranks are chosen by, and describe them in the settings.
+
+    `named`: the calibration text was given, and does not consist of other windows of the evaluated text. Raises
+    UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
+    """
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
-            "Omit image and audio to use random ones" + (", or omit --fit." if options.fit else "."),
+            "Omit image and audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
         )
-    calibrated: texts.Batches | None = None
+    loaded, evaluated, ranks, training = session.loaded, session.evaluated, session.ranks, session.training
     if training is not None or ranks is None:
-        count = FITTING if training is None else training.sequences(cut.tokens or 128)
-        some = replace(cut, sequences=count)
-        calibrated = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=evaluated.sequences)
-    return calibrated, () if ranks is None else ranks.cut(loaded, task, contents, cut, evaluated)
-
-
-def _describe_calibration(
-    loaded: loading.Loaded,
-    settings: Settings,
-    evaluated: texts.Batches,
-    calibrated: texts.Batches | None,
-    parts: Sequence[texts.Batches],
-    *,
-    own_text: bool,
-) -> tuple[Settings, float]:
-    """Return the settings with the calibration text, and the share of evaluated tokens that it contains too.
-
-    `own_text`: the calibration text was given, and does not consist of other windows of the evaluated text. Raises
-    TextError if the share is too large.
-    """
-    batches = [*parts, *([calibrated] if calibrated else [])]
-    if not batches:
-        return settings, 0.0
-    shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
+        some = replace(cut, sequences=FITTING if training is None else training.sequences(cut.tokens or 128))
+        skip = evaluated.sequences
+        session.calibrated = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=skip)
+    if ranks is not None:
+        session.rank_parts = ranks.cut(loaded, session.task, contents, cut, evaluated)
+    batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
+    session.shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
     merged = merge_texts(batches)
-    if shared > texts.MOST_SHARED and not own_text:
+    if session.shared > texts.MOST_SHARED and not named:
         raise TextError(
-            f"The text is repetitive: {100 * shared:.0f} % of the evaluated tokens also occur in its other windows.",
+            f"The text is repetitive: {100 * session.shared:.0f} % of the evaluated tokens also occur in its other "
+            "windows.",
             "Give a separate --calibration text, or a less repetitive --text.",
         )
-    if shared > texts.MOST_SHARED:
+    if session.shared > texts.MOST_SHARED:
         raise TextError(
-            f"The calibration text ({Text.of(merged).name}) contains {100 * shared:.0f} % of the evaluated tokens.",
+            f"The calibration text ({Text.of(merged).name}) contains {100 * session.shared:.0f} % of the evaluated "
+            "tokens.",
             "Choose a different --calibration text, or omit it to use windows that are not evaluated.",
         )
-    unknown = {name: share for part in batches for name, share in part.unknown.items()} if own_text else {}
+    unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}
     update = {"calibration": Text.of(merged), "calibrations": merged, "notes": texts.foreign_notes(unknown)}
-    return settings.model_copy(update=update), shared
+    session.settings = session.settings.model_copy(update=update)
 
 
 def merge_texts(parts: Sequence[texts.Batches]) -> list[Text]:
     """Merge the texts of several parts by hash; each gets the windows of all parts."""
     merged: dict[str, Text] = {}
     for text in (text for part in parts for text in part.texts):
-        other = merged.get(text.sha256)
-        windows = sorted({*text.windows, *(other.windows if other else ())})
-        merged[text.sha256] = text.model_copy(update={"windows": windows})
+        windows = {*text.windows, *(merged[text.sha256].windows if text.sha256 in merged else ())}
+        merged[text.sha256] = text.model_copy(update={"windows": sorted(windows)})
     return list(merged.values())

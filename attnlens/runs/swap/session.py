@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.hooks import SiteCall
+from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import Fed
-from attnlens.records import ModelInfo, Plan, Settings, Site, Skipped, Task
+from attnlens.records import Agreement, ModelInfo, Plan, Settings, Site, Skipped, Task
 from attnlens.requests.swap import SwapOptions
 from attnlens.runs import checks
 from attnlens.runs.checks import predictions, refuse_initialised
-from attnlens.runs.differences import Continued, Differences, Prompts, own_continuation
+from attnlens.runs.differences import Continued, Differences, Prompts, continue_prompts
 from attnlens.runs.outputs import Variant, enough_memory, peak_of, run
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.swap.controls import head_shapes
@@ -61,7 +62,7 @@ class RankStep(Protocol):
         """Return notes for the report."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Facts that determine the choice besides the options, as JSON."""
 
 
@@ -87,11 +88,11 @@ class SwapSession:
     evaluated: texts.Batches  # the evaluated sequences, as cut
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
-    calibrated: texts.Batches | None  # the text for fitting and healing
-    rank_parts: Sequence[texts.Batches]  # the parts of the calibration text that `ranks` reads
     progress: Progress
     ranks: RankStep | None = None
     training: TrainingStep | None = None
+    calibrated: texts.Batches | None = None  # the text for fitting and healing
+    rank_parts: Sequence[texts.Batches] = ()  # the parts of the calibration text that `ranks` reads
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
     shared: float = 0.0  # share of the evaluated tokens that the calibration text contains too
     sites: tuple[Site, ...] = ()
@@ -103,8 +104,8 @@ class SwapSession:
     identity_error: float = 0.0
     controls: dict[object, Differences] = field(default_factory=dict)
     """Measurements of the controls that several kernels can share, by `ControlSwap.key`."""
-    agreements: dict[object, dict[str, Any]] = field(default_factory=dict)
-    """Agreement of these controls' greedy continuations with the original's, by `ControlSwap.key`."""
+    agreements: dict[object, Agreement | str] = field(default_factory=dict)
+    """Agreement of these controls' greedy continuations with the original's (or why it is unknown), by the same key."""
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
@@ -161,7 +162,13 @@ class SwapSession:
     @cached_property
     def continuation(self) -> tuple[Continued | str, list[str]]:
         """The original model's continuation of the prompts (or why there is none), and notes about it."""
-        return own_continuation(self.loaded.model, self.prompts, self.options.generate)
+        if isinstance(self.prompts, str):
+            return self.prompts, []
+        requested, limit = self.options.generate, position_limit(self.loaded.model)  # which includes the longest prompt
+        tokens = requested if limit is None else max(0, min(requested, limit - self.prompts.ids.shape[1]))
+        notes = [f"Greedy continuations have {tokens} tokens instead of {requested}: the model's context is full."]
+        continued = continue_prompts(self.loaded.model, self.prompts, tokens)
+        return continued, notes if 0 < tokens < requested else []
 
     def teller(self, stage: str, total: int, kernel: Kernel) -> Tell:
         """Return a progress callback for a stage of a kernel; its label includes the kernel if there are several."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,23 +37,20 @@ PADDING = 4
 """Number of padding tokens whose content is changed."""
 IDS = ("decoder_input_ids", "input_ids")
 NO_ROWS = "the model returns no output per token"
-EVERY = "every token of this model can attend to every other"
 MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
 
 
 def leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int
-) -> dict[str, Any]:
-    """Measure causality and mask errors; `reasons` explains those that do not apply. Raises IdentityError on a leak."""
+) -> dict[str, float | str]:
+    """Measure `causality_error` and `mask_error`, or say why one does not apply. Raises IdentityError on a leak."""
     decodes = any(site.part == "decoder" for site in sites)
-    errors: dict[str, float | str] = {"causality_error": EVERY}
+    causality: float | str = "every token of this model can attend to every other"
     if decodes and any(name in inputs for name in IDS):
-        errors["causality_error"] = causality_error(loaded, inputs, variant, seed)
+        causality = causality_error(loaded, inputs, variant, seed)
     # Padding on the right of a causal sequence is hidden by causality alone.
     left = decodes and "decoder_input_ids" not in inputs
-    errors["mask_error"] = mask_error(loaded, inputs, variant, seed, left=left)
-    reasons = {name: error for name, error in errors.items() if isinstance(error, str)}
-    return errors | dict.fromkeys(reasons) | {"reasons": reasons}
+    return {"causality_error": causality, "mask_error": mask_error(loaded, inputs, variant, seed, left=left)}
 
 
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
@@ -64,14 +62,8 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
     name = next(name for name in IDS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
-    other = torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)
-    pair = {**inputs, name: ids}, {**inputs, name: other}
-    return _check_error(
-        lambda kernel: _relative_difference(loaded, *pair, kernel, slice(0, half)),
-        variant,
-        "later tokens change",
-        "The kernel leaks future tokens, so attnlens reports no numbers for it. Please report this as a bug.",
-    )
+    pair = inputs, {**inputs, name: torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)}
+    return _check_error(loaded, pair, variant, slice(0, half), "later tokens change", "leaks future tokens")
 
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
@@ -84,25 +76,25 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
         return NO_ROWS if MASKS[name] in inputs else "the model does not support padding"
     pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
-    return _check_error(
-        lambda kernel: _relative_difference(loaded, *pair, kernel),
-        variant,
-        "the padding's content changes",
-        "The kernel attends to padding, so attnlens reports no numbers for it. Please report this as a bug.",
-    )
+    return _check_error(loaded, pair, variant, slice(None), "the padding's content changes", "attends to padding")
 
 
-def _check_error(measure: Callable[[Variant], float | None], variant: Variant, when: str, remedy: str) -> float | str:
+def _check_error(
+    loaded: Loaded, pair: tuple[Mapping[str, Tensor], ...], variant: Variant, positions: slice, when: str, flaw: str
+) -> float | str:
     """Return the error, or a reason for none; raise IdentityError above 1e-5 unless the original model has it too."""
-    error = measure(variant)
+    error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
         return NO_ROWS
     if error <= TOLERANCE:
         return error
-    original = measure(nullcontext)
+    original = _relative_difference(loaded, pair, nullcontext, positions)
     if original is not None and original > TOLERANCE:
         return f"under its own kernel too, the model's outputs change by {original:.1e} when {when}"
-    raise IdentityError(f"Under the new kernel outputs change by {error:.1e} when {when}.", remedy)
+    raise IdentityError(
+        f"Under the new kernel outputs change by {error:.1e} when {when}.",
+        f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
+    )
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
@@ -123,23 +115,19 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 
 
 def _relative_difference(
-    loaded: Loaded,
-    first: Mapping[str, Tensor],
-    second: Mapping[str, Tensor],
-    variant: Variant,
-    positions: slice = slice(None),
+    loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
     """Compute the relative difference of two inputs' outputs at real tokens of `positions`; None if there are none."""
     with torch.no_grad(), variant():
-        results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in (first, second)]
-    shape = next(first[name].shape for name in IDS if name in first)
+        results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
+    name = next(name for name in IDS if name in pair[0])
+    shape, mask = pair[0][name].shape, pair[0].get(MASKS[name])
     original, new = (
         next((value for value in _output_tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
         for result in results
     )
     if original is None or new is None:
         return None
-    mask = first.get(next(MASKS[name] for name in IDS if name in first))
     visible = slice(None) if mask is None else mask[:, positions].bool()
     a, b = (part[:, positions][visible].double() for part in (original, new))
     # NaN at the same places counts as equal: a kernel that diverges does not leak, and its loss reports it.
@@ -175,7 +163,7 @@ def replaced(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     part: Part | None = None,
-    batch: Mapping[str, Any] | None = None,
+    batch: Mapping[str, object] | None = None,
     allow_signed: bool = False,
 ) -> AbstractContextManager[hooks.CallCounter]:
     """Replace attention by softmax(log k + mask) v, with the kernel k, in each forward pass inside a `with` block.
@@ -205,7 +193,7 @@ def replaced(
     with at_rest(loaded.model), torch.no_grad():
         if batch is None:
             try:
-                inputs: Mapping[str, Tensor] = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
+                inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
             except TextError as error:
                 raise UsageError(error.problem, "Pass batch=, a dict of inputs for this model.") from None
         else:
@@ -283,11 +271,9 @@ class Local:
     """Effects of a swap at each site, computed in one forward pass of the original model."""
 
     sites: list[SiteSwap] = field(default_factory=list)  # in execution order
-    capped: int = 0  # number of sites with a softcap
-    biased: int = 0  # number of sites with a position bias
-    sinking: int = 0  # number of sites with attention sinks
-    constant: int = 0  # number of sites whose keys have equal lengths
-    bounded: int = 0  # number of sites with fewer primal scores than requested
+    counts: Counter[str] = field(default_factory=Counter)
+    """Number of sites with each special property: `capped`, `biased`, `sinking`, keys of `constant` length, and
+    `bounded`: fewer primal scores than requested."""
     left: list[int] = field(default_factory=list)
     """Number of key heads of the last latent, per site where it has fewer than the other latents."""
     beyond: list[int] = field(default_factory=list)
@@ -295,54 +281,57 @@ class Local:
 
     def count(self, call: Call, kernel: Kernel) -> None:
         """Count the special properties of a site."""
-        output = kernel.info.form == "output"
-        self.bounded += output and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"]
         key_heads = len(set(call.key_heads))
         self.left += [left] if (left := kernel.leaves(key_heads)) else []
         self.beyond += [key_heads] if key_heads < kernel.parameters.get("group", 1) < ALL else []
-        self.capped += call.softcap is not None
-        self.biased += call.bias is not None
-        self.sinking += call.sinks is not None
         norms = call.key.double().norm(dim=-1)
         spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
-        self.constant += bool((norms.std(-1) <= spread * norms.mean(-1)).all())
+        self.counts.update(
+            capped=call.softcap is not None,
+            biased=call.bias is not None,
+            sinking=call.sinks is not None,
+            constant=bool((norms.std(-1) <= spread * norms.mean(-1)).all()),
+            bounded=kernel.info.form == "output" and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"],
+        )
 
     def notes(self, kernel: Kernel) -> list[str]:
         """Return notes for the report, one sentence per property."""
-        total = len(self.sites)
-        if kernel.info.form == "output":
+        info, parameters, total = kernel.info, kernel.parameters, len(self.sites)
+        capped, biased, sinking, constant, bounded = (
+            f"{self.counts[name]} of {total} sites" if self.counts[name] else ""
+            for name in ("capped", "biased", "sinking", "constant", "bounded")
+        )
+        if info.form == "output":
             notes = [PRIMAL]
-            if self.capped or self.biased or self.sinking:
+            if capped or biased or sinking:
                 notes.append("Terms that the model adds to its scores (softcap, position bias, sinks) are not used.")
-            if self.bounded:
-                bounds = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
+            if bounded:
+                bounds = "head_dim or the number of samples" if parameters["samples"] else "head_dim"
                 notes.append(
-                    f"{kernel.parameters['scores']:.0f} scores were asked for; at {self.bounded} of {total} sites "
-                    f"{bounds} bounds their rank, and there are no more."
+                    f"{parameters['scores']:.0f} scores were asked for; at {bounded} {bounds} bounds their rank, and "
+                    "there are no more."
                 )
             return notes
         notes = []
-        if self.capped:
-            effect = "is read through the model's softcap" if kernel.info.form == "score" else "replaces it whole"
-            notes.append(f"The model caps its scores at {self.capped} of {total} sites; the new kernel {effect}.")
-        if self.biased:
-            notes.append(f"The model adds a position bias at {self.biased} of {total} sites; it is added to log k too.")
-        if self.sinking:
+        if capped:
+            effect = "is read through the model's softcap" if info.form == "score" else "replaces it whole"
+            notes.append(f"The model caps its scores at {capped}; the new kernel {effect}.")
+        if biased:
+            notes.append(f"The model adds a position bias at {biased}; it is added to log k too.")
+        if sinking:
+            notes.append(f"The model has attention sinks at {sinking}; log k keeps all its terms.")
+        if constant and info.equal_lengths:
             notes.append(
-                f"The model has attention sinks at {self.sinking} of {total} sites; log k keeps all its terms."
-            )
-        if self.constant and kernel.info.equal_lengths:
-            notes.append(
-                f"All keys of a head have one length at {self.constant} of {total} sites (QK-norm of unit gain): there "
-                f"{kernel.info.name} is {kernel.info.equal_lengths}."
+                f"All keys of a head have one length at {constant} (QK-norm of unit gain): there {info.name} is "
+                f"{info.equal_lengths}."
             )
         if kernel.oracle:
             notes.append(
                 "An analysis: the parts that are kept are those of the evaluated text's own logits, each sequence seen "
                 "as a whole. No model computes them."
             )
-        elif kernel.info.caution:
-            notes.append(kernel.info.caution)
+        elif info.caution:
+            notes.append(info.caution)
         if kernel.tie is not None and TIES[kernel.tie].caution:
             notes.append(TIES[kernel.tie].caution)
         if self.left:
@@ -352,8 +341,8 @@ class Local:
             )
         if self.beyond:
             notes.append(
-                f"group={kernel.parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} "
-                f"sites ({_format_numbers(self.beyond)} there): all of them share one latent, as with group=all."
+                f"group={parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} sites "
+                f"({_format_numbers(self.beyond)} there): all of them share one latent, as with group=all."
             )
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are not probabilities.")
@@ -367,20 +356,18 @@ def locally(
     local = Local()
 
     def visit(site: Site, call: Call) -> None:
-        if site not in swaps:
+        if (swap := swaps.get(site)) is None:
             return
-        swap = swaps[site]
         part = call if swap.heads is None else call.select(swap.heads)
         outputs = attend(part, hooks.OWN), attend(part, swap.kernel, path)
         original, new = (hooks.at_real_tokens(output, inputs).double() for output in outputs)
         error = float((new - original).norm() / original.norm())
-        heads = list(swap.heads or range(call.query.shape[1]))
         local.sites.append(
             SiteSwap(
                 site=site.name,
                 layer=site.layer,
                 part=site.part,
-                heads=heads,
+                heads=list(swap.heads or range(call.query.shape[1])),
                 path=route(part, swap.kernel, path),
                 output_error=error if math.isfinite(error) else None,
                 off_simplex=_off_simplex(part, swap.kernel, inputs),

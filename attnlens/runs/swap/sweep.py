@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,8 @@ from attnlens.maths.statistics import Design, Interval, false_discovery, p_value
 from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tests, split_half, windows_interval
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_of
-from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
+from attnlens.records import Effect, Prediction, Predictor, Site, Swap, Task
 from attnlens.runs import checks
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import read_sites
@@ -49,8 +48,7 @@ class SweptMeasures:
     """The scalar measures of the swept heads."""
 
     values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
-    windows: dict[str, Float[Tensor, "windows units"]]
-    """Values per sequence, for measures that are means over sequences."""
+    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, of means over sequences
     reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
@@ -64,7 +62,7 @@ def sweep_units(
     if correlated and session.measures is None:
         tell = teller("predictors", 1)
         with time_stage(session.timings, "predictors"):
-            session.measures = head_measures(session.loaded, session.evaluated, chosen, session.settings)
+            session.measures = head_measures(session, chosen)
         tell(1)
     tell = teller("sweep", len(chosen) * len(session.fed))
     work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
@@ -82,34 +80,30 @@ def sweep_units(
     return swap.model_copy(update={"sweep": effects, "predictors": predictors, "prediction": prediction})
 
 
-def head_measures(loaded: Loaded, batches: Batches, units: Sequence[Unit], settings: Settings) -> SweptMeasures:
+def head_measures(session: SwapSession, units: Sequence[Unit]) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
-    analyzers = registry.select_sweep_analyzers()
+    analyzers, loaded, batches = registry.select_sweep_analyzers(), session.loaded, session.evaluated
     sites = checks.sites(loaded, batches.batches[0].inputs)
-    run = PreparedRun(loaded, settings, analyzers)
+    run = PreparedRun(loaded, session.settings, analyzers)
     results = read_sites(run, sites, {site for site, _ in units}, batches)
     measures = {(record.site, record.head): record.measures for record in results.heads}
-    values: dict[str, Tensor] = {}
-    windows: dict[str, Tensor] = {}
-    reasons: dict[str, str] = {}
+    values, windows = dict[str, Tensor](), dict[str, Tensor]()
+    reasons, constant = dict[str, str](), list[str]()
     infos = [info for analyzer in analyzers for info in analyzer.measures]
     for name in [info.name for info in infos if not info.curve and not info.labels]:
         by_unit = [measures[site.name, head or 0].get(name) for site, head in units]
         numbers = [torch.nan if measure is None or measure.value is None else measure.value for measure in by_unit]
-        values[name] = torch.tensor(numbers, dtype=torch.float64)
-        if bool(values[name].isnan().all()):
+        column = torch.tensor(numbers, dtype=torch.float64)
+        if bool(column.isnan().all()):
             explanations = [measure.reason for measure in by_unit if measure is not None and measure.reason]
-            reasons[name] = explanations[0] if explanations else "no head has a value"
-        elif all((site.name, name) in results.windows for site, _ in units):
-            rows = [results.windows[site.name, name][:, head or 0] for site, head in units]
-            windows[name] = torch.stack(rows, 1)
-    values = {name: value for name, value in values.items() if name not in reasons}
-    constant = {name for name, value in values.items() if not bool((value[~value.isnan()].diff() != 0).any())}
-    return SweptMeasures(
-        {name: value for name, value in values.items() if name not in constant},
-        {name: value for name, value in windows.items() if name not in constant},
-        reasons | dict.fromkeys(sorted(constant), CONSTANT),
-    )
+            reasons[name] = next(iter(explanations), "no head has a value")
+        elif not bool((column[~column.isnan()].diff() != 0).any()):
+            constant.append(name)
+        else:
+            values[name] = column
+            if all((site.name, name) in results.windows for site, _ in units):
+                windows[name] = torch.stack([results.windows[site.name, name][:, head or 0] for site, head in units], 1)
+    return SweptMeasures(values, windows, reasons | dict.fromkeys(sorted(constant), CONSTANT))
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
@@ -143,35 +137,32 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
 
 def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple[float, float], seed: int) -> Predictor:
     """Correlate one measure with the harm, with intervals over heads, layers and windows."""
-    value, harm, layer_numbers = measures.values[name], alone.harms, [site.layer for site, _ in alone.units]
+
+    def ends(interval: Interval) -> tuple[float, float] | None:
+        return None if math.isnan(interval.low) else (interval.low, interval.high)
+
+    value, harm = measures.values[name], alone.harms
     heads = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
     over_heads = rank_correlation(value, harm, heads, seed=seed)
-    layers = _interval_ends(rank_correlation(value, harm, layer_numbers, seed=seed))
+    layers = ends(rank_correlation(value, harm, [site.layer for site, _ in alone.units], seed=seed))
     present = ~(value + harm).isnan()
     measure = measures.windows[name][alone.rows][:, present] if name in measures.windows else value[present]
     rises = (alone.changed - alone.original)[present].mT
-    windows = _interval_ends(windows_interval(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
-    missing = {
-        "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
-        "layers_ci95": "" if layers else ONE_LAYER,
-    }
+    windows = ends(windows_interval(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
+    reasons = {} if windows else {"sequences_ci95": ONE_WINDOW if alone.design.freedom < 1 else PARTIAL}
     return Predictor(
         measure=name,
         rho=over_heads.value,
         heads=int(present.sum()),
         left_out=int((~present).sum()),
-        heads_ci95=_interval_ends(over_heads),
+        heads_ci95=ends(over_heads),
         layers_ci95=layers,
         sequences_ci95=windows,
         p_value=p_values[0],
         p_corrected=p_values[1],
         holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
-        reasons={name: reason for name, reason in missing.items() if reason},
+        reasons=reasons if layers else reasons | {"layers_ci95": ONE_LAYER},
     )
-
-
-def _interval_ends(interval: Interval) -> tuple[float, float] | None:
-    return None if math.isnan(interval.low) else (interval.low, interval.high)
 
 
 Unit = tuple[Site, int | None]
@@ -210,22 +201,22 @@ class Alone:
         `significant` controls the false discovery rate at 5 %. On noise the effect is KL(original ‖ changed), for a
         headless model 1 − cosine of its hidden states: these distances are never negative and have no p-value.
         """
-        effects = []
-        for (site, head), new in zip(self.units, self.changed, strict=True):
-            delta, ci95 = None, None
-            if bool(new.isfinite().all()):
-                delta, low, high = paired_difference(self.original, new, self.design, weights=self.sizes, seed=seed)
-                ci95 = None if math.isnan(low) else (low, high)
-            effects.append(Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=ci95))
+        finite = self.changed.isfinite().all(1)
+        p = torch.full((len(self.units),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
         if self.tested:
-            differences = self.changed - self.original
-            finite = differences.isfinite().all(1)
-            p = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
-            p[finite] = p_values(differences[finite], self.design, self.sizes, seed)
-            for number, significant in enumerate(false_discovery(p).tolist()):
+            p[finite] = p_values((self.changed - self.original)[finite], self.design, self.sizes, seed)
+        significant = false_discovery(p).tolist()
+        effects = []
+        for number, (site, head) in enumerate(self.units):
+            effect = Effect(layer=site.layer, head=head, part=site.part, delta=None)
+            if finite[number]:
+                pair = self.original, self.changed[number]
+                delta, low, high = paired_difference(*pair, self.design, weights=self.sizes, seed=seed)
+                ci95 = None if math.isnan(low) else (low, high)
                 p_value = None if p[number].isnan() else float(p[number])  # also if all differences are 0
-                update = {"p_value": p_value, "significant": significant}
-                effects[number] = effects[number].model_copy(update=update)
+                update = {"delta": delta, "ci95": ci95, "p_value": p_value, "significant": significant[number]}
+                effect = effect.model_copy(update=update)
+            effects.append(effect)
         return sorted(effects, key=lambda effect: -math.inf if effect.delta is None else -effect.delta)
 
 
@@ -274,7 +265,7 @@ class SweptBatch:
     blocks: list[tuple[str, nn.Module]]  # the model's blocks in execution order
 
     @cached_property
-    def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
+    def original(self) -> tuple[dict[str, object], Tensor, Tensor]:
         """Block outputs, predictions and loss per sequence of the original model."""
         with hooks.record_outputs(self.blocks) as outputs:
             original = _run_batch(self.loaded, self.fed, self.task)
