@@ -106,7 +106,7 @@ def of_text(
     return logits[:, -count:] if sees else logits[:, :count]
 
 
-def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
+def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
     """Return the last hidden states of a model's output, of the decoder if there is one; None if it has none.
 
     For models like CLIP, whose classes are the texts of a batch, return the embeddings of each image and its text.
@@ -121,7 +121,7 @@ def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
     return torch.stack(embeddings, 1) if paired else None
 
 
-def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
+def states_of(result: ModelOutput) -> Float[Tensor, "batch ... d_model"]:
     """Return the last hidden states of a headless model, or its first output if it returns none."""
     states = last_states(result)
     first: Tensor = result[0]

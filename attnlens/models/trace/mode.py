@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -21,14 +21,16 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.rows import split_mask
 from attnlens.models.trace.scores import (
+    Arguments,
     FunctionCall,
+    Keywords,
     Provenance,
-    Standins,
-    TracedScores,
+    TracedSoftmax,
     as_product,
     operands,
     start_scores,
     tensors,
+    unreadable,
     weighted_sum,
 )
 from attnlens.records import Call
@@ -36,36 +38,6 @@ from attnlens.records import Call
 TOLERANCE = 1e-4
 """Largest relative difference between a prediction and the result of the model's own steps: above float32's rounding
 over a long sum, and far below the difference that a wrong query, key or mask makes."""
-
-
-@dataclass(eq=False)
-class TracedSoftmax:
-    """A softmax over keys, and the products that reach it."""
-
-    logits: Tensor  # argument of the softmax
-    carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
-    used: bool = False  # whether its weights have already summed up values
-
-    def scores(self) -> TracedScores:
-        """Return the one product of queries and keys in the softmax's argument.
-
-        Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
-        UnreadableError if several products depend on the inputs on both sides, or if none of several does.
-        """
-        content, count = [scores for scores in self.carried if scores.content], len(self.carried)
-        if len(content) > 1:
-            raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
-        if not content and count > 1:
-            raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
-        scores = content[0] if content else next(iter(self.carried))
-        if scores.scaled_by_inputs:
-            raise unreadable("the factor of its scores depends on its inputs")
-        return scores
-
-
-def unreadable(reason: str) -> UnreadableError:
-    """Build the error for hand-written attention that is left to the model."""
-    return UnreadableError(reason, "The other sites are analysed; this one is left out.")
 
 
 @dataclass(frozen=True)
@@ -222,7 +194,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     return Call(*vectors, scale, fit.allowed, bias=fit.bias, module=module, traced=True, relative=relative), lead
 
 
-def fused_call(arguments: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
+def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
     """Convert the arguments of torch's scaled_dot_product_attention, called by a module itself, to a Call."""
     query, key, mask, scale = arguments["query"], arguments["key"], arguments.get("attn_mask"), arguments.get("scale")
     lead = find_lead(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
@@ -329,11 +301,7 @@ class _Tracer(TorchFunctionMode):
         self.running.pop()
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        _types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Callable[..., object], _types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         call = FunctionCall(function, args, kwargs or {})
         if function is F.multi_head_attention_forward:
@@ -476,7 +444,7 @@ def _check_output(output: Tensor, original: Tensor, sees_keys: Tensor) -> None:
         raise unreadable(f"its output differs from softmax(scores) times values (relative difference {error:.1e})")
 
 
-def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
+def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Keywords:
     """Return the arguments of a module's call, keyed by parameter name."""
     positional = list(inspect.signature(module.forward).parameters)
     return dict(zip(positional, args, strict=False)) | kwargs

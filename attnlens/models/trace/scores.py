@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -10,25 +10,35 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map  # private: the public torch.utils has no map over nested arguments
+from torch.utils._pytree import tree_map_only  # private: the public torch.utils has no map over nested arguments
 from torch.utils.weak import WeakIdKeyDictionary
+
+from attnlens.errors import UnreadableError
+
+Arguments = tuple[Any, ...]  # positional arguments of any function of torch
+Keywords = dict[str, Any]  # keyword arguments of any function of torch, or of a module
 
 
 class FunctionCall(NamedTuple):
     """A call of a function of torch."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Arguments
+    kwargs: Keywords
 
     def run(self) -> Any:
         """Return the call's result."""
         return self.function(*self.args, **self.kwargs)
 
     @property
+    def name(self) -> str:
+        """Name of the function."""
+        return getattr(self.function, "__name__", "")
+
+    @property
     def in_place(self) -> bool:
         """Whether the function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
-        name = getattr(self.function, "__name__", "")
+        name = self.name
         return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -237,6 +247,36 @@ def start_scores(
     return scores, Standins(zero, signs, None if moved is None else product.again(*moved))
 
 
+def unreadable(reason: str) -> UnreadableError:
+    """Build the error for hand-written attention that is left to the model."""
+    return UnreadableError(reason, "The other sites are analysed; this one is left out.")
+
+
+@dataclass(eq=False)
+class TracedSoftmax:
+    """A softmax over keys, and the products that reach it."""
+
+    logits: Tensor  # argument of the softmax
+    carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
+    used: bool = False  # whether its weights have already summed up values
+
+    def scores(self) -> TracedScores:
+        """Return the one product of queries and keys in the softmax's argument.
+
+        Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
+        UnreadableError if several products depend on the inputs on both sides, or if none of several does.
+        """
+        content, count = [scores for scores in self.carried if scores.content], len(self.carried)
+        if len(content) > 1:
+            raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
+        if not content and count > 1:
+            raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
+        scores = content[0] if content else next(iter(self.carried))
+        if scores.scaled_by_inputs:
+            raise unreadable("the factor of its scores depends on its inputs")
+        return scores
+
+
 STEPS_END = frozenset(
     {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
     | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
@@ -263,7 +303,7 @@ class Provenance:
     """Tensor → its values for other products, by product."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
-    weights: MutableMapping[Tensor, Any] = field(default_factory=WeakIdKeyDictionary)
+    weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
     """Tensor → the softmax whose weights it contains."""
 
     def run(self, call: FunctionCall) -> Any:
@@ -275,11 +315,10 @@ class Provenance:
         result = call.run()
         target = call.args[0] if call.function is Tensor.__setitem__ else result
         for scores, standins in steps.items():
-            for tensor, values in zip(tensors(target), zip(*standins, strict=True), strict=False):
+            for tensor, values in zip(tensors(target), standins, strict=False):
                 if tensor.is_floating_point():
-                    self.scores[tensor] = {**self.scores.get(tensor, {}), scores: Standins(*values)}
-        name = getattr(call.function, "__name__", "")
-        shape_alone = name.endswith("_like") or name.startswith("new_")  # `zeros_like`, `new_ones`
+                    self.scores[tensor] = {**self.scores.get(tensor, {}), scores: values}
+        shape_alone = call.name.endswith("_like") or call.name.startswith("new_")  # `zeros_like`, `new_ones`
         dependent = any(tensor in self.inputs for tensor in arguments) and not shape_alone
         softmax = next((self.weights[tensor] for tensor in arguments if tensor in self.weights), None)
         for tensor in tensors(target):
@@ -289,31 +328,31 @@ class Provenance:
                 self.weights[tensor] = softmax
         return result
 
-    def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[list[Any]]:
-        """Return the tensors in the function's results on the three stand-ins; none if it fails on them."""
+    def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[Standins]:
+        """Return the stand-ins of the tensors in the function's result; none if the function fails on stand-ins."""
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
         if call.function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
 
         def run(standin: str) -> list[Tensor]:
-            def substitute(value: object) -> object:
-                if not isinstance(value, Tensor):
+            def substitute(tensor: Tensor) -> Tensor:
+                if scores in (known := self.scores.get(tensor, {})):
+                    value: Tensor = getattr(known[scores], standin)
                     return value
-                if scores in (known := self.scores.get(value, {})):
-                    return getattr(known[scores], standin)
                 # copy the target of an in-place step, which the model itself must change only once
-                return value.clone() if call.in_place and value is arguments[0] else value
+                return tensor.clone() if call.in_place and tensor is arguments[0] else tensor
 
-            args, kwargs = tree_map(substitute, (call.args, call.kwargs))
+            args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))
             result = call.function(*args, **kwargs)
             return list(tensors(args[0] if call.function is Tensor.__setitem__ else result))
 
         known = next(self.scores[tensor][scores] for tensor in arguments if scores in self.scores.get(tensor, ()))
         try:
             zero, signs = run("zero"), run("signs")
-            return [zero, signs, [None] * len(zero) if known.moved is None else run("moved")]
+            moved = [None] * len(zero) if known.moved is None else run("moved")
         except RuntimeError:  # a function of another library, on numbers of a type it was not made for
-            return [[], [], []]
+            return []
+        return [Standins(*values) for values in zip(zero, signs, moved, strict=True)]
 
 
 def tensors(value: object) -> Iterator[Tensor]:
