@@ -190,7 +190,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
         query, scale = query * fit.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
     wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J converts its queries and keys to float32
-    vectors, relative = [part.to(wide) for part in (query, key, value)], len(softmax.carried) > 1
+    vectors, relative = (query.to(wide), key.to(wide), value.to(wide)), len(softmax.carried) > 1
     return Call(*vectors, scale, fit.allowed, bias=fit.bias, module=module, traced=True, relative=relative), lead
 
 
