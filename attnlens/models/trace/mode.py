@@ -27,11 +27,12 @@ from attnlens.models.trace.scores import (
     Provenance,
     TracedSoftmax,
     as_product,
+    multiply_einsum,
     operands,
     start_scores,
+    summed_values,
     tensors,
     unreadable,
-    weighted_sum,
 )
 from attnlens.records import Call
 
@@ -317,6 +318,11 @@ class _Tracer(TorchFunctionMode):
             pair = operands(call)
             if pair is None:
                 return self.known.run(call)
+            if function is torch.einsum and not self._is_constant(pair):
+                with self:
+                    product = multiply_einsum(call, self.known.weights)
+                if product is not None:
+                    return product
             weights = next((part for part in pair if part in self.known.weights), None)
             if weights is None:
                 return self._product(call, pair)
@@ -324,12 +330,16 @@ class _Tracer(TorchFunctionMode):
         self.known.inputs[result] = True
         return result
 
-    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute a product; it starts new scores unless one side is a weight of the model."""
+    def _is_constant(self, pair: tuple[Tensor, Tensor]) -> bool:
+        """Return whether one side of a product is a weight of the model."""
         # a weight offloaded to disk has a different address in every pass, but is still a Parameter
-        constant = any(
+        return any(
             isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
         )
+
+    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute a product; it starts new scores unless one side is a weight of the model."""
+        constant = self._is_constant(pair)
         if constant and call.function is torch.einsum:  # the einsum may mix heads
             return cast("Tensor", self.known.run(call))
         result: Tensor = call.run()
@@ -362,19 +372,19 @@ class _Tracer(TorchFunctionMode):
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
-        total = weighted_sum(call, weights)
+        values = summed_values(call, weights)
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
-            if total is None or softmax.used:
+            if values is None or softmax.used:
                 raise unreadable("its attention weights are not applied to the values in a single product")
             softmax.used = True
-            attention, lead = traced_call(softmax, total.value, tokens, module)
+            attention, lead = traced_call(softmax, values, tokens, module)
             lead = lead.like(weights.shape[:-2])
             if self.on_weights is not None:
                 self.on_weights(module, lead.split(weights))
             return attention, lead
 
-        return self._answer_site(shared, read, call.run, weights.dtype, None if total is None else total.arrange)
+        return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
         """Answer attention that the module itself computes with torch's fused function."""
@@ -397,28 +407,21 @@ class _Tracer(TorchFunctionMode):
         read: Callable[[nn.Module, Tokens], tuple[Call, Lead]],
         original: Callable[[], Tensor],
         dtype: torch.dtype,
-        arrange: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the answer for one site in `dtype`, or the result of the model's `original` function.
-
-        The last of `owners` owns the site; `arrange` gives an answer the axes of the original result, if they differ.
-        """
+        """Return the answer for one site, which the last owner owns, or else the model's `original` result."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()
 
-        def as_original(output: Tensor, lead: Lead) -> Tensor:
-            return lead.back(output) if arrange is None else arrange(lead.back(output))
-
         try:
             call, lead = read(owner, tokens)
-            sees_keys = as_original(_sees_any_key(call), lead)
+            sees_keys = lead.back(_sees_any_key(call))
             if not self.prove:
-                answer = as_original(self.answer(call), lead).to(dtype)
+                answer = lead.back(self.answer(call)).to(dtype)
                 # models differ in what they return for a query that sees no key
                 return answer if bool(sees_keys.all()) else torch.where(sees_keys, answer, original())
             result = original()
-            _check_output(as_original(attend(call, OWN, "eager"), lead), result, sees_keys)
+            _check_output(lead.back(attend(call, OWN, "eager")), result, sees_keys)
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -57,15 +57,6 @@ class Product:
         return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
 
 
-class Sum(NamedTuple):
-    """A product of attention weights with values."""
-
-    value: Tensor  # (…, keys, value_dim), its leading axes in the order of the weights' axes
-    arrange: Callable[[Tensor], Tensor] | None = None
-    """Maps (…, queries, value_dim), with axes in the order of the weights', to the layout of the call's own result.
-    None if the layouts are equal."""
-
-
 MATMULS = frozenset(
     {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__}
 )
@@ -86,10 +77,8 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
 def as_product(call: FunctionCall) -> Product | None:
     """Return the call as a product of queries with keys; None if its axes do not fit one."""
     function, args, kwargs = call
-    if function is torch.einsum:
-        return _einsum_product(call)
-    first, second = _factors(call)
-    if min(first.dim(), second.dim()) < 2:
+    first, second = (None, None) if function is torch.einsum else _factors(call)
+    if first is None or min(first.dim(), second.dim()) < 2:
         return None
     if function is F.linear:
         return Product(first, second, lambda left, right: F.linear(left, right), plain=len(args) + len(kwargs) == 2)
@@ -105,14 +94,10 @@ def as_product(call: FunctionCall) -> Product | None:
     return Product(first, second.mT, again, plain=False)
 
 
-def weighted_sum(call: FunctionCall, weights: Tensor) -> Sum | None:
-    """Return the call as Σ_j weights_ij value_j; None if it is another product."""
-    if call.function is torch.einsum:
-        return _einsum_sum(call, weights)
-    first, second = _factors(call)
-    if first is not weights or call.function in ADDING or call.function is F.linear or second.dim() < 2:
-        return None
-    return Sum(second)
+def summed_values(call: FunctionCall, weights: Tensor) -> Tensor | None:
+    """Return the values, (…, keys, value_dim), if the call is Σ_j weights_ij value_j; None if it is another product."""
+    first, second = _factors(call) if call.function in MATMULS else (None, None)
+    return second if first is weights and second.dim() > 1 else None
 
 
 def _factors(call: FunctionCall) -> tuple[Any, Any]:
@@ -148,48 +133,31 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
     return (left, right, result), factors[0], factors[1]
 
 
-def _einsum_product(call: FunctionCall) -> Product | None:
+def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
+    """Compute an einsum of queries and keys, or of attention weights and values, as a product of permuted matrices.
+
+    Return None if it is another sum. Its steps can be traced like those of any other code.
+    """
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
     (left, right, result), first, second = parsed
-    summed = [axis for axis in left if axis in right and axis not in result]
-    rows, columns = _free_axes(left, right, result), _free_axes(right, left, result)
-    if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or result[-2:] != rows + columns:
+    if second in weights:
+        left, right, first, second = right, left, second, first
+    lead = left[:-2] if first in weights else result[:-2]
+    rows, columns = ("".join(axis for axis in result if axis in own and axis not in lead) for own in (left, right))
+    summed = "".join(axis for axis in left if axis in right and axis not in result)
+    queries, keys, scores = lead + rows + summed, lead + summed + columns, lead + rows + columns
+    in_order = left == queries if first in weights else result == scores
+    same_axes = all(set(own) == set(new) for own, new in ((left, queries), (right, keys), (result, scores)))
+    if not (len(rows) == len(columns) == len(summed) == 1 and in_order and same_axes):
         return None
-    lead = result[:-2]
-    if set(left) != {*lead, rows, *summed} or set(right) != {*lead, columns, *summed}:
-        return None
-
-    def again(queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.einsum(f"{lead}{rows}{summed[0]},{lead}{columns}{summed[0]}->{result}", queries, keys)
-
-    queries, keys = (
-        part.permute([axes.index(axis) for axis in f"{lead}{free}{summed[0]}"])
-        for part, axes, free in ((first, left, rows), (second, right, columns))
-    )
-    return Product(queries, keys, again, plain=True)
+    product = _permute(first, left, queries) @ _permute(second, right, keys)
+    return _permute(product, scores, result)
 
 
-def _einsum_sum(call: FunctionCall, weights: Tensor) -> Sum | None:
-    parsed = _parse_einsum(call)
-    if parsed is None:
-        return None
-    (axes, value_axes, result), first, value = parsed
-    if value is weights:
-        axes, value_axes, value = value_axes, axes, first
-    lead, rows, summed = axes[:-2], axes[-2], axes[-1]
-    size = _free_axes(value_axes, axes, result)
-    if set(value_axes) != {*lead, summed, size} or len(size) != 1 or set(result) != {*lead, rows, size}:
-        return None
-    order = [f"{lead}{rows}{size}".index(axis) for axis in result]
-    ordered = value.permute([value_axes.index(axis) for axis in f"{lead}{summed}{size}"])
-    return Sum(ordered, lambda output: output.permute(order))
-
-
-def _free_axes(axes: str, other: str, result: str) -> str:
-    """Return the axes that only one operand has and that are in the result."""
-    return "".join(axis for axis in axes if axis not in other and axis in result)
+def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
+    return tensor.permute([axes.index(axis) for axis in order])
 
 
 @dataclass(eq=False)
