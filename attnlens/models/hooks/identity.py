@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +158,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(
-    target: SiteCall, arguments: Mapping[str, Any], inputs: Mapping[str, Tensor], precise: Precise
+    target: SiteCall, arguments: Mapping[str, object], inputs: Mapping[str, Tensor], precise: Precise
 ) -> Tensor:
     """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64, on its inputs in the unmodified model.
 

@@ -21,7 +21,7 @@ from attnlens.errors import ModelError
 from attnlens.kernels import OWN, Kernel
 from attnlens.kernels.attention import Route, attend
 from attnlens.kernels.attention.rows import split_mask
-from attnlens.models.trace import Refused, pair_heads, remove_hooks, trace_attention
+from attnlens.models.trace import Keywords, Refused, pair_heads, remove_hooks, trace_attention
 from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
@@ -101,7 +101,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def read_call(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: Keywords
 ) -> Call:
     """Convert the arguments of transformers' attention functions to a Call; raise ModelError for an unsupported one."""
     scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
@@ -207,12 +207,10 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
             # transformers' own functions return contiguous tensors, and some modules rely on it
             return output.contiguous(), None
 
-    def as_eager(*args: Any, **more: Any) -> tuple[Tensor, None]:
-        return attention(*args, **more | {"is_causal": False})  # eager functions apply no causal mask of their own
-
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)
-    AttentionInterface.register(f"{name}_eager", as_eager)
+    # eager functions apply no causal mask of their own
+    AttentionInterface.register(f"{name}_eager", lambda *args, **more: attention(*args, **more | {"is_causal": False}))
     AttentionMaskInterface.register(f"{name}_eager", eager_mask)
     return name, f"{name}_eager"
 

@@ -21,7 +21,7 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.models.hooks.interface import answer_calls, is_attention, list_configs, out_of_reach
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.trace import Refused, call_arguments, remove_hooks, tensors
+from attnlens.models.trace import Keywords, Refused, call_arguments, remove_hooks, tensors
 from attnlens.records import Call, Site
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
@@ -64,7 +64,7 @@ class SiteCall:
 
     site: Site
     module: nn.Module
-    arguments: dict[str, Any]  # arguments of the module's call, by parameter name
+    arguments: Keywords  # arguments of the module's call, by parameter name
     call: Call  # the attention computation that the module requested
 
     @property
@@ -128,7 +128,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
     ran = set[nn.Module]()
-    calls = list[tuple[nn.Module, Call, dict[str, Any]]]()
+    calls = list[tuple[nn.Module, Call, Keywords]]()
 
     def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         running[module] = args, kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from inspect import signature
 from random import Random
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
 from attnlens.models.texts import media, sequences
-from attnlens.models.texts.sequences import CHARACTERS, vocabulary
+from attnlens.models.texts.sequences import CHARACTERS, Row, vocabulary
 from attnlens.models.texts.sources import Content, thin_text
 from attnlens.models.texts.windows import Batch, Batches, Cut
 from attnlens.records import Text
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 """Names of the inputs that are built from a text."""
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """The ids of sequences; empty if the model reads no tokens."""
-
-    ids: Sequence[Sequence[int]] = ()  # ids of each sequence
-    types: Sequence[Sequence[int]] = ()
-    """Token types of each sequence, which number the texts of a pair; empty without pairs."""
-    names: tuple[str, ...] = ()  # name of the text that each sequence belongs to
 
 
 def batches(
@@ -58,21 +48,21 @@ def batches(
     files_each = _count_files(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     rows, texts = _cut_texts(loaded, contents, replace(cut, sequences=files_each or cut.sequences), taken)
-    unknown = sequences.unknown_shares(loaded.tokenizer, rows.ids, rows.names)
+    unknown = sequences.unknown_shares(loaded.tokenizer, rows)
     if not cut.allow_foreign:
         sequences.refuse_foreign(unknown)
-    count = len(rows.ids) or files_each or cut.sequences
+    count = len(rows) or files_each or cut.sequences
     feed = media.Feed(loaded.model, accepted, cut.seed, skip_noise, files)
     return Batches(
         batches=_build_batches(loaded, feed, rows, count, cut.batch_size),
         sequences=count,
-        tokens=max(map(len, rows.ids), default=0),
+        tokens=max((len(row.ids) for row in rows), default=0),
         texts=(*texts, *(record for _, records in prepared.values() for record in records[:count]), *feed.texts),
         unknown=unknown,
         pack=cut.pack,
         notes=(*(() if files else accepted.notes), *_explain_fewer(count, files_each, cut, texts)),
         made_up=reads_noise(loaded) and not files,
-        left_out=tuple(content.name for content in contents if rows.ids and content.name not in rows.names),
+        left_out=tuple(content.name for content in contents if rows and content.name not in unknown),
     )
 
 
@@ -133,24 +123,24 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
     model requires an input that attnlens can't make up.
     """
     accepted = _checked_media(loaded)
-    rows: list[list[int]] = []
+    ids: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # not for cryptography
         known, placeholders = vocabulary(loaded.model) or CHARACTERS, media.placeholder_ids(loaded.model)
         usable = (number for number in iter(lambda: draws.randrange(known), None) if number not in placeholders)
-        rows = [[next(usable) for _ in range(tokens)] for _ in range(sequences)]
+        ids = [[next(usable) for _ in range(tokens)] for _ in range(sequences)]
     feed = media.Feed(loaded.model, media.without_placeholders(accepted) if bare else accepted, seed)
-    texts = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    passes = _build_batches(loaded, feed, TokenRows(rows), sequences, sequences)
-    return Batches(passes, sequences, tokens * bool(rows), (*texts, *feed.texts), {})
+    texts = [Text(name="random tokens", sha256=sha256(repr(ids).encode()).hexdigest())] * bool(ids)
+    passes = _build_batches(loaded, feed, [Row(row) for row in ids], sequences, sequences)
+    return Batches(passes, sequences, tokens * bool(ids), (*texts, *feed.texts), {})
 
 
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
-) -> tuple[TokenRows, list[Text]]:
-    """Cut the texts and choose sequences; return their ids and a record per text. Raises TextError if none is left."""
+) -> tuple[list[Row], list[Text]]:
+    """Cut the texts and choose sequences; return them and a record per text. Raises TextError if none is left."""
     if not reads_text(loaded):
-        return TokenRows(), []
+        return [], []
     length = sequences.window_length(loaded.model, cut.tokens)
     cuttings = [_cut_text(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
@@ -158,26 +148,25 @@ def _cut_texts(
     counts = sequences.split_evenly(
         [len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences
     )
-    rows, names, texts = sequences.Cutting(), list[str](), list[Text]()
+    rows, texts = list[Row](), list[Text]()
     for content, cutting, used, count, digest in zip(contents, cuttings, skips, counts, digests, strict=True):
         chosen = sequences.choose_windows(len(cutting), count, cut.placement, cut.seed, used)
         numbers = chosen[cut.turn[0] :: cut.turn[1]]
-        rows += [cutting[number] for number in numbers]
-        names += [content.name] * len(numbers)
+        rows += [cutting[number]._replace(text=content.name) for number in numbers]
         if numbers:
             texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(cutting)))
     if not rows:
         names_of_texts = ", ".join(content.name for content in contents)
         problem = f"The text ({names_of_texts}) has no windows left besides the evaluated ones."
         raise TextError(problem, "Give a longer text, another one with --calibration, or fewer --windows.")
-    known, largest = vocabulary(loaded.model), max(max(ids) for ids, _ in rows)
+    known, largest = vocabulary(loaded.model), max(max(row.ids) for row in rows)
     if known is not None and largest >= known:
         problem = f"The tokenizer returns token {largest}, but the model's vocabulary has only {known} tokens."
         raise TextError(problem, "Tokenizer and weights don't belong together; use --source weights.")
-    return TokenRows([ids for ids, _ in rows], [types for _, types in rows if cut.pairs], tuple(names)), texts
+    return rows, texts
 
 
-def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> sequences.Cutting:
+def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[Row]:
     """Cut a text into all its windows, lines or pairs, or return the last result if it was cut in the same way."""
     tokenizer, is_spread = loaded.tokenizer, cut.placement != "first"
     key = (tokenizer, length, cut.pairs, cut.pack, is_spread)
@@ -192,25 +181,26 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> sequen
     return content.cuttings[key]
 
 
-def _build_batches(loaded: Loaded, feed: media.Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
+def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
     """Split the sequences into batches of `size`; of 1 for files, or if the patches of all images form one row."""
     size = 1 if feed.media.alone or feed.files else size
     return tuple(_build_batch(loaded, feed, rows, slice(at, min(at + size, count))) for at in range(0, count, size))
 
 
-def _build_batch(loaded: Loaded, feed: media.Feed, rows: TokenRows, part: slice) -> Batch:
+def _build_batch(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], part: slice) -> Batch:
     """Build one batch of sequences, each preceded by the same placeholders of images and sounds."""
-    model = loaded.model
+    model, rows = loaded.model, rows[part]
     placeholders = feed.placeholders(part.start)
-    before = media.ids_of(placeholders) if rows.ids else []
-    id_rows = [[*before, *row] for row in rows.ids[part]]
+    before = media.ids_of(placeholders) if rows else []
+    id_rows = [[*before, *row.ids] for row in rows]
     inputs = feed.take(range(part.start, part.stop))
-    if id_rows:
+    if rows:
         choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
         ids, mask = sequences.token_tensors(id_rows, padding)
         inputs |= sequences.text_inputs(model, ids, mask, len(before)) | media.types_of(model, placeholders, ids)
-    if rows.types and "token_type_ids" in signature(model.forward).parameters:
-        types = [[*[0] * len(before), *row] for row in rows.types[part]]
+    if rows and rows[0].types and "token_type_ids" in signature(model.forward).parameters:
+        types = [[*[0] * len(before), *row.types] for row in rows]
         inputs["token_type_ids"] = sequences.token_tensors(types, 0)[0]
-    return Batch(media.move_inputs(model, inputs), tuple(map(len, id_rows)), rows.names[part], len(before))
+    parts = tuple(row.text for row in rows if row.text)
+    return Batch(media.move_inputs(model, inputs), tuple(map(len, id_rows)), parts, len(before))

@@ -230,12 +230,12 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     # private, in transformers: return None for a missing file, and the commit that the model was loaded from
     quiet, revision = {"_raise_exceptions_for_missing_entries": False}, getattr(model.config, "_commit_hash", None)
     with suppress(OSError):  # neither a folder nor in the hub's cache
-        paths = [cached_file(place, name, revision=revision, local_files_only=True, **quiet) for name in SETTINGS]
-        files = [path for path in paths if path] if place else []
+        for name in SETTINGS if place else ():
+            path = cached_file(place, name, revision=revision, local_files_only=True, **quiet)
+            files += [path] if path else []
     if not files:
-        problem = (
-            f"{place or type(model).__name__} has no {SETTINGS[1]}, which describes how to prepare {modality} input."
-        )
+        name = place or type(model).__name__
+        problem = f"{name} has no {SETTINGS[1]}, which describes how to prepare {modality} input."
         raise ModelError(problem, "Put it into the model's folder, or pass the prepared inputs to attnlens.capture.")
     if any("auto_map" in read_json(Path(file)) for file in files):
         problem = f"The processor of {place} is Python code in the checkpoint, which attnlens does not run."

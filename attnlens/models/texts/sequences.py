@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,40 +111,44 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
+class Row(NamedTuple):
+    """One sequence of a text."""
+
+    ids: Sequence[int]
+    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if it is not a pair
+    text: str = ""  # name of the text
+
+
 FOREIGN = 0.5
 """Share of unknown tokens from which a text is foreign to a model, which then sees little more than word positions."""
 NOTABLE = 0.1  # share of unknown tokens from which the report contains a note
 
 
-def unknown_shares(
-    tokenizer: PreTrainedTokenizerBase | None, rows: Sequence[Sequence[int]], names: Sequence[str]
-) -> dict[str, float]:
-    """Return the share of each text's ids that are the unknown token; `names` are the texts of the rows."""
+def unknown_shares(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Row]) -> dict[str, float]:
+    """Return the share of each text's ids that are the unknown token."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     flags = defaultdict[str, list[bool]](list)
-    for row, name in zip(rows, names, strict=True):
-        flags[name] += [unknown is not None and id_ == unknown for id_ in row]
+    for row in rows:
+        flags[row.text] += [unknown is not None and id_ == unknown for id_ in row.ids]
     return {name: sum(ids) / len(ids) for name, ids in flags.items()}
 
 
 def foreign_notes(shares: Mapping[str, float]) -> list[str]:
     """Return a sentence for each text with a share of unknown tokens of at least NOTABLE."""
-    return [_sentence(name, share) for name, share in shares.items() if share >= NOTABLE]
+    return [
+        f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
+        "the text may be in a language or domain that the model does not cover."
+        for name, share in shares.items()
+        if share >= NOTABLE
+    ]
 
 
 def refuse_foreign(shares: Mapping[str, float]) -> None:
     """Raise TextError if a text's share of unknown tokens is at least FOREIGN, even if other texts are readable."""
-    name, share = max(shares.items(), key=lambda item: item[1], default=("", 0.0))
-    if share >= FOREIGN:
-        remedy = "Give a text that suits the model with --text, or add --allow-foreign-text."
-        raise TextError(_sentence(name, share), remedy)
-
-
-def _sentence(name: str, share: float) -> str:
-    return (
-        f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
-        "the text may be in a language or domain that the model does not cover."
-    )
+    name = max(shares, key=shares.__getitem__, default="")
+    if shares.get(name, 0.0) >= FOREIGN:
+        (problem,) = foreign_notes({name: shares[name]})
+        raise TextError(problem, "Give a text that suits the model with --text, or add --allow-foreign-text.")
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
@@ -173,14 +177,12 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
-Cutting = list[tuple[Sequence[int], Sequence[int]]]
-"""(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 RANDOM_SPLITS = ("dropout", "alpha")
 """Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
-def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
+def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
     """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
@@ -190,10 +192,10 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
         raise TextError(problem, "Give a longer text, or a smaller --length.")
     starts = range(0, len(ids) - room + 1, room)
     # arrays need a tenth of the memory of lists
-    return [(array("i", [*before, *ids[start : start + room], *after]), ()) for start in starts]
+    return [Row(array("i", [*before, *ids[start : start + room], *after])) for start in starts]
 
 
-def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
+def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
     """Return the ids of all non-empty lines, with special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
@@ -203,15 +205,15 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
     lines = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
     with _tokenizing(tokenizer, content):
         rows = tokenizer(lines, truncation=True, max_length=tokens)["input_ids"]
-    long_enough: Cutting = [(ids, ()) for ids in rows if len(ids) >= 2]
+    long_enough = [Row(ids) for ids in rows if len(ids) >= 2]
     if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
     return long_enough
 
 
-def cut_pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Cutting:
+def cut_pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
     """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
-    rows: Cutting = []
+    rows = []
     for number, line in enumerate(content.text.split("\n"), 1):
         texts = line.removesuffix("\r").split("\t")
         if not line.strip():
@@ -221,7 +223,7 @@ def cut_pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
             raise TextError(problem, "Write one pair per line: FIRST<tab>SECOND.")
         with _tokenizing(tokenizer, content):
             encoded = tokenizer(*texts, truncation=True, max_length=tokens, return_token_type_ids=True)
-        rows.append((encoded["input_ids"], encoded.get("token_type_ids", [0] * len(encoded["input_ids"]))))
+        rows.append(Row(encoded["input_ids"], encoded.get("token_type_ids", [0] * len(encoded["input_ids"]))))
     return rows
 
 

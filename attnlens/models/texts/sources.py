@@ -18,7 +18,7 @@ from attnlens.models.loading.hub import reachable
 from attnlens.models.loading.locate import DEMO
 
 if TYPE_CHECKING:
-    from attnlens.models.texts.sequences import Cutting
+    from attnlens.models.texts.sequences import Row
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
@@ -122,7 +122,7 @@ class Content:
 
     text: str
     name: str  # file name, `stdin`, the specification of a dataset's rows, or the name of a built-in text
-    cuttings: dict[object, Cutting] = field(default_factory=dict, init=False, compare=False, repr=False)
+    cuttings: dict[object, list[Row]] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of the last cutting, keyed by its options, since a run cuts its texts several times."""
 
 

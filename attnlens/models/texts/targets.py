@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 NOTHING = -100  # target at positions without a prediction, which torch's cross_entropy ignores
 MASKED_SHARE = 0.15  # share of tokens that are masked for a masked language model to predict (Devlin et al. 2019)
 HEADLESS = "no head that predicts a class, a masked token, or a token from those before it alone"
-"""Description of what a model lacks if its hidden states are compared."""
 MEANINGS: dict[Task, str] = {
     "causal": "loss: the next token",
     "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
@@ -31,12 +30,11 @@ MEANINGS: dict[Task, str] = {
     "hidden": f"the model has {HEADLESS}: its last hidden states are compared, "
     "or the embeddings of image and text (CLIP)",
 }
+NO_LOSS = "the model's input is noise that attnlens made up, on which a loss means nothing"
 ON_NOISE = (
     "images and sounds are random noise that attnlens made up: the answers of both models to it are compared, and "
     "there is no loss"
 )
-"""Explanation for inputs of noise, on which a loss means nothing."""
-NO_LOSS = "the model's input is noise that attnlens made up, on which a loss means nothing"
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,6 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     """Return all tasks that the model's class is listed for, likeliest first (XLM: causal, masked); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
-    def registered(mapping: str) -> Collection[type]:
-        """Return the classes that were registered at run time, such as those of `reproduce`."""
-        # _extra_content, private in transformers: no public method lists only these
-        classes: dict[type, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
-        return classes.values()
-
-    name = type(model).__name__
     tasks: dict[Task, tuple[str, ...]] = {
         # first, because transformers also lists BART among the masked models
         "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
@@ -79,13 +70,13 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
         "masked": ("MASKED_LM",),
         "classification": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     }
-    listed: list[Task] = [
-        # language models with image or sound input are listed as seq2seq, but have no separate decoder
-        "causal" if task == "seq2seq" and not decodes_text(model) else task
-        for task, mappings in tasks.items()
-        if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
-        or any(type(model) in registered(f"MODEL_FOR_{mapping}_MAPPING") for mapping in mappings)
-    ]
+    listed = list[Task]()
+    for task, mapping in ((task, f"MODEL_FOR_{name}_MAPPING") for task, names in tasks.items() for name in names):
+        # private in transformers: no public method lists only the classes registered at run time, as by `reproduce`
+        registered: dict[type, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
+        if type(model).__name__ in getattr(auto, f"{mapping}_NAMES").values() or type(model) in registered.values():
+            # language models with image or sound input are listed as seq2seq, but have no separate decoder
+            listed.append("causal" if task == "seq2seq" and not decodes_text(model) else task)
     return [*dict.fromkeys(listed), "hidden"]
 
 
@@ -106,7 +97,7 @@ def of_text(
     return logits[:, -count:] if sees else logits[:, :count]
 
 
-def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
+def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
     """Return the last hidden states of a model's output, of the decoder if there is one; None if it has none.
 
     For models like CLIP, whose classes are the texts of a batch, return the embeddings of each image and its text.
@@ -121,11 +112,10 @@ def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
     return torch.stack(embeddings, 1) if paired else None
 
 
-def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
+def states_of(result: object) -> Float[Tensor, "batch ... d_model"]:
     """Return the last hidden states of a headless model, or its first output if it returns none."""
     states = last_states(result)
-    first: Tensor = result[0]
-    return first if states is None else states
+    return cast("Sequence[Tensor]", result)[0] if states is None else states
 
 
 def output_options(task: Task) -> dict[str, bool]:

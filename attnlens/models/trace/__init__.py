@@ -5,4 +5,4 @@ answer replaces it, and names the modules it cannot read. Imported by `models/ho
 """
 
 from attnlens.models.trace.mode import Refused, call_arguments, pair_heads, remove_hooks, trace_attention
-from attnlens.models.trace.scores import tensors
+from attnlens.models.trace.scores import Keywords, tensors

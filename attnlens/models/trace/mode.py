@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -21,51 +21,24 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.rows import split_mask
 from attnlens.models.trace.scores import (
+    Arguments,
     FunctionCall,
+    Keywords,
     Provenance,
-    Standins,
-    TracedScores,
+    TracedSoftmax,
     as_product,
+    multiply_einsum,
     operands,
     start_scores,
+    summed_values,
     tensors,
-    weighted_sum,
+    unreadable,
 )
 from attnlens.records import Call
 
 TOLERANCE = 1e-4
 """Largest relative difference between a prediction and the result of the model's own steps: above float32's rounding
 over a long sum, and far below the difference that a wrong query, key or mask makes."""
-
-
-@dataclass(eq=False)
-class TracedSoftmax:
-    """A softmax over keys, and the products that reach it."""
-
-    logits: Tensor  # argument of the softmax
-    carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
-    used: bool = False  # whether its weights have already summed up values
-
-    def scores(self) -> TracedScores:
-        """Return the one product of queries and keys in the softmax's argument.
-
-        Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
-        UnreadableError if several products depend on the inputs on both sides, or if none of several does.
-        """
-        content, count = [scores for scores in self.carried if scores.content], len(self.carried)
-        if len(content) > 1:
-            raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
-        if not content and count > 1:
-            raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
-        scores = content[0] if content else next(iter(self.carried))
-        if scores.scaled_by_inputs:
-            raise unreadable("the factor of its scores depends on its inputs")
-        return scores
-
-
-def unreadable(reason: str) -> UnreadableError:
-    """Build the error for hand-written attention that is left to the model."""
-    return UnreadableError(reason, "The other sites are analysed; this one is left out.")
 
 
 @dataclass(frozen=True)
@@ -218,11 +191,11 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
         query, scale = query * fit.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
     wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J converts its queries and keys to float32
-    vectors, relative = [part.to(wide) for part in (query, key, value)], len(softmax.carried) > 1
+    vectors, relative = (query.to(wide), key.to(wide), value.to(wide)), len(softmax.carried) > 1
     return Call(*vectors, scale, fit.allowed, bias=fit.bias, module=module, traced=True, relative=relative), lead
 
 
-def fused_call(arguments: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
+def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
     """Convert the arguments of torch's scaled_dot_product_attention, called by a module itself, to a Call."""
     query, key, mask, scale = arguments["query"], arguments["key"], arguments.get("attn_mask"), arguments.get("scale")
     lead = find_lead(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
@@ -329,11 +302,7 @@ class _Tracer(TorchFunctionMode):
         self.running.pop()
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        _types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Callable[..., object], _types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         call = FunctionCall(function, args, kwargs or {})
         if function is F.multi_head_attention_forward:
@@ -349,6 +318,11 @@ class _Tracer(TorchFunctionMode):
             pair = operands(call)
             if pair is None:
                 return self.known.run(call)
+            if function is torch.einsum and not self._is_constant(pair):
+                with self:
+                    product = multiply_einsum(call, self.known.weights)
+                if product is not None:
+                    return product
             weights = next((part for part in pair if part in self.known.weights), None)
             if weights is None:
                 return self._product(call, pair)
@@ -356,12 +330,16 @@ class _Tracer(TorchFunctionMode):
         self.known.inputs[result] = True
         return result
 
-    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute a product; it starts new scores unless one side is a weight of the model."""
+    def _is_constant(self, pair: tuple[Tensor, Tensor]) -> bool:
+        """Return whether one side of a product is a weight of the model."""
         # a weight offloaded to disk has a different address in every pass, but is still a Parameter
-        constant = any(
+        return any(
             isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
         )
+
+    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute a product; it starts new scores unless one side is a weight of the model."""
+        constant = self._is_constant(pair)
         if constant and call.function is torch.einsum:  # the einsum may mix heads
             return cast("Tensor", self.known.run(call))
         result: Tensor = call.run()
@@ -394,19 +372,19 @@ class _Tracer(TorchFunctionMode):
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
-        total = weighted_sum(call, weights)
+        values = summed_values(call, weights)
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
-            if total is None or softmax.used:
+            if values is None or softmax.used:
                 raise unreadable("its attention weights are not applied to the values in a single product")
             softmax.used = True
-            attention, lead = traced_call(softmax, total.value, tokens, module)
+            attention, lead = traced_call(softmax, values, tokens, module)
             lead = lead.like(weights.shape[:-2])
             if self.on_weights is not None:
                 self.on_weights(module, lead.split(weights))
             return attention, lead
 
-        return self._answer_site(shared, read, call.run, weights.dtype, None if total is None else total.arrange)
+        return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
         """Answer attention that the module itself computes with torch's fused function."""
@@ -429,28 +407,21 @@ class _Tracer(TorchFunctionMode):
         read: Callable[[nn.Module, Tokens], tuple[Call, Lead]],
         original: Callable[[], Tensor],
         dtype: torch.dtype,
-        arrange: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the answer for one site in `dtype`, or the result of the model's `original` function.
-
-        The last of `owners` owns the site; `arrange` gives an answer the axes of the original result, if they differ.
-        """
+        """Return the answer for one site, which the last owner owns, or else the model's `original` result."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()
 
-        def as_original(output: Tensor, lead: Lead) -> Tensor:
-            return lead.back(output) if arrange is None else arrange(lead.back(output))
-
         try:
             call, lead = read(owner, tokens)
-            sees_keys = as_original(_sees_any_key(call), lead)
+            sees_keys = lead.back(_sees_any_key(call))
             if not self.prove:
-                answer = as_original(self.answer(call), lead).to(dtype)
+                answer = lead.back(self.answer(call)).to(dtype)
                 # models differ in what they return for a query that sees no key
                 return answer if bool(sees_keys.all()) else torch.where(sees_keys, answer, original())
             result = original()
-            _check_output(as_original(attend(call, OWN, "eager"), lead), result, sees_keys)
+            _check_output(lead.back(attend(call, OWN, "eager")), result, sees_keys)
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
@@ -476,7 +447,7 @@ def _check_output(output: Tensor, original: Tensor, sees_keys: Tensor) -> None:
         raise unreadable(f"its output differs from softmax(scores) times values (relative difference {error:.1e})")
 
 
-def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
+def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Keywords:
     """Return the arguments of a module's call, keyed by parameter name."""
     positional = list(inspect.signature(module.forward).parameters)
     return dict(zip(positional, args, strict=False)) | kwargs

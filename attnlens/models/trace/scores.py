@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -10,25 +10,35 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map  # private: the public torch.utils has no map over nested arguments
+from torch.utils._pytree import tree_map_only  # private: the public torch.utils has no map over nested arguments
 from torch.utils.weak import WeakIdKeyDictionary
+
+from attnlens.errors import UnreadableError
+
+Arguments = tuple[Any, ...]  # positional arguments of any function of torch
+Keywords = dict[str, Any]  # keyword arguments of any function of torch, or of a module
 
 
 class FunctionCall(NamedTuple):
     """A call of a function of torch."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Arguments
+    kwargs: Keywords
 
     def run(self) -> Any:
         """Return the call's result."""
         return self.function(*self.args, **self.kwargs)
 
     @property
+    def name(self) -> str:
+        """Name of the function."""
+        return getattr(self.function, "__name__", "")
+
+    @property
     def in_place(self) -> bool:
         """Whether the function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
-        name = getattr(self.function, "__name__", "")
+        name = self.name
         return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -45,15 +55,6 @@ class Product:
     def lead(self) -> tuple[int, ...]:
         """Leading axes of the result."""
         return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
-
-
-class Sum(NamedTuple):
-    """A product of attention weights with values."""
-
-    value: Tensor  # (…, keys, value_dim), its leading axes in the order of the weights' axes
-    arrange: Callable[[Tensor], Tensor] | None = None
-    """Maps (…, queries, value_dim), with axes in the order of the weights', to the layout of the call's own result.
-    None if the layouts are equal."""
 
 
 MATMULS = frozenset(
@@ -76,10 +77,8 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
 def as_product(call: FunctionCall) -> Product | None:
     """Return the call as a product of queries with keys; None if its axes do not fit one."""
     function, args, kwargs = call
-    if function is torch.einsum:
-        return _einsum_product(call)
-    first, second = _factors(call)
-    if min(first.dim(), second.dim()) < 2:
+    first, second = (None, None) if function is torch.einsum else _factors(call)
+    if first is None or min(first.dim(), second.dim()) < 2:
         return None
     if function is F.linear:
         return Product(first, second, lambda left, right: F.linear(left, right), plain=len(args) + len(kwargs) == 2)
@@ -95,14 +94,10 @@ def as_product(call: FunctionCall) -> Product | None:
     return Product(first, second.mT, again, plain=False)
 
 
-def weighted_sum(call: FunctionCall, weights: Tensor) -> Sum | None:
-    """Return the call as Σ_j weights_ij value_j; None if it is another product."""
-    if call.function is torch.einsum:
-        return _einsum_sum(call, weights)
-    first, second = _factors(call)
-    if first is not weights or call.function in ADDING or call.function is F.linear or second.dim() < 2:
-        return None
-    return Sum(second)
+def summed_values(call: FunctionCall, weights: Tensor) -> Tensor | None:
+    """Return the values, (…, keys, value_dim), if the call is Σ_j weights_ij value_j; None if it is another product."""
+    first, second = _factors(call) if call.function in MATMULS else (None, None)
+    return second if first is weights and second.dim() > 1 else None
 
 
 def _factors(call: FunctionCall) -> tuple[Any, Any]:
@@ -138,48 +133,31 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
     return (left, right, result), factors[0], factors[1]
 
 
-def _einsum_product(call: FunctionCall) -> Product | None:
+def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
+    """Compute an einsum of queries and keys, or of attention weights and values, as a product of permuted matrices.
+
+    Return None if it is another sum. Its steps can be traced like those of any other code.
+    """
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
     (left, right, result), first, second = parsed
-    summed = [axis for axis in left if axis in right and axis not in result]
-    rows, columns = _free_axes(left, right, result), _free_axes(right, left, result)
-    if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or result[-2:] != rows + columns:
+    if second in weights:
+        left, right, first, second = right, left, second, first
+    lead = left[:-2] if first in weights else result[:-2]
+    rows, columns = ("".join(axis for axis in result if axis in own and axis not in lead) for own in (left, right))
+    summed = "".join(axis for axis in left if axis in right and axis not in result)
+    queries, keys, scores = lead + rows + summed, lead + summed + columns, lead + rows + columns
+    in_order = left == queries if first in weights else result == scores
+    same_axes = all(set(own) == set(new) for own, new in ((left, queries), (right, keys), (result, scores)))
+    if not (len(rows) == len(columns) == len(summed) == 1 and in_order and same_axes):
         return None
-    lead = result[:-2]
-    if set(left) != {*lead, rows, *summed} or set(right) != {*lead, columns, *summed}:
-        return None
-
-    def again(queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.einsum(f"{lead}{rows}{summed[0]},{lead}{columns}{summed[0]}->{result}", queries, keys)
-
-    queries, keys = (
-        part.permute([axes.index(axis) for axis in f"{lead}{free}{summed[0]}"])
-        for part, axes, free in ((first, left, rows), (second, right, columns))
-    )
-    return Product(queries, keys, again, plain=True)
+    product = _permute(first, left, queries) @ _permute(second, right, keys)
+    return _permute(product, scores, result)
 
 
-def _einsum_sum(call: FunctionCall, weights: Tensor) -> Sum | None:
-    parsed = _parse_einsum(call)
-    if parsed is None:
-        return None
-    (axes, value_axes, result), first, value = parsed
-    if value is weights:
-        axes, value_axes, value = value_axes, axes, first
-    lead, rows, summed = axes[:-2], axes[-2], axes[-1]
-    size = _free_axes(value_axes, axes, result)
-    if set(value_axes) != {*lead, summed, size} or len(size) != 1 or set(result) != {*lead, rows, size}:
-        return None
-    order = [f"{lead}{rows}{size}".index(axis) for axis in result]
-    ordered = value.permute([value_axes.index(axis) for axis in f"{lead}{summed}{size}"])
-    return Sum(ordered, lambda output: output.permute(order))
-
-
-def _free_axes(axes: str, other: str, result: str) -> str:
-    """Return the axes that only one operand has and that are in the result."""
-    return "".join(axis for axis in axes if axis not in other and axis in result)
+def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
+    return tensor.permute([axes.index(axis) for axis in order])
 
 
 @dataclass(eq=False)
@@ -237,6 +215,36 @@ def start_scores(
     return scores, Standins(zero, signs, None if moved is None else product.again(*moved))
 
 
+def unreadable(reason: str) -> UnreadableError:
+    """Build the error for hand-written attention that is left to the model."""
+    return UnreadableError(reason, "The other sites are analysed; this one is left out.")
+
+
+@dataclass(eq=False)
+class TracedSoftmax:
+    """A softmax over keys, and the products that reach it."""
+
+    logits: Tensor  # argument of the softmax
+    carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
+    used: bool = False  # whether its weights have already summed up values
+
+    def scores(self) -> TracedScores:
+        """Return the one product of queries and keys in the softmax's argument.
+
+        Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
+        UnreadableError if several products depend on the inputs on both sides, or if none of several does.
+        """
+        content, count = [scores for scores in self.carried if scores.content], len(self.carried)
+        if len(content) > 1:
+            raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
+        if not content and count > 1:
+            raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
+        scores = content[0] if content else next(iter(self.carried))
+        if scores.scaled_by_inputs:
+            raise unreadable("the factor of its scores depends on its inputs")
+        return scores
+
+
 STEPS_END = frozenset(
     {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
     | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
@@ -263,7 +271,7 @@ class Provenance:
     """Tensor → its values for other products, by product."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
-    weights: MutableMapping[Tensor, Any] = field(default_factory=WeakIdKeyDictionary)
+    weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
     """Tensor → the softmax whose weights it contains."""
 
     def run(self, call: FunctionCall) -> Any:
@@ -275,11 +283,10 @@ class Provenance:
         result = call.run()
         target = call.args[0] if call.function is Tensor.__setitem__ else result
         for scores, standins in steps.items():
-            for tensor, values in zip(tensors(target), zip(*standins, strict=True), strict=False):
+            for tensor, values in zip(tensors(target), standins, strict=False):
                 if tensor.is_floating_point():
-                    self.scores[tensor] = {**self.scores.get(tensor, {}), scores: Standins(*values)}
-        name = getattr(call.function, "__name__", "")
-        shape_alone = name.endswith("_like") or name.startswith("new_")  # `zeros_like`, `new_ones`
+                    self.scores[tensor] = {**self.scores.get(tensor, {}), scores: values}
+        shape_alone = call.name.endswith("_like") or call.name.startswith("new_")  # `zeros_like`, `new_ones`
         dependent = any(tensor in self.inputs for tensor in arguments) and not shape_alone
         softmax = next((self.weights[tensor] for tensor in arguments if tensor in self.weights), None)
         for tensor in tensors(target):
@@ -289,31 +296,31 @@ class Provenance:
                 self.weights[tensor] = softmax
         return result
 
-    def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[list[Any]]:
-        """Return the tensors in the function's results on the three stand-ins; none if it fails on them."""
+    def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[Standins]:
+        """Return the stand-ins of the tensors in the function's result; none if the function fails on stand-ins."""
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
         if call.function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
 
         def run(standin: str) -> list[Tensor]:
-            def substitute(value: object) -> object:
-                if not isinstance(value, Tensor):
+            def substitute(tensor: Tensor) -> Tensor:
+                if scores in (known := self.scores.get(tensor, {})):
+                    value: Tensor = getattr(known[scores], standin)
                     return value
-                if scores in (known := self.scores.get(value, {})):
-                    return getattr(known[scores], standin)
                 # copy the target of an in-place step, which the model itself must change only once
-                return value.clone() if call.in_place and value is arguments[0] else value
+                return tensor.clone() if call.in_place and tensor is arguments[0] else tensor
 
-            args, kwargs = tree_map(substitute, (call.args, call.kwargs))
+            args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))
             result = call.function(*args, **kwargs)
             return list(tensors(args[0] if call.function is Tensor.__setitem__ else result))
 
         known = next(self.scores[tensor][scores] for tensor in arguments if scores in self.scores.get(tensor, ()))
         try:
             zero, signs = run("zero"), run("signs")
-            return [zero, signs, [None] * len(zero) if known.moved is None else run("moved")]
+            moved = [None] * len(zero) if known.moved is None else run("moved")
         except RuntimeError:  # a function of another library, on numbers of a type it was not made for
-            return [[], [], []]
+            return []
+        return [Standins(*values) for values in zip(zero, signs, moved, strict=True)]
 
 
 def tensors(value: object) -> Iterator[Tensor]:

@@ -68,8 +68,11 @@ class Probe:
 
         `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
         """
-        captured, parts = self.target.arguments, [self._as_argument(part) for part in (hidden, other)]
-        sequences = dict[str, Tensor]()
+        captured, sequences = self.target.arguments, dict[str, Tensor]()
+        if captured[self.target.input_name].dim() == 2:  # without a batch axis, sequences are concatenated
+            parts = [part.flatten(0, 1) for part in (hidden, other)]
+        else:
+            parts = [part.permute([self.layout.index(axis) for axis in range(part.dim())]) for part in (hidden, other)]
         for name, tokens in zip((self.target.input_name, self.target.other), parts, strict=True):
             if name is not None:  # the module may get the same tensor under several names (CTRL: v, k and q)
                 sequences |= {alias: tokens for alias, value in captured.items() if value is captured[name]}
@@ -116,12 +119,6 @@ class Probe:
         target, names = self.target, (self.target.input_name, self.target.other or self.target.input_name)
         first, other = (target.sequences(target.arguments[name], self.layout) for name in names)
         return first, other
-
-    def _as_argument(self, tokens: Tensor) -> Tensor:
-        """Return these tokens with the axes of the module's inputs; without a batch axis, concatenate sequences."""
-        if self.target.arguments[self.target.input_name].dim() == 2:
-            return tokens.flatten(0, 1)
-        return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
 
     @cached_property
     def arguments(self) -> dict[str, object]:

@@ -336,44 +336,33 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
     zero = probe(*(torch.zeros_like(x) for x in base))
-    tokens = max(x[0, ..., 0].numel() for x in base)
-    rows = probe.batch or max(1, CHUNK // tokens)
-    step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
-    parts = [
-        _tangents(probe, base, start, step, None if alike else rotation, alike)
-        for start in range(0, max(x.shape[-1] for x in base), step)
-    ]
-    jacobians = [torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True)]
-    return Maps(*(part.double() for part in (*jacobians, zero.query[0, :, :1], zero.key[0, :, :1])))
-
-
-def _tangents(
-    probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, rotation: Rotation | None, alike: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute rows start … start + step of both Jacobians, (rows, heads, head_dim) each; fewer at the end."""
-    counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
-    with forward_ad.dual_level():
-        duals = []
-        for x, count in zip(base, counts, strict=True):
-            tokens = 1 if alike else x[0, ..., 0].numel()
-            tangents = x.new_zeros(probe.batch or -(-count // tokens), *x.shape[1:])
-            units = x.new_zeros(count, x.shape[-1])
-            units.diagonal(start).fill_(1)
-            if alike:
-                tangents[:count] = units.view(count, *[1] * (x.dim() - 2), -1)
-            else:
-                tangents.view(-1, x.shape[-1])[:count] = units
-            duals.append(forward_ad.make_dual(x[:1].expand_as(tangents).contiguous(), tangents))  # type: ignore[no-untyped-call]
-        hidden, other = duals if probe.target.other is not None else (duals[0], duals[0])
-        call = probe(hidden, other)
-        slopes = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
-    for name, part in zip(("queries", "keys"), slopes, strict=True):
-        if part is None:
-            raise unreadable(f"its {name} do not depend on its first input")
-    if rotation is not None:
-        slopes = [rotation.transposed.rotate(part.double()) for part in slopes]
-    query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in slopes)
-    return query[: counts[0]], key[: counts[1]]
+    tokens = [x[0, ..., 0].numel() for x in base]
+    lengths = [1 if alike else count for count in tokens]  # probes per sequence
+    step = min(lengths) * (probe.batch or max(1, CHUNK // max(tokens)))
+    jacobians = list[Tensor](), list[Tensor]()
+    for start in range(0, max(x.shape[-1] for x in base), step):
+        counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
+        with forward_ad.dual_level():
+            duals = []
+            for x, count, length in zip(base, counts, lengths, strict=True):
+                tangents = x.new_zeros(probe.batch or -(-count // length), *x.shape[1:])
+                units = x.new_zeros(count, x.shape[-1])
+                units.diagonal(start).fill_(1)
+                if alike:
+                    tangents[:count] = units.view(count, *[1] * (x.dim() - 2), -1)
+                else:
+                    tangents.view(-1, x.shape[-1])[:count] = units
+                duals.append(forward_ad.make_dual(x[:1].expand_as(tangents).contiguous(), tangents))  # type: ignore[no-untyped-call]
+            call = probe(duals[0], duals[0] if probe.target.other is None else duals[1])
+            slopes = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+        for name, part, count, jacobian in zip(("queries", "keys"), slopes, counts, jacobians, strict=True):
+            if part is None:
+                raise unreadable(f"its {name} do not depend on its first input")
+            if rotation is not None and not alike:
+                part = rotation.transposed.rotate(part.double())
+            jacobian.append(part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1)[:count])
+    query, key = (torch.cat(jacobian).transpose(0, 1).double() for jacobian in jacobians)
+    return Maps(query, key, zero.query[0, :, :1].double(), zero.key[0, :, :1].double())
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
