@@ -60,7 +60,6 @@ class AdapterInfo(Record):
     revision: str | None = None
     """Commit of an adapter from the hub."""
     base: str | None = None
-    """Base model named in its config."""
     kind: str
     """LoRA, rsLoRA, DoRA or rsDoRA."""
     rank: Count
@@ -79,12 +78,10 @@ class ModelInfo(Record):
     id: str
     """As given: hub id, folder, file or `demo`."""
     revision: str | None = None
-    """Commit of a hub model."""
     architecture: str
     """The transformers class."""
     parameters: Count
     files: list[File] = []
-    """The weight files read."""
     files_in_parts: list[FileInParts] = []
     """Weight files from which only the required tensors were read."""
     unexpected: list[str] = []
@@ -144,9 +141,7 @@ class Settings(Record):
     calibration: Text | None = None
     """Text used to fit parameters or heal weights; it is not part of the evaluated input."""
     calibrations: list[Text] = []
-    """Each calibration text with the numbers of its windows."""
     windows_requested: Count | None = None
-    """Number of windows requested, if the texts have fewer."""
     windows: Count | None = None
     """Number of windows, lines, images or sounds read; None if none were."""
     length: Count | None = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from attnlens import arguments
 from attnlens.arguments import LARGEST, Budget, format_argument
@@ -39,15 +39,9 @@ if TYPE_CHECKING:
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
 UNITS: dict[str, tuple[HealingUnit, float]] = {
-    "": ("steps", 1),
-    "step": ("steps", 1),
-    "steps": ("steps", 1),
-    "tok": ("tokens", 1),
-    "ktok": ("tokens", 1e3),
-    "Mtok": ("tokens", 1e6),
-    "s": ("seconds", 1),
-    "min": ("seconds", 60),
-    "h": ("seconds", 3600),
+    **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
+    **{"tok": ("tokens", 1), "ktok": ("tokens", 1e3), "Mtok": ("tokens", 1e6)},
+    **{"s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600)},
 }
 """Counted quantity and size of each unit."""
 STEPS = 200
@@ -75,19 +69,16 @@ class Amount:
         """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else, and for 0."""
         if isinstance(value, cls):
             return value
-        wrong = UsageError(
-            f"--train: cannot parse {format_argument(value)}.",
-            "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
-        )
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return cls(value, "steps")
         match = DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None:
-            raise wrong
-        unit, factor = UNITS[match[2]]
-        number = float(match[1]) * factor
+        unit, factor = UNITS[match[2]] if match else ("steps", 0)
+        number = float(match[1]) * factor if match else 0
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
-            raise wrong
+            raise UsageError(
+                f"--train: cannot parse {format_argument(value)}.",
+                "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
+            )
         return cls(number, unit)
 
 
@@ -191,22 +182,17 @@ class HealRequest(KeptRequest, KernelRequest):
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """Checked options on the kernels of one run, and on what is measured."""
+    """Checked options on the kernels of one run, and on what is measured; the fields are those of the requests."""
 
     kernels: list[Kernel]
-    """New kernels."""
     part: Part | None
     controls: bool
-    """True if simple alternatives are measured too."""
     generate: int
-    """Maximum number of tokens of greedy continuations."""
     prompts: str | None
-    """File of the texts to continue; None: evaluated windows."""
     calibration: Sequence[str]
     save: Path | None
     sweep: Sweep | None = None
     predictors: bool = False
-    """True if measures are correlated with the harm of the swept heads."""
     fit: bool = False
     path: Route = "auto"
 
@@ -239,7 +225,7 @@ class SwapOptions:
         options = cls(
             **{name: getattr(request, name) for name in names if hasattr(request, name)},
             kernels=list({kernel.spelling: kernel for kernel in kernels}.values()),
-            prompts=None if request.prompts is None else arguments.path("prompts", request.prompts),
+            prompts=request.prompts,
             save=None if request.save is None else Path(request.save),
         )
         options._check_fit()
@@ -272,14 +258,13 @@ class SwapOptions:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Checked options on the ranks of the kernel `rank`."""
+    """Checked options on the ranks of the kernel `rank`; those of a plan, if there is one."""
 
     budget: Budget
-    """Largest allowed rise, also that of a plan."""
     plan: Plan | None
     """Plan whose ranks are used instead of a search."""
     latents: str | None
-    """Form of the latents, also that of a plan; None: chosen by the search."""
+    """Form of the latents; None: chosen by the search."""
 
     @classmethod
     def of(cls, request: RanksRequest | HealRequest) -> RankOptions:
@@ -305,14 +290,14 @@ class RankOptions:
         return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{self.latents}" if self.latents else "")
 
     @property
-    def selection(self) -> dict[str, Any]:
+    def selection(self) -> dict[str, list[int] | Part | None]:
         """Layers, heads and part that a plan was made for; empty without a plan."""
         if self.plan is None:
             return {}
         return {"layers": self.plan.settings.layers, "heads": self.plan.settings.heads, "part": self.plan.part}
 
 
-def _read_plan(ranks: Any) -> Plan:
+def _read_plan(ranks: object) -> Plan:
     from attnlens.records import Plan, read_plan
 
     if not isinstance(ranks, Plan | str | os.PathLike):
@@ -322,24 +307,18 @@ def _read_plan(ranks: Any) -> Plan:
 
 @dataclass(frozen=True)
 class HealOptions:
-    """Checked options of one healing."""
+    """Checked options of one healing; the fields are those of HealRequest."""
 
     amount: Amount
-    """Length of training."""
     batch: int | None = None
     """Sequences per optimiser step; None: those of a forward pass."""
     rank: int | None = None
-    """Rank of each weight's change; None: unrestricted."""
     goal: HealingGoal = "teacher"
-    """Training target: the original model's predictions, or the text."""
     control: bool = False
-    """True if a copy of the original model is trained equally long."""
     checkpointing: bool = False
-    """True if activations are recomputed in the backward pass."""
     eta: float | None = None
     """Weight of the KSVD regulariser; None without regularisation."""
     convention: Convention = "paper"
-    """Convention of the KSVD regulariser."""
 
     @classmethod
     def of(cls, kernel: Kernel, request: HealRequest) -> HealOptions:

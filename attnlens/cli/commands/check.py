@@ -18,7 +18,7 @@ from attnlens.cli.outputs import STDOUT, Inputs, Outputs, checked_model, deliver
 from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, guard, say
 from attnlens.errors import OutputError, UsageError
-from attnlens.files import check_writable, local_path, write_atomically
+from attnlens.files import check_writable, local_path
 from attnlens.requests.run_options import CheckRequest, SharedRequest
 from attnlens.wording import format_count, join_items
 
@@ -61,7 +61,7 @@ def check(context: typer.Context) -> None:
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
     if request.update_baseline and request.baseline is not None:  # first, before anything can fail
-        write_atomically(Path(request.baseline), judging.baseline_of(report).to_json().encode())
+        judging.baseline_of(report).write_json(request.baseline)
         if not outputs.quiet:
             say(f"Wrote {request.baseline}")
     if model is not None and request.recompute is not None:
