@@ -85,7 +85,6 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
         self.finished, self.total, self.remaining, self.failed = finished, total, remaining, failed
 
     def __str__(self) -> str:
-        """Format the number of finished units and which ones remain."""
         if not self.remaining:
             return f"All {self.total} units are finished: run the command without --shard to write the report."
         first, *others = self.remaining

@@ -19,7 +19,7 @@ import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
-from attnlens.cli.show import complain, console, interruptible_at_once, progress, say
+from attnlens.cli.show import Tell, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Tell = Callable[[str, int, int], None]
-"""Report progress: (stage, steps done, total steps)."""
 Written = Callable[[], None]
 """Function to call once the report is written: it removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
@@ -352,9 +350,8 @@ def deliver(
     `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
     `saved` is printed as written too.
     """
-    from attnlens.report import export  # late, because it loads the records
-
     if writers is None or summary is None:
+        from attnlens.report import export  # late, because it loads the records
         from attnlens.report.sections import documents
 
         writers = export.WRITERS
@@ -372,18 +369,18 @@ def deliver(
         if annotate is not None:
             with _collect(failures):
                 annotate()
-        drawings: dict[Path, Callable[[], bytes]] = {}
         if outputs.figure is not None:
+            from attnlens.report.export import drawings
+
             with _collect(failures):
-                drawings |= export.drawings(report, Path(outputs.figure))
-        for path, draw in drawings.items():
-            with _collect(failures):
-                _draw(path, draw)
-                made.append(path)
+                for path, draw in drawings(report, Path(outputs.figure)).items():
+                    with _collect(failures):
+                        _draw(path, draw)
+                        made.append(path)
         written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
         if outputs.html is not None:
             with _collect(failures):
-                _draw(Path(outputs.html), lambda: export.WRITERS["html"](report).encode())
+                _draw(Path(outputs.html), lambda: writers["html"](report).encode())
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:

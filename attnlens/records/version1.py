@@ -26,9 +26,8 @@ def convert_report(report: Fields) -> Fields:
     inspection = {name: report[name] for name in ("selections", "attention") if report.get(name)}
     if inspection or kind == "inspection":
         bodies["inspection"] = inspection
-    if isinstance(bodies.get("swap"), Mapping):
-        plan = convert_plan(report.get("plan"))
-        bodies["swap"] = {**bodies["swap"], "others": report.get("more_swaps", []), "plan": plan}
+    if isinstance(swap := bodies.get("swap"), Mapping):
+        bodies["swap"] = {**swap, "others": report.get("more_swaps", []), "plan": convert_plan(report.get("plan"))}
     common = {name: field for name, field in report.items() if name not in BODIES}
     return {**convert_settings_in(common), "schema_version": "2", "kind": kind, **bodies}
 

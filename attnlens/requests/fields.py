@@ -77,7 +77,6 @@ class Details(TypedDict, total=False):
     """Properties of an option besides its name, type, default and help; all can be omitted."""
 
     panel: str
-    """Panel of the help."""
     metavar: str
     """Placeholder of the value; by default its type."""
     flag: str
@@ -85,9 +84,8 @@ class Details(TypedDict, total=False):
     shown: str
     """Default as the help shows it, if it differs from the default."""
     least: int
-    """Smallest number."""
     most: int
-    """Largest number."""
+    """Bounds of a number."""
     call_only: CallOnly
     """Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
     dangerous, or names what is `read` or `written`."""
@@ -270,7 +268,9 @@ def _analyzers(name: str, value: object) -> tuple[str, ...]:
 
 def folder(name: str, value: object) -> str:
     """Return the path of a folder as a string. Raise UsageError for anything else."""
-    return str(local_path(_place(name, value, "folder"), f"--{name}"))
+    place = _place(name, value, "folder")
+    local_path(place, f"--{name}")
+    return place
 
 
 def _place(name: str, value: object, what: str = "file") -> str:

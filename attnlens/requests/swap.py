@@ -72,7 +72,7 @@ class Amount:
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return cls(value, "steps")
         match = DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-        unit, factor = UNITS[match[2]] if match else ("steps", 0)
+        unit, factor = UNITS[match[2] if match else ""]
         number = float(match[1]) * factor if match else 0
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
             raise UsageError(
