@@ -11,9 +11,8 @@ from pydantic import model_validator
 
 from attnlens.choices import CHANGE, Part
 from attnlens.records.measures import Count, Head, HeadId, Measure, Number, Record, read_record
-from attnlens.records.provenance import ModelInfo, Settings
+from attnlens.records.provenance import ModelInfo, Settings, convert_baseline
 from attnlens.records.swaps import Outcome
-from attnlens.records.version1 import convert_baseline
 
 
 class Breach(Record):

@@ -25,6 +25,7 @@ from pydantic import (
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
 from attnlens.files import format_value, local_path, read_bytes, write_atomically
+from attnlens.wording import format_count
 
 Number = Annotated[float, PlainSerializer(lambda number: float(f"{number:.9g}"), float, when_used="json")]
 """Real number, written with nine significant digits."""
@@ -216,8 +217,7 @@ class Coverage(Record):
             return f"COMPLETE: {count}"
         lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # gaps of heads come first
         reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
-        more = len(reasons) - 1
-        others = f" (and {more} more reason{'s' if more > 1 else ''})" if more else ""
+        others = f" (and {format_count(len(reasons) - 1, 'more reason')})" if len(reasons) > 1 else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
 
     @property

@@ -10,9 +10,8 @@ from pydantic import Field, model_validator
 
 from attnlens.choices import Intervals, Part, Unit
 from attnlens.records.measures import Count, Interval, Number, Reasons, Record, read_record
-from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
+from attnlens.records.provenance import CHOSEN_BY, ModelInfo, Settings, Text, Tool, convert_plan
 from attnlens.records.swaps import Pair
-from attnlens.records.version1 import CHOSEN_BY, convert_plan
 
 
 class KeyRank(Record):

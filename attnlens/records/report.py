@@ -29,10 +29,9 @@ from attnlens.records.measures import (
     read_record,
 )
 from attnlens.records.plans import Plan
-from attnlens.records.provenance import File, ModelInfo, Settings, Tool
+from attnlens.records.provenance import File, ModelInfo, Settings, Tool, convert_report
 from attnlens.records.studies import Experiment, StudyTable
 from attnlens.records.swaps import Swap
-from attnlens.records.version1 import convert_report
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

@@ -83,13 +83,10 @@ class Experiment(Record):
         value, expected = self.final.get(figure), self.published[figure]
         if value is None:
             return False
-        slack = (self.tolerance or {}).get(figure, 0.0)
-        bound = self.bounds.get(figure, "within")
-        if bound == "at least":
-            return value >= expected - slack
-        if bound == "at most":
-            return value <= expected + slack
-        return abs(value - expected) <= slack
+        slack, bound = (self.tolerance or {}).get(figure, 0.0), self.bounds.get(figure, "within")
+        if bound == "within":
+            return abs(value - expected) <= slack
+        return value >= expected - slack if bound == "at least" else value <= expected + slack
 
     def null(self, name: str) -> Curve | None:
         """Return the null of one of the curves; None if it has none."""

@@ -281,7 +281,12 @@ class RankOptions:
         for name in ("budget", "latents", "layers", "heads", "part"):
             if getattr(request, name, None) is not None:
                 raise UsageError(f"The plan of --ranks already sets --{name}.", f"Leave out --{name} or --ranks.")
-        plan = _read_plan(ranks)
+        from attnlens.records import Plan, read_plan
+
+        if not isinstance(ranks, Plan | str | os.PathLike):
+            problem = f"ranks={format_argument(ranks)} is neither a plan nor a path."
+            raise UsageError(problem, "Give the path of a plan.")
+        plan = ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
         return cls(Budget(plan.unit, plan.budget), plan, plan.form)
 
     @property
@@ -295,14 +300,6 @@ class RankOptions:
         if self.plan is None:
             return {}
         return {"layers": self.plan.settings.layers, "heads": self.plan.settings.heads, "part": self.plan.part}
-
-
-def _read_plan(ranks: object) -> Plan:
-    from attnlens.records import Plan, read_plan
-
-    if not isinstance(ranks, Plan | str | os.PathLike):
-        raise UsageError(f"ranks={format_argument(ranks)} is neither a plan nor a path.", "Give the path of a plan.")
-    return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
 
 
 @dataclass(frozen=True)
@@ -339,10 +336,9 @@ class HealOptions:
         eta, convention = request.eta, request.ksvd_convention
         if kernel.info.form == "output":
             eta = ETA if eta is None else eta
-        else:
-            for name, unused in (("eta", eta is None), ("ksvd_convention", convention == "paper")):
-                if not unused:
-                    raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
+        elif eta is not None or convention != "paper":
+            name = "ksvd_convention" if eta is None else "eta"
+            raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
         return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
 
 
@@ -360,12 +356,12 @@ def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOpti
                     f"--save writes the model of the current process, but with --{name} other processes modify it.",
                     f"Leave out --{name}, or --save.",
                 )
-    joined = next((kernel for kernel in options.kernels if kernel.joins), None)
-    if options.sweep == "heads" and joined is not None:
-        raise UsageError(
-            f"With {joined.spelling}, key heads share a latent, so heads cannot be swapped individually.",
-            "Use --sweep layers, or rank:group=1.",
-        )
+    for kernel in options.kernels if options.sweep == "heads" else ():
+        if kernel.joins:
+            raise UsageError(
+                f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually.",
+                "Use --sweep layers, or rank:group=1.",
+            )
     if options.calibration and not options.reads_calibration:
         raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave it out.")
     return options
