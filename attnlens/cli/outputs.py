@@ -92,7 +92,8 @@ def run_command(
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
     `work` is a function of `attnlens.cli.analyses` and progress. After the report is delivered, raise OutputError if
-    the changed model could not be saved, and Exit if --strict requires it; `doctor` judges this by itself.
+    the changed model could not be saved. With --strict, exit with PARTLY if something was not analysed, or if the files
+    contain tensors that the model does not use.
     """
     outputs = Outputs.of(params)
     outputs.check(Inputs.of(params, models))
@@ -114,7 +115,14 @@ def run_command(
     if written is not None:
         written()
     if params.get("strict") and report.summary.verdict is None:  # `doctor` judges its verdict itself
-        _end_strictly(report)
+        from attnlens.report.sentences.reports import state_unexpected
+
+        for sentence in state_unexpected(report):
+            console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+        if not report.coverage.complete:
+            say(report.coverage.sentence)
+        if report.model.unexpected or not report.coverage.complete:
+            raise typer.Exit(PARTLY)
     return report
 
 
@@ -124,18 +132,6 @@ def start_workers(engine: str, jobs: int) -> None:
         from attnlens.runs.work import start_server
 
         start_server(jobs, "attnlens.cli.analyses")
-
-
-def _end_strictly(report: Report) -> None:
-    """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
-    from attnlens.report.sentences.reports import state_unexpected
-
-    for sentence in state_unexpected(report):
-        console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
-    if not report.coverage.complete:
-        say(report.coverage.sentence)
-    if report.model.unexpected or not report.coverage.complete:
-        raise typer.Exit(PARTLY)
 
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")

@@ -249,20 +249,15 @@ def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
     for name, field in kind.model_fields.items():
         value = values.get(parameter_of(_flag(name, field)))
         if isinstance(value, Sequence) and details(field).get("typed") == list[Path] | None:
-            value = _file_names(name, value)
+            value = [str(path) for path in value]
+            if "." in value:
+                problem = f"--{name} does not name a file: the path is empty or a folder."
+                raise UsageError(problem, "Give the path of a file.")
+            if "-" in value and sys.stdin is None:
+                raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or name a file.")
         if name not in options and value not in (None, [], field.default):
             options[name] = value
     return kind(**options)
-
-
-def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
-    """Return the names of files as they were typed, `-` for stdin."""
-    names = [str(path) for path in paths]
-    if "." in names:
-        raise UsageError(f"--{name} does not name a file: the path is empty or a folder.", "Give the path of a file.")
-    if "-" in names and sys.stdin is None:
-        raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or name a file.")
-    return names
 
 
 def command_line_options(context: typer.Context) -> list[str]:

@@ -228,27 +228,19 @@ class SwapOptions:
             prompts=request.prompts,
             save=None if request.save is None else Path(request.save),
         )
-        options._check_fit()
-        return options
-
-    def _check_fit(self) -> None:
-        """Raise UsageError if the kernel has nothing to fit, or if a fit would use logits of another kernel."""
-        for kernel in self.kernels if self.fit else ():
-            if len(self.kernels) == 1 and not kernel.fits:
+        for kernel in options.kernels if options.fit else ():
+            if len(options.kernels) == 1 and not kernel.fits:
                 raise UsageError(
                     f"{kernel.info.name} has no free parameters to fit.",
                     "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
                 )
-            if kernel.oracle:
-                raise UsageError(
-                    f"{kernel.spelling} can't be fitted: it decomposes the evaluated text's own logits.",
-                    "Leave out --fit, or oracle.",
-                )
-            if kernel.tie is not None:
-                raise UsageError(
-                    f"{kernel.spelling} can't be fitted: with {kernel.tie}, its logits are not those of the head.",
-                    f"Leave out --fit, or {kernel.tie}.",
-                )
+            if kernel.oracle or kernel.tie is not None:
+                reason = f"with {kernel.tie}, its logits are not those of the head"
+                if kernel.oracle:
+                    reason = "it decomposes the evaluated text's own logits"
+                remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
+                raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
+        return options
 
     @property
     def reads_calibration(self) -> bool:
