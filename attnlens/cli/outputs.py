@@ -146,12 +146,10 @@ SAY_TEXT = "Give a plain text file in UTF-8."
 
 @dataclass
 class Inputs:
-    """Files that a command reads, and the folders of its models."""
+    """Files that a command reads, and the folders of its models and datasets."""
 
-    files: dict[str, str] = field(default_factory=dict)
-    """Description of each input file, keyed by its resolved path."""
-    folders: dict[str, str] = field(default_factory=dict)
-    """Description of each folder of a model or a dataset, keyed by its resolved path."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Description of each file, and of the files in each folder, keyed by its resolved path."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
@@ -166,16 +164,16 @@ class Inputs:
             for path in map(Path, [named] if isinstance(named, str) else named):
                 dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
                 if dataset is not None:
-                    inputs.folders[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
+                    inputs.places[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
                 elif str(path) != STDIN:
-                    inputs.files[os.path.realpath(_readable(path))] = f"which --{option} reads"
+                    inputs.places[os.path.realpath(_readable(path))] = f"which --{option} reads"
         if options.get("ranks") is not None:
             from attnlens.records import read_plan
 
             plan = Path(options["ranks"])
             if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
-            inputs.files[os.path.realpath(plan)] = "which --ranks reads"
+            inputs.places[os.path.realpath(plan)] = "which --ranks reads"
         if models:
             from attnlens.models.loading.hub import check_endpoint
 
@@ -183,14 +181,14 @@ class Inputs:
         for name in models:
             inputs._add_model(name, options)
         if options.get("adapter") is not None:
-            inputs.folders[_resolved(options["adapter"])] = "a file of the adapter"
+            inputs.places[_resolved(options["adapter"])] = "a file of the adapter"
         return inputs
 
     def description(self, output: Path) -> str:
         """Return the description of the input that `output` would replace; empty if there is none."""
         real = Path(os.path.realpath(output))
-        inside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
-        return self.files.get(str(real)) or (next(inside, "") if real.is_file() else "")
+        inside = (what for folder, what in self.places.items() if real.is_file() and real.is_relative_to(folder))
+        return self.places.get(str(real)) or next(inside, "")
 
     def _add_model(self, name: str, options: Mapping[str, Any]) -> None:
         """Add a local model's files: all files of its folder, with links resolved, or a single file."""
@@ -202,10 +200,9 @@ class Inputs:
 
         place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
         single = place.form == "gguf" and not os.path.isdir(path)  # noqa: PTH112
-        if not single:
-            self.folders[os.path.realpath(place.folder)] = f"a file of the model {name}"
-        for file in [place.folder / place.file] if single else place.folder.iterdir():
-            self.files[os.path.realpath(file)] = f"a file of the model {name}"
+        # links in the folder may lead out of it
+        for file in [place.folder / place.file] if single else [place.folder, *place.folder.iterdir()]:
+            self.places[os.path.realpath(file)] = f"a file of the model {name}"
 
 
 def _resolved(folder: str) -> str:

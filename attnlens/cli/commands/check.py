@@ -140,13 +140,13 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
     """Raise before the work if an output can't be written or would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
-        inputs.files.setdefault(os.path.realpath(name), what)
+        inputs.places.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:
         if request.update_baseline:
             check_writable(Path(request.baseline))
             if what := inputs.description(Path(request.baseline)):
                 raise UsageError(f"--update-baseline would replace {request.baseline}, {what}.", "Write it elsewhere.")
-        inputs.files[os.path.realpath(request.baseline)] = "the baseline"
+        inputs.places[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 
 
