@@ -179,7 +179,7 @@ SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tok
 """New name of each renamed setting; `windows` was the placement and became the count."""
 BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
 """Fields of a report of version 1 that are in the body of its kind in version 2."""
-KINDS = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
+KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
 """Kind of a report whose body is empty, by its command; that of any other command is `inspection`."""
 
 
@@ -187,7 +187,7 @@ def convert_report(report: Fields) -> Fields:
     """Return a report of version 2 with the content of a report of version 1."""
     names = ("swap", "comparison", "doctor", "experiments", "studies")
     bodies = {name: report[name] for name in names if report.get(name)}
-    kind = next(iter(bodies), KINDS.get(str(report.get("command")), "inspection"))
+    kind = next(iter(bodies), KIND_OF_COMMAND.get(str(report.get("command")), "inspection"))
     inspection = {name: report[name] for name in ("selections", "attention") if report.get(name)}
     if inspection or kind == "inspection":
         bodies["inspection"] = inspection

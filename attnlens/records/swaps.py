@@ -177,9 +177,6 @@ class Control(Outcome):
     """
 
     role: ControlRole
-    """`same size`: some first tokens and the nearest ones, in a cache of the kernel's size (64 with 4 first tokens
-    if it is not bounded). `one key`: that of the largest score. `floor`: the mean of the values. Branches of a filtered
-    kernel or a hybrid: `filter alone` (with the model's own kernel), `without filter`, `far part, healed`."""
     kernel: str | None
     """As it can be typed; if sites differ, with ranges of numbers: `sink-window:4,68–80 by layer`, `4,68–all`."""
     state: Number | None = None
