@@ -7,12 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import islice
 from threading import RLock
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from attnlens.choices import Unit
 from attnlens.errors import UsageError
@@ -83,11 +83,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Restore torch's initial settings inside the block, so that no number depends on the caller's settings.
-
-    Inference mode is off because it disables derivatives, autocast is off, the default device is the CPU, and the
-    default dtype is float32.
-    """
+    """Restore torch's initial settings inside the block, so that no number depends on the caller's settings."""
     torch = sys.modules.get("torch")
     if torch is None:  # not imported yet, so nothing was set
         yield
@@ -105,7 +101,7 @@ def _plain_torch() -> Iterator[None]:
         yield
 
 
-def word(what: str, value: Any) -> str:
+def word(what: str, value: object) -> str:
     """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
     if not isinstance(value, str):
         raise UsageError(f"{what}={format_argument(value)} is not a string.", f"Give {what} as a string.")
@@ -114,7 +110,7 @@ def word(what: str, value: Any) -> str:
     return value
 
 
-def path(what: str, value: Any) -> str:
+def path(what: str, value: object) -> str:
     """Return a string or a path object as a string. Raise UsageError if it can't be a path."""
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
@@ -128,7 +124,7 @@ def names_report(name: str) -> bool:
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
 
-def switch(what: str, value: Any) -> bool:
+def switch(what: str, value: object) -> bool:
     """Return `value` if it is True or False. Raise UsageError otherwise."""
     if not isinstance(value, bool):
         raise UsageError(f"{what}={format_argument(value)} is neither True nor False.", "Give True or False.")
@@ -139,14 +135,11 @@ def selection_share(select: object) -> float | None:
     """Parse p from `top-p:p`; return None for `argmax`. Raise UsageError for anything else."""
     if select == "argmax":
         return None
-    kind, _, number = select.partition(":") if isinstance(select, str) else ("", "", "")
-    try:
-        share = float(number)
-    except ValueError:
-        share = math.nan
-    if kind != "top-p" or not 0 < share < 1:
-        raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give argmax, or e.g. top-p:0.9 for 90 %.")
-    return share
+    match = re.fullmatch(r"top-p:(\s*[0-9.e+-]{1,40}\s*)", select) if isinstance(select, str) else None
+    with suppress(ValueError):  # several points, or no digit
+        if match and 0 < float(match[1]) < 1:
+            return float(match[1])
+    raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give argmax, or e.g. top-p:0.9 for 90 %.")
 
 
 def listed_numbers(name: str, words: str) -> set[int]:
@@ -178,11 +171,11 @@ def budget(words: str) -> Budget:
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
         raise UsageError(f"Cannot parse the budget {words!r}.", "Write, e.g., --budget loss:1% or --budget ppl:2%.")
-    share = float(match.group(2)) / 100
+    share = float(match[2]) / 100
     if not 0 < share < math.inf:
         limit = "is not finite" if share > 0 else "is not positive"
         raise UsageError(f"The budget {words!r} {limit}.", "Give a value above 0, e.g. --budget loss:1%.")
-    return Budget("ppl" if match.group(1) == "ppl" else "loss", share)
+    return Budget("ppl" if match[1] == "ppl" else "loss", share)
 
 
 class DatasetRows(NamedTuple):
@@ -191,7 +184,6 @@ class DatasetRows(NamedTuple):
     name: str
     """Name on the hub, or a folder of data files."""
     config: str | None = None
-    """Configuration of the dataset, if it has several."""
     split: str | None = None
     """Split to read; None: `test`."""
     column: str = "text"
@@ -203,17 +195,13 @@ def dataset_rows(words: str) -> DatasetRows | None:
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
     fields = dict(option.partition("=")[::2] for option in options)
-    if (
-        not name.strip()
-        or len(fields) < len(options)
-        or "" in fields.values()
-        or set(fields) - set(DatasetRows._fields[1:])
-    ):
+    unknown = fields.keys() - {*DatasetRows._fields[1:]}
+    if not name.strip() or len(fields) < len(options) or "" in fields.values() or unknown:
         raise UsageError(f"Cannot parse the dataset {format_argument(words)}.", SAY_DATASETS)
     return DatasetRows(name, **fields)
 
 
-def several(what: str, values: Iterable[Any]) -> list[Any]:
+def several(what: str, values: Iterable[object]) -> list[object]:
     """Return the items of an iterable as a list. Raise UsageError if there are more than MOST."""
     items = list(islice(values, MOST + 1))
     if len(items) > MOST:

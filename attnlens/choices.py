@@ -33,9 +33,9 @@ SHOWN = "selection"
 ATTENTION = "attention"
 """Name under which the attention rows of many heads on one sequence can be shown."""
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
-"""Control of a swapped kernel. In a cache of its size: some first tokens and the nearest ones. The key with the
-largest score. The mean of the values. For a kernel behind a filter: the filter with the model's own kernel, and the
-kernel without the filter. For a healed hybrid: its healed far part, applied to all keys."""
+"""Control of a swapped kernel: in a cache of its size (64 if unbounded), some first tokens and the nearest ones; the
+key with the largest score; the mean of the values; branches of a filtered kernel or a hybrid: the filter with the
+model's own kernel, and the kernel without the filter; the trained far part of a healed hybrid, applied to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]
 """Unit of a healing's length."""
 HealingGoal = Literal["teacher", "text"]

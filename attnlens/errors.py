@@ -1,14 +1,4 @@
-"""Errors that attnlens raises: one hierarchy, each with a problem and a remedy.
-
-AttnlensError
-├── UsageError        the arguments are invalid (unknown analyzer, heads 7-3)
-├── ModelError        the model can't be found, read or reached
-│   └── TooLargeError it does not fit into memory
-├── TextError         the text is missing, empty, binary or too short
-├── OutputError       a result can't be written to its path
-├── IdentityError     the recomputed attention differs from the model's
-└── UnposedError      an Att-SVM problem has no constraint, so its direction is not defined
-"""
+"""Errors that attnlens raises: one hierarchy, each with a problem and a remedy."""
 
 from __future__ import annotations
 
@@ -85,7 +75,6 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
         self.finished, self.total, self.remaining, self.failed = finished, total, remaining, failed
 
     def __str__(self) -> str:
-        """Format the number of finished units and which ones remain."""
         if not self.remaining:
             return f"All {self.total} units are finished: run the command without --shard to write the report."
         first, *others = self.remaining

@@ -12,6 +12,7 @@ import stat
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,17 +41,15 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
             if not str(path).startswith(OPEN_FILES):
                 refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
             return read_stream(file, name, error, remedy, most=most)
-    except OSError as problem:
-        raise error(f"{name} can't be read: {problem.strerror}.", remedy) from None
-    except ValueError as problem:
-        raise error(f"{name} can't be read: {problem}.", remedy) from None
+    except (OSError, ValueError) as problem:  # a name with a NUL is a ValueError
+        raise error(f"{name} can't be read: {getattr(problem, 'strerror', problem)}.", remedy) from None
 
 
 def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
     """Raise `error` with `remedy` for anything but a regular file."""
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
     if not stat.S_ISREG(status.st_mode):
-        kind = next((kind for is_one, kind in kinds if is_one(status.st_mode)), "a device")
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
 
 
@@ -137,10 +136,7 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError if a model can't be saved in `folder`: it exists and is not empty, or can't be created.
-
-    Existing files are not touched.
-    """
+    """Raise OutputError if a model can't be saved in `folder`: it exists and is not empty, or can't be created."""
     real = Path(os.path.realpath(folder))
     try:
         if real.exists() and (not real.is_dir() or any(real.iterdir())):
@@ -196,12 +192,8 @@ def _exceeds_depth(value: object, most: int) -> bool:
     """Return whether lists and maps are nested more than `most` deep; iterative, since recursion has a limit."""
     level: list[object] = [value]
     for _ in range(most + 1):
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = list(chain.from_iterable(inner))
     return bool(level)
 
 
@@ -232,8 +224,7 @@ def _as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"{path} can't be written: {error.strerror}.", "Choose a path in a writable folder with free space."
-        ) from None
+        remedy = "Choose a path in a writable folder with free space."
+        raise OutputError(f"{path} can't be written: {error.strerror}.", remedy) from None
     except ValueError as error:  # a NUL, or characters that file names can't contain
         raise OutputError(f"{str(path)!r} can't be written: {error}.", "Choose another path.") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 TYPE_CHECKING = False  # `attnlens` itself imports this file, and importing typing would double its time
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from typing import Any
+    from typing import Any  # of attributes of modules that are not imported
 
 
 def import_submodules(

@@ -21,7 +21,7 @@ from attnlens.report.pictures import experiment_overview, panel_figure
 from attnlens.report.pictures.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import measures_of, told_of
+from attnlens.report.sentences.reports import changed_measures, measures_of
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -142,7 +142,7 @@ def test_a_measure_that_never_changes_is_left_out() -> None:
     assert "weights.symmetry: null" not in measures_of(more)
     named = found.model_copy(update={"curves": found.curves | {"mine: null": constant}})
     assert "mine: null" in measures_of(named), "a name makes no null"
-    assert "weights.constant" not in told_of(more)
+    assert "weights.constant" not in changed_measures(more)
 
 
 def test_rows_for_a_spreadsheet() -> None:

@@ -16,7 +16,7 @@ else:
 
 
 ZERO = "the matrix is zero"
-LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --length"
+LONG = "more than 2,048² pairs of queries and keys, and {}: read fewer --length"
 """Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")

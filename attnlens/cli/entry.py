@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import typer
 
@@ -19,8 +18,9 @@ from attnlens.cli import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.commands import app
 from attnlens.cli.outputs import product
 from attnlens.cli.show import complain, interrupt, report_failure
+from attnlens.errors import UsageError
 
-TypedWrong: Any = typer.BadParameter.__base__
+TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # its class in click
 """Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
@@ -71,13 +71,6 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     """Run these words (None: the program's own arguments) and return the exit code, after all output."""
     try:
         _prepare()
-        if sys.stdout is None:
-            complain("stdout is closed.", "Redirect it, e.g.: attnlens list > FILE")
-            return UNUSABLE
-        if sys.flags.optimize > 1:
-            problem = "Python was started with -OO, under which transformers can't be imported."
-            complain(problem, "Leave out -OO, and PYTHONOPTIMIZE=2.")
-            return UNUSABLE
         with product():
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
@@ -100,7 +93,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
 
 
 def _prepare() -> None:
-    """Prepare streams, page size and libraries, in whatever state the caller left them."""
+    """Prepare streams, page size and libraries. Raise UsageError if stdout or transformers can't be used."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, interrupt)  # from here on, finished work is kept
     if sys.stderr is None:
@@ -114,3 +107,8 @@ def _prepare() -> None:
             os.environ[name] = size if len(size) <= 3 else str(WIDEST)
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own backend to child processes
     warnings.simplefilter("ignore")  # of other libraries; PYTHONWARNINGS=error would turn them into failures
+    if sys.stdout is None:
+        raise UsageError("stdout is closed.", "Redirect it, e.g.: attnlens list > FILE")
+    if sys.flags.optimize > 1:
+        problem = "Python was started with -OO, under which transformers can't be imported."
+        raise UsageError(problem, "Leave out -OO, and PYTHONOPTIMIZE=2.")

@@ -19,7 +19,7 @@ import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
-from attnlens.cli.show import complain, console, interruptible_at_once, progress, say
+from attnlens.cli.show import Tell, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Tell = Callable[[str, int, int], None]
-"""Report progress: (stage, steps done, total steps)."""
 Written = Callable[[], None]
 """Function to call once the report is written: it removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
@@ -94,7 +92,8 @@ def run_command(
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
     `work` is a function of `attnlens.cli.analyses` and progress. After the report is delivered, raise OutputError if
-    the changed model could not be saved, and Exit if --strict requires it; `doctor` judges this by itself.
+    the changed model could not be saved. With --strict, exit with PARTLY if something was not analysed, or if the files
+    contain tensors that the model does not use.
     """
     outputs = Outputs.of(params)
     outputs.check(Inputs.of(params, models))
@@ -116,7 +115,14 @@ def run_command(
     if written is not None:
         written()
     if params.get("strict") and report.summary.verdict is None:  # `doctor` judges its verdict itself
-        _end_strictly(report)
+        from attnlens.report.sentences.reports import state_unexpected
+
+        for sentence in state_unexpected(report):
+            console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+        if not report.coverage.complete:
+            say(report.coverage.sentence)
+        if report.model.unexpected or not report.coverage.complete:
+            raise typer.Exit(PARTLY)
     return report
 
 
@@ -126,18 +132,6 @@ def start_workers(engine: str, jobs: int) -> None:
         from attnlens.runs.work import start_server
 
         start_server(jobs, "attnlens.cli.analyses")
-
-
-def _end_strictly(report: Report) -> None:
-    """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
-    from attnlens.report.sentences.reports import state_unexpected
-
-    for sentence in state_unexpected(report):
-        console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
-    if not report.coverage.complete:
-        say(report.coverage.sentence)
-    if report.model.unexpected or not report.coverage.complete:
-        raise typer.Exit(PARTLY)
 
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
@@ -152,12 +146,10 @@ SAY_TEXT = "Give a plain text file in UTF-8."
 
 @dataclass
 class Inputs:
-    """Files that a command reads, and the folders of its models."""
+    """Files that a command reads, and the folders of its models and datasets."""
 
-    files: dict[str, str] = field(default_factory=dict)
-    """Description of each input file, keyed by its resolved path."""
-    folders: dict[str, str] = field(default_factory=dict)
-    """Description of each folder of a model or a dataset, keyed by its resolved path."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Description of each file, and of the files in each folder, keyed by its resolved path."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
@@ -172,16 +164,16 @@ class Inputs:
             for path in map(Path, [named] if isinstance(named, str) else named):
                 dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
                 if dataset is not None:
-                    inputs.folders[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
+                    inputs.places[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
                 elif str(path) != STDIN:
-                    inputs.files[os.path.realpath(_readable(path))] = f"which --{option} reads"
+                    inputs.places[os.path.realpath(_readable(path))] = f"which --{option} reads"
         if options.get("ranks") is not None:
             from attnlens.records import read_plan
 
             plan = Path(options["ranks"])
             if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
-            inputs.files[os.path.realpath(plan)] = "which --ranks reads"
+            inputs.places[os.path.realpath(plan)] = "which --ranks reads"
         if models:
             from attnlens.models.loading.hub import check_endpoint
 
@@ -189,14 +181,14 @@ class Inputs:
         for name in models:
             inputs._add_model(name, options)
         if options.get("adapter") is not None:
-            inputs.folders[_resolved(options["adapter"])] = "a file of the adapter"
+            inputs.places[_resolved(options["adapter"])] = "a file of the adapter"
         return inputs
 
     def description(self, output: Path) -> str:
         """Return the description of the input that `output` would replace; empty if there is none."""
         real = Path(os.path.realpath(output))
-        inside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
-        return self.files.get(str(real)) or (next(inside, "") if real.is_file() else "")
+        inside = (what for folder, what in self.places.items() if real.is_file() and real.is_relative_to(folder))
+        return self.places.get(str(real)) or next(inside, "")
 
     def _add_model(self, name: str, options: Mapping[str, Any]) -> None:
         """Add a local model's files: all files of its folder, with links resolved, or a single file."""
@@ -208,10 +200,9 @@ class Inputs:
 
         place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
         single = place.form == "gguf" and not os.path.isdir(path)  # noqa: PTH112
-        if not single:
-            self.folders[os.path.realpath(place.folder)] = f"a file of the model {name}"
-        for file in [place.folder / place.file] if single else place.folder.iterdir():
-            self.files[os.path.realpath(file)] = f"a file of the model {name}"
+        # links in the folder may lead out of it
+        for file in [place.folder / place.file] if single else [place.folder, *place.folder.iterdir()]:
+            self.places[os.path.realpath(file)] = f"a file of the model {name}"
 
 
 def _resolved(folder: str) -> str:
@@ -352,9 +343,8 @@ def deliver(
     `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
     `saved` is printed as written too.
     """
-    from attnlens.report import export  # late, because it loads the records
-
     if writers is None or summary is None:
+        from attnlens.report import export  # late, because it loads the records
         from attnlens.report.sections import documents
 
         writers = export.WRITERS
@@ -372,18 +362,18 @@ def deliver(
         if annotate is not None:
             with _collect(failures):
                 annotate()
-        drawings: dict[Path, Callable[[], bytes]] = {}
         if outputs.figure is not None:
+            from attnlens.report.export import drawings
+
             with _collect(failures):
-                drawings |= export.drawings(report, Path(outputs.figure))
-        for path, draw in drawings.items():
-            with _collect(failures):
-                _draw(path, draw)
-                made.append(path)
+                for path, draw in drawings(report, Path(outputs.figure)).items():
+                    with _collect(failures):
+                        _draw(path, draw)
+                        made.append(path)
         written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
         if outputs.html is not None:
             with _collect(failures):
-                _draw(Path(outputs.html), lambda: export.WRITERS["html"](report).encode())
+                _draw(Path(outputs.html), lambda: writers["html"](report).encode())
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, TypeVar, get_args, get_origin
+from typing import Annotated, TypeVar, Unpack, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -18,7 +18,7 @@ from attnlens.arguments import checked_name
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes
 from attnlens.requests import OUTPUT, Request, details
-from attnlens.requests.fields import CallOnly
+from attnlens.requests.fields import CallOnly, Details
 
 R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
@@ -135,32 +135,25 @@ def argument(
 
 
 def option(
-    flag: str,
+    flags: str,
     kind: object,
-    help: str,  # noqa: A002  # the name that typer gives it
+    help: str,  # noqa: A002
     default: object = None,
-    panel: str = "Options",
-    *,
-    metavar: str | None = None,
-    shown: str | None = None,
-    least: int | None = None,
-    most: int | None = None,
-    call_only: CallOnly = "",
-    short: str | None = None,
+    **about: Unpack[Details],
 ) -> Parameters:
-    """Create an option that also reads ATTNLENS_<OPTION>; `call_only` says why no defaults file may set it."""
-    name = parameter_of(flag)
+    """Create an option from its flags (`-q --quiet`) and details; it also reads ATTNLENS_<OPTION>."""
+    name = parameter_of(flags)
     declared = typer.Option(
-        *([flag] if short is None else [short, flag]),
+        *flags.split(),
         envvar=f"ATTNLENS_{name.upper()}",
         help=help,
-        rich_help_panel=panel,
-        metavar=metavar,
-        show_default=shown or True,
-        min=least,
-        max=most,
+        rich_help_panel=about.get("panel", "Options"),
+        metavar=about.get("metavar"),
+        show_default=about.get("shown", True),
+        min=about.get("least"),
+        max=about.get("most"),
     )
-    declared.call_only = call_only
+    declared.call_only = about.get("call_only", "")
     return _parameter(name, kind, declared, False if kind is bool and default is None else default)
 
 
@@ -179,29 +172,13 @@ def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Paramet
     shared = [base.model_fields for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
     result: Parameters = {}
     for name in sorted(fields, key=lambda name: sum(name in base for base in shared)):
-        result |= _request_option(name, fields[name])
+        field, about = fields[name], details(fields[name])
+        default = field.default if isinstance(field.default, str | int | float) else None
+        parts = requests.alternatives(field.annotation)
+        plain = next((kind for kind in (bool, int, float) if kind in parts), str)
+        kind = list[str] | None if tuple[str, ...] in parts else plain if default is not None else plain | None
+        result |= option(_flag(name, field), about.get("typed", kind), field.description or "", default, **about)
     return result
-
-
-def _request_option(name: str, field: FieldInfo) -> Parameters:
-    """Return the option of a field: its flag, the type that typer parses its value as, and its help."""
-    about = details(field)
-    default = field.default if isinstance(field.default, str | int | float) else None
-    parts = requests.alternatives(field.annotation)
-    plain = next((kind for kind in (bool, int, float) if kind in parts), str)
-    kind: object = list[str] | None if tuple[str, ...] in parts else plain if default is not None else plain | None
-    return option(
-        _flag(name, field),
-        about.get("typed", kind),
-        field.description or "",
-        default,
-        about.get("panel", "Options"),
-        metavar=about.get("metavar"),
-        shown=about.get("shown"),
-        least=about.get("least"),
-        most=about.get("most"),
-        call_only=about.get("call_only", ""),
-    )
 
 
 def _flag(name: str, field: FieldInfo) -> str:
@@ -210,19 +187,21 @@ def _flag(name: str, field: FieldInfo) -> str:
 
 def parameter_of(flag: str) -> str:
     """Return the parameter name of a flag: `analyzer` for --analyzer, although it sets `analyzers`."""
-    return flag.split("/")[0].removeprefix("--").replace("-", "_")
+    return flag.split()[-1].split("/")[0].removeprefix("--").replace("-", "_")
 
 
 MODEL = argument(
     "model", "Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
-WINDOWS_CSV = output("--windows-csv", "Write the values of every window as CSV, one row per window and head or kernel.")
+WINDOWS_CSV = output(
+    "--windows-csv", "Write the values of every window as CSV, one row per window and head (or kernel)."
+)
 TABLE = option("--table", bool, "Show every head instead of a summary by layer.", panel=OUTPUT)
 STRICT = option("--strict", bool, "Exit with code 3 if a part could not be analysed.")
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
 JSON = output("--json", "Write the report as JSON (`-`: stdout).")
-QUIET = option("--quiet", bool, "Print no tables and no progress.", panel=OUTPUT, short="-q")
+QUIET = option("-q --quiet", bool, "Print no tables and no progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Print no progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
 OUTPUT_OPTIONS = {
@@ -234,7 +213,7 @@ OUTPUT_OPTIONS = {
     **output("--html", "Write a self-contained HTML page."),
     **MARKDOWN,
     **QUIET,
-    **option("--verbose", bool, "Also show conventions and timings.", panel=OUTPUT, short="-v"),
+    **option("-v --verbose", bool, "Also show conventions and timings.", panel=OUTPUT),
     **REPORT_OPTIONS,
 }
 """Options on the report's destinations and on messages."""
@@ -270,20 +249,15 @@ def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
     for name, field in kind.model_fields.items():
         value = values.get(parameter_of(_flag(name, field)))
         if isinstance(value, Sequence) and details(field).get("typed") == list[Path] | None:
-            value = _file_names(name, value)
+            value = [str(path) for path in value]
+            if "." in value:
+                problem = f"--{name} does not name a file: the path is empty or a folder."
+                raise UsageError(problem, "Give the path of a file.")
+            if "-" in value and sys.stdin is None:
+                raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or name a file.")
         if name not in options and value not in (None, [], field.default):
             options[name] = value
     return kind(**options)
-
-
-def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
-    """Return the names of files as they were typed, `-` for stdin."""
-    names = [str(path) for path in paths]
-    if "." in names:
-        raise UsageError(f"--{name} does not name a file: the path is empty or a folder.", "Give the path of a file.")
-    if "-" in names and sys.stdin is None:
-        raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or name a file.")
-    return names
 
 
 def command_line_options(context: typer.Context) -> list[str]:

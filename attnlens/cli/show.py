@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,6 +22,8 @@ from attnlens.wording import clean, shorten_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+Tell = Callable[[str, int, int], None]
+"""Report progress: (stage, steps done, total steps)."""
 PLAIN_SECONDS = 10.0
 """Interval of progress lines if no bar can be shown, in seconds."""
 LONGEST_LINE = 600
@@ -65,17 +67,17 @@ def guard(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that it fails with a message and an exit code; with --debug, after a traceback."""
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: object, **options: object) -> None:
         try:
-            command(*args, **kwargs)
+            command(*args, **options)
         except (typer.Exit, SystemExit):
             raise
         except ShardFinished as shard:
             for line in str(shard).splitlines():
                 say(line)
-            raise typer.Exit(PARTLY if shard.failed and kwargs.get("strict") else 0) from None
+            raise typer.Exit(PARTLY if shard.failed and options.get("strict") else 0) from None
         except BaseException as error:
-            if kwargs.get("debug"):
+            if options.get("debug"):
                 traceback.print_exc()
             raise typer.Exit(report_failure(error)) from error
 
@@ -103,8 +105,7 @@ def report_failure(error: BaseException) -> int:
     if is_memory(error):
         complain("Not enough memory.", "Use a smaller --batch-size or --length, fewer --layers, or a smaller model.")
         return UNUSABLE
-    name = type(error).__name__
-    if name == "PanicException":
+    if (name := type(error).__name__) == "PanicException":
         complain(f"A library crashed on a file of the model or on the text: {error}", "Give it sound ones.")
         return UNUSABLE
     say(f"Internal error: {name}: {error}")
@@ -113,12 +114,9 @@ def report_failure(error: BaseException) -> int:
 
 
 @contextmanager
-def progress(*, shown: bool, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar with ETA on a terminal, else occasional plain lines; yield (stage, done, total) → None.
-
-    The library's warnings are lines on stderr, unless `quiet`.
-    """
-    with _warnings(shown=not quiet):
+def progress(*, shown: bool) -> Iterator[Tell]:
+    """Show a progress bar with ETA on a terminal, else occasional plain lines; print the library's warnings."""
+    with _warnings():
         if not shown:
             yield lambda _stage, _done, _total: None
             return
@@ -131,12 +129,12 @@ def progress(*, shown: bool, quiet: bool = False) -> Iterator[Callable[[str, int
 
 
 @contextmanager
-def _warnings(*, shown: bool) -> Iterator[None]:
-    """Print what the library logs inside the block on stderr, or drop it."""
+def _warnings() -> Iterator[None]:
+    """Print what the library logs inside the block on stderr."""
     import logging  # late, like everything that only the work needs
 
     handler = logging.Handler()
-    handler.emit = lambda record: say(record.getMessage()) if shown else None  # type: ignore[method-assign]
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("attnlens")
     log.addHandler(handler)
     try:
@@ -146,7 +144,7 @@ def _warnings(*, shown: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
+def _bars(talk: Console) -> Iterator[Tell]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -161,7 +159,7 @@ def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
-def _plain() -> Callable[[str, int, int], None]:
+def _plain() -> Tell:
     """Return a function that prints a stage's progress every few seconds, with the time left at its recent rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}

@@ -413,7 +413,7 @@ def share_keys(
             low=1,
             high=ALL,
             words=(("all", ALL),),
-            told=False,
+            shown_at_default=False,
         ),
         KernelParameter(
             "rotation",
@@ -421,7 +421,7 @@ def share_keys(
             int,
             default=AFTER,
             words=(("after", AFTER), ("before", BEFORE)),
-            told=False,
+            shown_at_default=False,
         ),
         KernelParameter(
             "metric",
@@ -429,7 +429,7 @@ def share_keys(
             int,
             default=ATTENTION,
             words=(("attention", ATTENTION), ("output", OUTPUT)),
-            told=False,
+            shown_at_default=False,
         ),
     ),
     dot=_low_rank_dot,

@@ -237,7 +237,7 @@ def tie_of(part: float, how: float) -> str | None:
             int,
             default=FITTED,
             words=(("fitted", FITTED), ("oracle", ORACLE)),
-            told=False,
+            shown_at_default=False,
         ),
     ),
     dot=alone,

@@ -39,7 +39,7 @@ class KernelParameter:
     """Factor that every value must be a multiple of, for counts."""
     words: tuple[tuple[str, float], ...] = ()
     """Values that are typed as words; without numeric bounds, they are the only values."""
-    told: bool = True
+    shown_at_default: bool = True
     """True if the kernel's spelling includes the parameter at its default."""
 
 

@@ -274,7 +274,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
     words = []
     for parameter in known:
         value = values[parameter.name]
-        if parameter.told or value != parameter.default:
+        if parameter.shown_at_default or value != parameter.default:
             word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
             words.append(f"{parameter.name}={word}" if named else word)
     return f"{name}:{','.join(words)}" if words else name

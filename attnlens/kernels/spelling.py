@@ -144,7 +144,7 @@ def _refuse_tie(words: str, kernel: Kernel) -> None:
     info, tie = kernel.info, kernel.tie
     if tie is None:
         return
-    more = [p for p in info.parameters if not p.told and kernel.parameters[p.name] != p.default]
+    more = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     whole = kernel.part is not None and info.form != "output"
     if whole and kernel.filter is not None:
         raise UsageError(

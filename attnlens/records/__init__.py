@@ -1,8 +1,8 @@
 """Frozen records that the parts of attnlens exchange; each file is imported when it is first used.
 
 Contents: `report` (the JSON report of a command: a common part, and the body of its kind from `swaps`, `comparison`,
-`studies` or `plans`), `measures` and `provenance` (parts of all reports), `version1` (converts files of schema version
-1), `tensors` (`Call` and `QueryKey`, which are not written).
+`studies` or `plans`), `measures` and `provenance` (parts of all reports, and converters of files of version 1),
+`tensors` (`Call` and `QueryKey`, which are not written), `architectures` (the table of supported model types).
 Inputs: values, or JSON files of reports, plans and baselines. Outputs: records, and their JSON. Importers: any package.
 """
 

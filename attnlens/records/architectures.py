@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 TABLE = Path(__file__).with_name("architectures.csv")
 """The sweep's table; its first line names the version of transformers it was measured with."""
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """Result of the sweep for one model type, built tiny from its own configuration."""
 
     model_type: str
-    """`model_type` in config.json."""
     read: str
     """`whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`."""
     route: str
@@ -36,5 +34,4 @@ def architectures() -> tuple[str, list[Architecture]]:
     """Return the first line of the table (what it was measured with), and its rows."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         measured = file.readline().removeprefix("# ").strip()
-        fields = Architecture.__dataclass_fields__
-        return measured, [Architecture(*(row[name] for name in fields)) for row in csv.DictReader(file)]
+        return measured, [Architecture(*(row[name] for name in Architecture._fields)) for row in csv.DictReader(file)]

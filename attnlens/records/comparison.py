@@ -11,9 +11,8 @@ from pydantic import model_validator
 
 from attnlens.choices import CHANGE, Part
 from attnlens.records.measures import Count, Head, HeadId, Measure, Number, Record, read_record
-from attnlens.records.provenance import ModelInfo, Settings
+from attnlens.records.provenance import ModelInfo, Settings, convert_baseline
 from attnlens.records.swaps import Outcome
-from attnlens.records.version1 import convert_baseline
 
 
 class Breach(Record):
@@ -70,7 +69,6 @@ class Baseline(Record):
     model: ModelInfo
     settings: Settings
     heads: list[HeadId]
-    """Head by head, in the report's order."""
     measures: dict[str, BaselineMeasure]
     """Every scalar by qualified name."""
 
@@ -106,7 +104,6 @@ class MeasureChange(Record):
     measure: str
     """Qualified name; `compare.…` are distances between the two heads, 0 where they are the same."""
     before: Number | None = None
-    """Value in the first model; None for a distance."""
     after: Number | None = None
     delta: Number | None = None
     """after − before, or the distance."""
@@ -146,7 +143,6 @@ class BlockChange(Record):
     """Outputs of one block of both models for the same hidden states, those of the first model."""
 
     path: str
-    """The block's path in the models."""
     layers: list[Count]
     """The running numbers of its sites."""
     change: Number | None
@@ -183,20 +179,16 @@ class Comparison(Record):
     """True if changes are paired window by window; else their errors are those of two independent readings, which is
     too large for readings of the same windows."""
     fdr: Number
-    """Requested false-discovery rate."""
     tests: Count = 0
     """Number of rows with a p."""
     named: Count = 0
-    """Number of significant rows."""
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
     """In the order of layer, head and measure."""
     blocks: list[BlockChange] = []
     """Changes that originate in single blocks; empty if the models lack blocks that each run once."""
     shifts: list[Shift] = []
-    """Distributions, if heads don't correspond."""
     outcome: Outcome | None = None
-    """How predictions differ."""
     notes: list[str] = []
     """Findings about the models as a whole, one sentence each."""
 

@@ -24,14 +24,11 @@ from pydantic import (
 
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
-from attnlens.files import format_value, local_path, read_bytes
+from attnlens.files import format_value, local_path, read_bytes, write_atomically
+from attnlens.wording import format_count
 
-
-def _nine_digits(number: float) -> float:
-    return float(f"{number:.9g}")
-
-
-Number = Annotated[float, PlainSerializer(_nine_digits, when_used="json")]
+Number = Annotated[float, PlainSerializer(lambda number: float(f"{number:.9g}"), float, when_used="json")]
+"""Real number, written with nine significant digits."""
 
 
 def _countable(number: int) -> int:
@@ -56,6 +53,10 @@ class Record(BaseModel):
         """Return the record as JSON text with nine significant digits and without terminal control characters."""
         text = self.model_dump_json(indent=1, by_alias=True)
         return STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
+
+    def write_json(self, path: str | Path) -> None:
+        """Write the JSON to `path` atomically. Raise OutputError if the path can't be written."""
+        write_atomically(local_path(path), self.to_json().encode())
 
 
 STEERING = re.compile("[\x7f-\x9f]")
@@ -115,14 +116,12 @@ class Measure(Record):
     se: Number | None = None
     """Standard error of the mean over sequences (from five texts on, over texts)."""
     se_reason: str | None = None
-    """Reason why a value lacks its standard error."""
     n: Count | None = None
     """Number of sequences (tokens.*), matrices (weights.*) or posed queries (selection.*)."""
     null: Null | None = None
     base: Number | None = None
     """Value without the adapter (weights.* of a model with one)."""
     reason: str | None = None
-    """Reason why the value is missing."""
 
     @model_validator(mode="after")
     def _value_or_reason(self) -> Measure:
@@ -151,7 +150,6 @@ class HeadId(Record):
     layer: Count
     head: Count
     kv_head: Count
-    """The number of the key head that it uses."""
     part: Part
 
 
@@ -161,7 +159,6 @@ class Head(HeadId):
     measures: dict[str, Measure] = {}
     """Scalars by qualified name (`weights.symmetry`)."""
     curves: dict[str, list[Number]] = {}
-    """Curves by qualified name, one number per step."""
 
     def cells(self) -> dict[str, str | int | float | None]:
         """Return a row of a sheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""
@@ -206,7 +203,6 @@ class Coverage(Record):
     without: dict[str, Count] = {}
     """Number of analysed heads without a value from a requested source, by source."""
     skipped: list[Skipped] = []
-    """Omitted parts, with reasons."""
 
     @property
     def complete(self) -> bool:
@@ -221,8 +217,7 @@ class Coverage(Record):
             return f"COMPLETE: {count}"
         lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # gaps of heads come first
         reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
-        more = len(reasons) - 1
-        others = f" (and {more} more reason{'s' if more > 1 else ''})" if more else ""
+        others = f" (and {format_count(len(reasons) - 1, 'more reason')})" if len(reasons) > 1 else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
 
     @property
@@ -268,9 +263,7 @@ class Selection(HeadId):
     """A head's own selection problem, as it was posed and solved."""
 
     space: Space
-    """Space of the problem: the module's inputs, or queries and keys."""
     picks: list[Pick]
-    """Posed queries, the most decided first."""
     best: Number
     """1/‖W_mm‖_F, the largest minimum margin of any form of unit norm."""
     null_margins: list[list[Number]] = []
@@ -286,7 +279,6 @@ class AttentionRows(HeadId):
     weights: list[list[Number]]
     """Positions and weights of the keys with the largest weights, for each query, the largest first."""
     rest: list[Number]
-    """Sum of the other weights of each query."""
     sentence: Sentence | None = None
     """The tokens; None if the model reads no text, or its rows are not its tokens."""
 

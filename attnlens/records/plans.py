@@ -9,11 +9,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from attnlens.choices import Intervals, Part, Unit
-from attnlens.files import local_path, write_atomically
 from attnlens.records.measures import Count, Interval, Number, Reasons, Record, read_record
-from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
+from attnlens.records.provenance import CHOSEN_BY, ModelInfo, Settings, Text, Tool, convert_plan
 from attnlens.records.swaps import Pair
-from attnlens.records.version1 import CHOSEN_BY, convert_plan
 
 
 class KeyRank(Record):
@@ -58,7 +56,6 @@ class Rise(Record):
     by_text: dict[str, Number] = {}
     """Relative rise on each text, by name, if the sequences come from several texts."""
     ci95_by_text: dict[str, Interval] = {}
-    """Interval for each text, over its windows."""
     further: Number | None = None
     """One-sided 95 % prediction bound for the share of one more text like these (normal); None for a single text."""
 
@@ -104,11 +101,8 @@ class Plan(Record):
     schema_version: Literal["2"] = "2"
     tool: Tool
     model: ModelInfo
-    """Which model the ranks were measured on."""
     settings: Settings
-    """Options of the run: seed, tokens, texts with their SHA-256, layers and heads."""
     kernel: str
-    """The kernel as spelled after --kernel."""
     budget: Number = Field(gt=0)
     """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
     unit: Unit = "loss"
@@ -131,7 +125,6 @@ class Plan(Record):
     measured: Rise | None
     """Rise on the evaluation text; None if the model diverged there."""
     healed: Rise | None = None
-    """Rise on the evaluation text after healing."""
     fitted_on: list[Text] = []
     chosen_on: list[Text] = []
     promised_on: list[Text] = []
@@ -196,10 +189,6 @@ class Plan(Record):
         unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
         promised = self.promised.bound(1) <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget
-
-    def write_json(self, path: str | Path) -> None:
-        """Write the plan through a temporary file and a rename. Raise OutputError if it can't be written."""
-        write_atomically(local_path(path), self.to_json().encode())
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -1,14 +1,14 @@
-"""Provenance of a result: the program, the model with its files, the options and the input."""
+"""Provenance of a result: program, model with its files, options and input; converters of files of version 1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Literal
 
 from attnlens.choices import Intervals, Placement, Sources
 from attnlens.records.measures import Count, Number, Record
-from attnlens.wording import model_name
+from attnlens.wording import format_count, model_name
 
 
 class Tool(Record):
@@ -60,7 +60,6 @@ class AdapterInfo(Record):
     revision: str | None = None
     """Commit of an adapter from the hub."""
     base: str | None = None
-    """Base model named in its config."""
     kind: str
     """LoRA, rsLoRA, DoRA or rsDoRA."""
     rank: Count
@@ -79,12 +78,10 @@ class ModelInfo(Record):
     id: str
     """As given: hub id, folder, file or `demo`."""
     revision: str | None = None
-    """Commit of a hub model."""
     architecture: str
     """The transformers class."""
     parameters: Count
     files: list[File] = []
-    """The weight files read."""
     files_in_parts: list[FileInParts] = []
     """Weight files from which only the required tensors were read."""
     unexpected: list[str] = []
@@ -97,8 +94,7 @@ class ModelInfo(Record):
     @property
     def title(self) -> str:
         """Model name for a heading, followed by the name of its adapter."""
-        parts = [self.id] if self.adapter is None else [self.id, self.adapter.id]
-        return " + ".join(map(model_name, parts))
+        return " + ".join(model_name(part.id) for part in (self, self.adapter) if part is not None)
 
 
 class Text(Record):
@@ -144,9 +140,7 @@ class Settings(Record):
     calibration: Text | None = None
     """Text used to fit parameters or heal weights; it is not part of the evaluated input."""
     calibrations: list[Text] = []
-    """Each calibration text with the numbers of its windows."""
     windows_requested: Count | None = None
-    """Number of windows requested, if the texts have fewer."""
     windows: Count | None = None
     """Number of windows, lines, images or sounds read; None if none were."""
     length: Count | None = None
@@ -165,17 +159,70 @@ class Settings(Record):
     def fed(self) -> str:
         """Description of the input: number and length of its pieces, and the texts that they are from."""
         count = self.windows or 0
-        plural = "" if count == 1 else "s"
-        if self.noise is not None and self.text is None:
-            kind = "image" if "pixels" in self.noise.name else "recording"
-            return f"{self.noise.name}, {count} {kind}{plural} of {self.length} tokens each"
         if self.text is None:
-            return ""
+            if self.noise is None:
+                return ""
+            kind = "image" if "pixels" in self.noise.name else "recording"
+            return f"{self.noise.name}, {format_count(count, kind)} of {self.length} tokens each"
         if self.length is None:
-            return f"{count} file{plural}: {self.text.name}"
-        where = {"spread": "spread over", "first": "from the beginning of", "random": "drawn from", None: "of"}[
-            self.placement
-        ]
-        if self.pack is False:
-            return f"{count} line{plural} of at most {self.length} tokens {where} {self.text.name}"
-        return f"{count} × {self.length} tokens {where} {self.text.name}"
+            return f"{format_count(count, 'file')}: {self.text.name}"
+        where = {"spread": "spread over", "first": "from the beginning of", "random": "drawn from", None: "of"}
+        size = f"{count} ×" if self.pack is not False else f"{format_count(count, 'line')} of at most"
+        return f"{size} {self.length} tokens {where[self.placement]} {self.text.name}"
+
+
+# Converters of version 1 take and return the parsed JSON. What is not of the expected type stays as it is, so that the
+# records of version 2 refuse it and name the field.
+Fields = Mapping[str, object]
+
+SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tokens": "length", "windows": "placement"}
+"""New name of each renamed setting; `windows` was the placement and became the count."""
+BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
+"""Fields of a report of version 1 that are in the body of its kind in version 2."""
+KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
+"""Kind of a report whose body is empty, by its command; that of any other command is `inspection`."""
+
+
+def convert_report(report: Fields) -> Fields:
+    """Return a report of version 2 with the content of a report of version 1."""
+    names = ("swap", "comparison", "doctor", "experiments", "studies")
+    bodies = {name: report[name] for name in names if report.get(name)}
+    kind = next(iter(bodies), KIND_OF_COMMAND.get(str(report.get("command")), "inspection"))
+    inspection = {name: report[name] for name in ("selections", "attention") if report.get(name)}
+    if inspection or kind == "inspection":
+        bodies["inspection"] = inspection
+    if isinstance(swap := bodies.get("swap"), Mapping):
+        bodies["swap"] = {**swap, "others": report.get("more_swaps", []), "plan": convert_plan(report.get("plan"))}
+    common = {name: field for name, field in report.items() if name not in BODIES}
+    return {**convert_settings_in(common), "schema_version": "2", "kind": kind, **bodies}
+
+
+def convert_baseline(baseline: Fields) -> Fields:
+    """Return a baseline of version 2 with the content of a baseline of version 1."""
+    return {**convert_settings_in(baseline), "schema_version": "2"}
+
+
+CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on the text used to choose the ranks"
+
+
+def convert_plan(plan: object) -> object:
+    """Return a plan of version 2 with the content of a plan of version 1, which had no `schema_version`.
+
+    Before plans had an estimate, the promise was measured on the text that chose the ranks: it becomes the estimate.
+    """
+    if not isinstance(plan, Mapping):
+        return plan
+    converted = {**convert_settings_in(plan), "schema_version": "2"}
+    reasons = plan.get("reasons", {})
+    if "estimated" not in plan and plan.get("promised") is not None and isinstance(reasons, Mapping):
+        reasons = {**reasons, "promised": CHOSEN_BY}
+        converted |= {"estimated": plan["promised"], "promised": None, "reasons": reasons}
+    return converted
+
+
+def convert_settings_in(record: Fields) -> dict[str, object]:
+    """Return the record with its settings under their new names."""
+    settings = record.get("settings")
+    if not isinstance(settings, Mapping):
+        return {**record}
+    return {**record, "settings": {SETTINGS.get(name, name): value for name, value in settings.items()}}

@@ -15,7 +15,6 @@ from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandl
 
 from attnlens.choices import Part
 from attnlens.errors import UsageError
-from attnlens.files import local_path, write_atomically
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
 from attnlens.records.measures import (
     AttentionRows,
@@ -30,10 +29,9 @@ from attnlens.records.measures import (
     read_record,
 )
 from attnlens.records.plans import Plan
-from attnlens.records.provenance import File, ModelInfo, Settings, Tool
+from attnlens.records.provenance import File, ModelInfo, Settings, Tool, convert_report
 from attnlens.records.studies import Experiment, StudyTable
 from attnlens.records.swaps import Swap
-from attnlens.records.version1 import convert_report
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -208,25 +206,18 @@ class Report(Record):
     environment: Environment
     coverage: Coverage
     heads: list[Head] = []
-    """Head by head, in the order of layer and head."""
     summary: Summary = Summary()
     checks: list[Check] = []
-    """Results of rules (`check`)."""
     inspection: InspectionBody = InspectionBody()
-    """Body of `inspect`."""
     swap: SwapBody | None = None
-    """Body of `swap-kernel`, `ranks` and `heal`."""
     comparison: Comparison | None = None
-    """Body of `compare`."""
     doctor: list[SiteCheck] = []
-    """Body of `doctor`."""
     experiments: list[Experiment] = []
-    """Body of `converge` and `reproduce claims`."""
     studies: list[StudyTable] = []
-    """Body of `reproduce`: tables of the papers, trained again."""
     windows_file: File | None = None
     """File of --windows-csv that was written with it into the same folder."""
     timings: dict[str, Number] = {}
+    """Seconds by stage."""
     peak_memory_bytes: Count = 0
     """Largest resident memory of the process."""
     _windows: Windows | None = PrivateAttr(None)
@@ -283,10 +274,6 @@ class Report(Record):
     def measure_names(self) -> list[str]:
         """Return the names of the scalar measures of any head, in the order of first appearance."""
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
-
-    def write_json(self, path: str | Path) -> None:
-        """Write the report to `path` atomically. Raise OutputError if the path can't be written."""
-        write_atomically(local_path(path), self.to_json().encode())
 
     def save(self, path: str | Path) -> None:
         """Write the report in the format of the path's ending: .json, .csv, .md, .html, or a plot, .png, .svg or .pdf.

@@ -51,15 +51,12 @@ class Experiment(Record):
     name: str
     """Short and fixed: `local convergence`."""
     question: str
-    """Question that the experiment answers, in one line."""
     model: str | None = None
     """Model it ran on, if it is not the report's: `demo`."""
     settings: dict[str, JsonValue] = {}
-    """Sizes, learning rate, seeds."""
     labels: dict[str, str] = {}
     """Labels of figures and settings that are not their names with blanks for underscores: `W_mm_d4`: `W_mm, d = 4`."""
     final: dict[str, Number | None]
-    """Measured figures."""
     errors: dict[str, Number] = {}
     """Standard errors of the figures that are means over trials."""
     reasons: Reasons = {}
@@ -86,13 +83,10 @@ class Experiment(Record):
         value, expected = self.final.get(figure), self.published[figure]
         if value is None:
             return False
-        slack = (self.tolerance or {}).get(figure, 0.0)
-        bound = self.bounds.get(figure, "within")
-        if bound == "at least":
-            return value >= expected - slack
-        if bound == "at most":
-            return value <= expected + slack
-        return abs(value - expected) <= slack
+        slack, bound = (self.tolerance or {}).get(figure, 0.0), self.bounds.get(figure, "within")
+        if bound == "within":
+            return abs(value - expected) <= slack
+        return value >= expected - slack if bound == "at least" else value <= expected + slack
 
     def null(self, name: str) -> Curve | None:
         """Return the null of one of the curves; None if it has none."""
@@ -141,7 +135,6 @@ class StudyRun(Record):
     steps: list[Count]
     """Steps at which the validation loss was measured."""
     losses: list[Number]
-    """Validation loss there, in nats."""
     seconds: Number
     problem: str | None = None
     """Reason why it did not converge; None if it did."""
@@ -155,7 +148,6 @@ class StudyCell(Record):
     form: dict[str, JsonValue]
     """Kernel, symmetry, positions, value function; if several were searched, the chosen one."""
     rate: Number
-    """Learning rate chosen by the search."""
     forms: Count
     """Number of forms searched at each learning rate."""
     searched: list[tuple[Number, Number | None]]
@@ -165,12 +157,10 @@ class StudyCell(Record):
     se: Number | None
     """Standard error of the mean over seeds; for perplexity, perplexity times that of the loss."""
     runs: list[StudyRun]
-    """One run per seed."""
     parameters: Count
     kernel_parameters: Count
     """Number of parameters of the model, and of its projections of queries, keys and positions."""
     tokens: Count
-    """Number of training tokens of each run."""
     tokens_per_second: Number
     """Median over a few training steps, on one core or one GPU."""
     beside_sdpa: Number
@@ -181,7 +171,6 @@ class StudyCell(Record):
     """Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown."""
     published: Number | None = None
     published_diverged: bool = False
-    """True if the paper reports that it did not converge."""
 
     @property
     def tested_look(self) -> int:
@@ -206,7 +195,6 @@ class StudyPair(Record):
     second: str
     """Names of the two rows."""
     difference: Number
-    """First − second."""
     p: Number | None
     """Two-sided, of no difference; None if runs have no spread."""
     p_holm: Number | None
@@ -242,8 +230,6 @@ class StudyTable(Record):
     cells: list[StudyCell]
     """Column by column, row by row."""
     not_trained: list[str] = []
-    """Forms of task of the table without data."""
     pairs: list[StudyPair] = []
-    """Pairs of cells that converged."""
     orderings: list[StudyOrdering] = []
     """One per task with at least two cells that the paper has too."""

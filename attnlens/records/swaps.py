@@ -38,7 +38,6 @@ class Prediction(Record):
     """Scope of the search for measures that predict the harm of one kernel."""
 
     heads: Count
-    """Number of heads examined: all swept heads."""
     diverged: Count = 0
     """Number of these that diverged and have no harm."""
     measures: Count
@@ -79,7 +78,6 @@ class TextChange(Record):
     name: str
     sequences: int
     change: Change
-    """The loss, with its interval over this text's sequences."""
     perplexity: Change | None = None
     """exp(loss), its interval from the same draws; None if it overflows, or an older attnlens wrote it."""
 
@@ -115,7 +113,6 @@ class Agreement(Record):
     source: str
     """What they are: `windows` (the first halves of evaluated ones), or the name of their file."""
     prompt_tokens: int
-    """Tokens of the longest prompt."""
     tokens: int
     """Maximum number of generated tokens."""
     until: list[int]
@@ -125,7 +122,6 @@ class Agreement(Record):
     quartiles: Interval
     """Their lower quartiles."""
     never: int
-    """Number of prompts whose continuations never differ."""
 
 
 class TextCosine(Record):
@@ -136,7 +132,6 @@ class TextCosine(Record):
     cosine: Number
     """Mean over its tokens."""
     ci95: Interval | None = None
-    """95 % interval over this text's sequences."""
 
 
 class Outcome(Record):
@@ -145,7 +140,6 @@ class Outcome(Record):
     loss: Change | None = None
     """Nats per predicted token over all sequences; None if there is nothing to predict, or it diverged."""
     loss_by_text: list[TextChange] = []
-    """The same per text, if there are several."""
     loss_by_position: list[PositionChange] = []
     """The same by place in the sequence, from the front, of causal models."""
     beyond_window: BeyondWindow | None = None
@@ -161,7 +155,6 @@ class Outcome(Record):
     """Mean cosine of the last hidden states, token by token."""
     hidden_cosine_ci95: Interval | None = None
     hidden_cosine_by_text: list[TextCosine] = []
-    """The same per text, if there are several."""
     hidden_cka: Number | None = None
     """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
     agreement: Agreement | None = None
@@ -184,9 +177,6 @@ class Control(Outcome):
     """
 
     role: ControlRole
-    """`same size`: some first tokens and the nearest ones, in a cache of the kernel's size (64 with 4 first tokens
-    if it is not bounded). `one key`: that of the largest score. `floor`: the mean of the values. Branches of a filtered
-    kernel or a hybrid: `filter alone` (with the model's own kernel), `without filter`, `far part, healed`."""
     kernel: str | None
     """As it can be typed; if sites differ, with ranges of numbers: `sink-window:4,68–80 by layer`, `4,68–all`."""
     state: Number | None = None
@@ -197,7 +187,6 @@ class HealingStep(Record):
     """The healing at one step."""
 
     step: int
-    """Optimiser steps done."""
     validation: Number | None
     """Distance to the original on held-out calibration text: KL in nats per token, or 1 − cosine."""
     loss: Number | None = None
@@ -231,7 +220,6 @@ class HealingTraining(Record):
     lowered_from: Number | None = None
     """Rate of the range test, if no check at it improved on the start, so that the stage was restarted lower."""
     rates: list[HealingRate] = []
-    """Results of the range test."""
     stopped: bool = False
     """True if it was left out, or ended early because the 95 % interval of the last gain contained 0."""
 
@@ -240,7 +228,6 @@ class HealingControl(Record):
     """A copy of the original model whose same numbers were trained equally long on the same text."""
 
     best: int
-    """The step whose weights were kept."""
     tokens: int
     learning_rate: Number
     """Largest learning rate of AdamW."""
@@ -273,7 +260,6 @@ class Healing(Record):
     rank: int | None = None
     """Rank of each weight's change; None if it was free."""
     batch: int | None = None
-    """Sequences per training step."""
     tokens: int | None = None
     """Tokens trained on, counting repetitions, without those of the range tests, whose steps are undone."""
     seconds: Number | None = None
@@ -298,7 +284,6 @@ class SiteSwap(Record):
     layer: int
     part: Part
     heads: list[int]
-    """Query heads that have the new kernel."""
     path: str
     """Computation path: sdpa, running sums, row tiles, …"""
     output_error: Number | None = None
@@ -331,7 +316,6 @@ class Swap(Outcome):
     formula: str
     """log k(q, k), or the whole output if the kernel is not a function of queries and keys."""
     formula_of: Literal["log k", "output"] = "log k"
-    """Quantity that `formula` describes."""
     parameters: dict[str, Number] = {}
     fitted: list[str] = []
     """Parameters that were chosen per head from calibration text."""

@@ -26,29 +26,28 @@ class Call:
     value: Float[Tensor, "batch kv_heads keys value_dim"]
     """Values, not repeated under GQA."""
     scale: float
-    """Factor of the product."""
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None
-    """Which keys a query may see; None means all, or those up to itself where `causal`."""
+    """Keys that a query can see; None means all, or those up to itself if `causal`."""
     causal: bool = False
-    """True if query i sees the keys 0 … i and `allowed` is None: nothing is written out where nothing is special."""
+    """True if query i sees the keys 0 … i and `allowed` is None."""
     bias: Float[Tensor, "#batch #heads queries keys"] | None = None
-    """What the model adds to the scores (T5's position bias)."""
+    """Terms that the model adds to the scores before the mask (T5's position bias)."""
     softcap: float | None = None
-    """Scores are bounded by softcap · tanh(score / softcap)."""
+    """Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
     sinks: Float[Tensor, " heads"] | None = None
-    """A logit per head without a value."""
+    """A logit per head that takes part in the softmax and has no value (gpt-oss)."""
     dropout: float = 0.0
     """Dropout probability of the attention weights; 0 if the module is not in training."""
     cross: bool = False
     """True if queries and keys belong to different sequences, so that no query has a place among the keys."""
     module: nn.Module | None = None
-    """The attention module that asks; None outside a model."""
+    """The attention module; None outside a model."""
     traced: bool = False
     """True if the module computes it with its own code."""
     places: Int[Tensor, "#batch queries"] | None = None
-    """The position of each query's token, where the model hands it to its attention."""
+    """Position of each query's token, if the model passes it to its attention."""
     selected: tuple[int, ...] | None = None
-    """The key heads that the query heads read, where some heads were selected; None: h // group."""
+    """Key heads of the query heads, if some heads were selected; None: h // group."""
     relative: bool = False
     """True if `bias` contains products of queries or keys with positions (DeBERTa's content–position terms)."""
 
@@ -94,12 +93,11 @@ class Call:
             part if part is None else part.expand(count, *part.shape[1:])[rows][:, :, queries][..., keys]
             for part in (self.visible(), self.bias)
         )
-        key, value = (part[rows][:, :, keys] for part in (self.key, self.value))
         return replace(
             self,
             query=self.query[rows][:, :, queries],
-            key=key,
-            value=value,
+            key=self.key[rows][:, :, keys],
+            value=self.value[rows][:, :, keys],
             allowed=allowed,
             bias=bias,
             places=None if self.places is None else self.places.expand(count, -1)[rows][:, queries],
@@ -146,9 +144,8 @@ class Site:
     path: str
     """Dotted path of the attention module in the model."""
     ordinal: int
-    """Index of the call of that module within one forward pass, from 0."""
     layer: int
-    """Index of the site in the order of execution, from 0."""
+    """Index of the call of that module in one forward pass, and of the site in the order of execution, from 0."""
     part: Part
     """Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention."""
     repeated: bool = False
@@ -171,9 +168,8 @@ class Rotation:
     """
 
     pairs: Int[Tensor, "pairs 2"]
-    """The coordinates that turn together."""
     angles: Float[Tensor, "positions pairs"]
-    """φ, by which they turn, in float64."""
+    """Coordinates that are rotated together, and their angles φ, in float64."""
     size: int
     """head_dim."""
     by_distance: bool = True
@@ -220,31 +216,26 @@ class QueryKey:
     key: Float[Tensor, "*batch kv_heads m head_dim"]
     """Keys, one for each *key* head: under GQA several query heads share one."""
     scale: float
-    """The factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)."""
+    """Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)."""
     source: Source
-    """Kind of the rows: input dimensions or tokens."""
     site: Site
-    """Position in the model."""
     heads: tuple[int, ...]
-    """The query heads' numbers in the model."""
     key_of: tuple[int, ...]
-    """For each query head, the index of its key head in `key`."""
+    """Number of each query head in the model, and index of its key head in `key`."""
     rotation: Rotation | None = None
     """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None
-    """Tokens: which keys (last axis) a query may see; None means all."""
+    """Tokens: keys that a query can see; None means all."""
     bias: Float[Tensor, "*batch #heads n m"] | None = None
-    """Tokens: what the model adds to the scores before the mask (T5's position bias)."""
     softcap: float | None = None
-    """Tokens: scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
     sinks: Float[Tensor, " heads"] | None = None
-    """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
+    """Tokens: terms, bound and further logits of the scores, as in `Call`."""
     value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
-    """Tokens: what the attention sums up, one for each *key* head; None if only queries and keys are known."""
+    """Tokens: values, one for each *key* head; None if only queries and keys are known."""
     inputs: Float[Tensor, "*batch n d_model"] | None = None
-    """Tokens: what the attention module was called with, for those that declare the need (self-attention only)."""
+    """Tokens: inputs of the attention module, for analyzers that declare the need (self-attention only)."""
     base: QueryKey | None = None
-    """Weights: the same site without the adapter that was merged into the model, for those that declare the need."""
+    """Weights: the site without the adapter merged into the model, for analyzers that declare the need."""
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:

@@ -26,7 +26,6 @@ from attnlens.files import local_path
 
 R = TypeVar("R")
 CallOnly = Literal["", "dangerous", "read", "written"]
-DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 
 
 class Request(BaseModel):
@@ -77,7 +76,6 @@ class Details(TypedDict, total=False):
     """Properties of an option besides its name, type, default and help; all can be omitted."""
 
     panel: str
-    """Panel of the help."""
     metavar: str
     """Placeholder of the value; by default its type."""
     flag: str
@@ -85,9 +83,8 @@ class Details(TypedDict, total=False):
     shown: str
     """Default as the help shows it, if it differs from the default."""
     least: int
-    """Smallest number."""
     most: int
-    """Largest number."""
+    """Bounds of a number."""
     call_only: CallOnly
     """Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
     dangerous, or names what is `read` or `written`."""
@@ -270,7 +267,9 @@ def _analyzers(name: str, value: object) -> tuple[str, ...]:
 
 def folder(name: str, value: object) -> str:
     """Return the path of a folder as a string. Raise UsageError for anything else."""
-    return str(local_path(_place(name, value, "folder"), f"--{name}"))
+    place = _place(name, value, "folder")
+    local_path(place, f"--{name}")
+    return place
 
 
 def _place(name: str, value: object, what: str = "file") -> str:
@@ -280,19 +279,24 @@ def _place(name: str, value: object, what: str = "file") -> str:
     return path(name, value)
 
 
-def _valid(check: Callable[[str], object]) -> BeforeValidator:
+def _valid(check: Callable[..., object]) -> BeforeValidator:
     """Create a validator that returns a value unchanged if `check` does not raise."""
 
     def validate(_name: str, value: object) -> object:
-        check(cast("str", value))  # any other type is refused by the check
+        check(value)
         return value
 
     return checks(validate)
 
 
-def _device(value: str) -> None:
-    if not DEVICES.fullmatch(word("device", value)):
-        raise UsageError(f"There is no device {format_argument(value)}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
+def spelled(pattern: str, problem: str, remedy: str) -> BeforeValidator:
+    """Create a validator of strings that match a pattern; `problem` has a gap for the value."""
+
+    def check(value: object) -> None:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise UsageError(problem.format(format_argument(value)), remedy)
+
+    return _valid(check)
 
 
 def positive(name: str, value: object, below: float = LARGEST) -> float:
@@ -315,7 +319,9 @@ Place = Annotated[str, checks(path)] | None
 FilePlace = Annotated[str, checks(_place)] | None
 FolderPlace = Annotated[str, checks(folder)] | None
 Word = Annotated[str, checks(word)]
-Device = Annotated[str, _valid(_device)]
+Device = Annotated[
+    str, spelled("auto|cpu|mps|cuda(:[0-9]{1,4})?", "There is no device {}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
+]
 SelectionRule = Annotated[str, _valid(arguments.selection_share)]
 BudgetText = Annotated[str, _valid(arguments.budget)]
 Share = Annotated[float, checks(partial(positive, below=1))]

@@ -31,6 +31,7 @@ from attnlens.requests.fields import (
     checks,
     keyword,
     option,
+    spelled,
     switch,
 )
 
@@ -47,7 +48,6 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
 """Create an option that names a folder to write."""
 MOST_JOBS = 4096
 SAY_SHARD = f"Write I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
-SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
 ARRAY = "SLURM_ARRAY_TASK_"
 """Prefix of the variables in which Slurm describes a job's task in an array."""
 
@@ -56,11 +56,10 @@ def _shard(name: str, value: object) -> str:
     """Return `I/N`; for `auto`, as Slurm or torchrun numbers this process. Raise UsageError for others."""
     if value == "auto":
         return _of_environment()
-    index, slash, count = value.partition("/") if isinstance(value, str) else ("", "", "")
-    known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
-    if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
+    match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", value) if isinstance(value, str) else None
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MOST_JOBS:
         raise UsageError(f"{name}={format_argument(value)} is not a valid shard.", SAY_SHARD)
-    return f"{int(index)}/{int(count)}"
+    return f"{int(match[1])}/{int(match[2])}"
 
 
 def _of_environment() -> str:
@@ -77,22 +76,13 @@ def _of_environment() -> str:
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
         return _shard("shard", f"{int(rank) + 1}/{count}")
-    raise UsageError(
-        "shard=auto requires SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or RANK and WORLD_SIZE; neither pair "
-        "is set.",
-        SAY_SHARD,
-    )
-
-
-def _memory_size(name: str, value: object) -> str:
-    """Return a size with its unit. Raise UsageError for others."""
-    if not (isinstance(value, str) and SIZE.fullmatch(value)):
-        raise UsageError(f"{name}={format_argument(value)} is not a memory size.", "Give a number and a unit: 8GB.")
-    return value
+    raise UsageError(f"shard=auto requires {ARRAY}ID and {ARRAY}COUNT, or RANK and WORLD_SIZE.", SAY_SHARD)
 
 
 Shard = Annotated[str, checks(_shard)]
-MemorySize = Annotated[str, checks(_memory_size)]
+MemorySize = Annotated[
+    str, spelled("[1-9][0-9]{0,8}[KMG]i?B", "{} is not a memory size.", "Give a number and a unit, e.g. 8GB.")
+]
 
 
 class KeptRequest(Request):

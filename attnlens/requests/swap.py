@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from attnlens import arguments
 from attnlens.arguments import LARGEST, Budget, format_argument
@@ -39,15 +39,9 @@ if TYPE_CHECKING:
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
 UNITS: dict[str, tuple[HealingUnit, float]] = {
-    "": ("steps", 1),
-    "step": ("steps", 1),
-    "steps": ("steps", 1),
-    "tok": ("tokens", 1),
-    "ktok": ("tokens", 1e3),
-    "Mtok": ("tokens", 1e6),
-    "s": ("seconds", 1),
-    "min": ("seconds", 60),
-    "h": ("seconds", 3600),
+    **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
+    **{"tok": ("tokens", 1), "ktok": ("tokens", 1e3), "Mtok": ("tokens", 1e6)},
+    **{"s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600)},
 }
 """Counted quantity and size of each unit."""
 STEPS = 200
@@ -75,19 +69,16 @@ class Amount:
         """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else, and for 0."""
         if isinstance(value, cls):
             return value
-        wrong = UsageError(
-            f"--train: cannot parse {format_argument(value)}.",
-            "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
-        )
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return cls(value, "steps")
         match = DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None:
-            raise wrong
-        unit, factor = UNITS[match[2]]
-        number = float(match[1]) * factor
+        unit, factor = UNITS[match[2] if match else ""]
+        number = float(match[1]) * factor if match else 0
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
-            raise wrong
+            raise UsageError(
+                f"--train: cannot parse {format_argument(value)}.",
+                "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
+            )
         return cls(number, unit)
 
 
@@ -191,22 +182,17 @@ class HealRequest(KeptRequest, KernelRequest):
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """Checked options on the kernels of one run, and on what is measured."""
+    """Checked options on the kernels of one run, and on what is measured; the fields are those of the requests."""
 
     kernels: list[Kernel]
-    """New kernels."""
     part: Part | None
     controls: bool
-    """True if simple alternatives are measured too."""
     generate: int
-    """Maximum number of tokens of greedy continuations."""
     prompts: str | None
-    """File of the texts to continue; None: evaluated windows."""
     calibration: Sequence[str]
     save: Path | None
     sweep: Sweep | None = None
     predictors: bool = False
-    """True if measures are correlated with the harm of the swept heads."""
     fit: bool = False
     path: Route = "auto"
 
@@ -239,30 +225,22 @@ class SwapOptions:
         options = cls(
             **{name: getattr(request, name) for name in names if hasattr(request, name)},
             kernels=list({kernel.spelling: kernel for kernel in kernels}.values()),
-            prompts=None if request.prompts is None else arguments.path("prompts", request.prompts),
+            prompts=request.prompts,
             save=None if request.save is None else Path(request.save),
         )
-        options._check_fit()
-        return options
-
-    def _check_fit(self) -> None:
-        """Raise UsageError if the kernel has nothing to fit, or if a fit would use logits of another kernel."""
-        for kernel in self.kernels if self.fit else ():
-            if len(self.kernels) == 1 and not kernel.fits:
+        for kernel in options.kernels if options.fit else ():
+            if len(options.kernels) == 1 and not kernel.fits:
                 raise UsageError(
                     f"{kernel.info.name} has no free parameters to fit.",
                     "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
                 )
-            if kernel.oracle:
-                raise UsageError(
-                    f"{kernel.spelling} can't be fitted: it decomposes the evaluated text's own logits.",
-                    "Leave out --fit, or oracle.",
-                )
-            if kernel.tie is not None:
-                raise UsageError(
-                    f"{kernel.spelling} can't be fitted: with {kernel.tie}, its logits are not those of the head.",
-                    f"Leave out --fit, or {kernel.tie}.",
-                )
+            if kernel.oracle or kernel.tie is not None:
+                reason = f"with {kernel.tie}, its logits are not those of the head"
+                if kernel.oracle:
+                    reason = "it decomposes the evaluated text's own logits"
+                remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
+                raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
+        return options
 
     @property
     def reads_calibration(self) -> bool:
@@ -272,14 +250,13 @@ class SwapOptions:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Checked options on the ranks of the kernel `rank`."""
+    """Checked options on the ranks of the kernel `rank`; those of a plan, if there is one."""
 
     budget: Budget
-    """Largest allowed rise, also that of a plan."""
     plan: Plan | None
     """Plan whose ranks are used instead of a search."""
     latents: str | None
-    """Form of the latents, also that of a plan; None: chosen by the search."""
+    """Form of the latents; None: chosen by the search."""
 
     @classmethod
     def of(cls, request: RanksRequest | HealRequest) -> RankOptions:
@@ -296,7 +273,12 @@ class RankOptions:
         for name in ("budget", "latents", "layers", "heads", "part"):
             if getattr(request, name, None) is not None:
                 raise UsageError(f"The plan of --ranks already sets --{name}.", f"Leave out --{name} or --ranks.")
-        plan = _read_plan(ranks)
+        from attnlens.records import Plan, read_plan
+
+        if not isinstance(ranks, Plan | str | os.PathLike):
+            problem = f"ranks={format_argument(ranks)} is neither a plan nor a path."
+            raise UsageError(problem, "Give the path of a plan.")
+        plan = ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
         return cls(Budget(plan.unit, plan.budget), plan, plan.form)
 
     @property
@@ -305,41 +287,27 @@ class RankOptions:
         return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{self.latents}" if self.latents else "")
 
     @property
-    def selection(self) -> dict[str, Any]:
+    def selection(self) -> dict[str, list[int] | Part | None]:
         """Layers, heads and part that a plan was made for; empty without a plan."""
         if self.plan is None:
             return {}
         return {"layers": self.plan.settings.layers, "heads": self.plan.settings.heads, "part": self.plan.part}
 
 
-def _read_plan(ranks: Any) -> Plan:
-    from attnlens.records import Plan, read_plan
-
-    if not isinstance(ranks, Plan | str | os.PathLike):
-        raise UsageError(f"ranks={format_argument(ranks)} is neither a plan nor a path.", "Give the path of a plan.")
-    return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
-
-
 @dataclass(frozen=True)
 class HealOptions:
-    """Checked options of one healing."""
+    """Checked options of one healing; the fields are those of HealRequest."""
 
     amount: Amount
-    """Length of training."""
     batch: int | None = None
     """Sequences per optimiser step; None: those of a forward pass."""
     rank: int | None = None
-    """Rank of each weight's change; None: unrestricted."""
     goal: HealingGoal = "teacher"
-    """Training target: the original model's predictions, or the text."""
     control: bool = False
-    """True if a copy of the original model is trained equally long."""
     checkpointing: bool = False
-    """True if activations are recomputed in the backward pass."""
     eta: float | None = None
     """Weight of the KSVD regulariser; None without regularisation."""
     convention: Convention = "paper"
-    """Convention of the KSVD regulariser."""
 
     @classmethod
     def of(cls, kernel: Kernel, request: HealRequest) -> HealOptions:
@@ -360,10 +328,9 @@ class HealOptions:
         eta, convention = request.eta, request.ksvd_convention
         if kernel.info.form == "output":
             eta = ETA if eta is None else eta
-        else:
-            for name, unused in (("eta", eta is None), ("ksvd_convention", convention == "paper")):
-                if not unused:
-                    raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
+        elif eta is not None or convention != "paper":
+            name = "ksvd_convention" if eta is None else "eta"
+            raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
         return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
 
 
@@ -381,12 +348,12 @@ def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOpti
                     f"--save writes the model of the current process, but with --{name} other processes modify it.",
                     f"Leave out --{name}, or --save.",
                 )
-    joined = next((kernel for kernel in options.kernels if kernel.joins), None)
-    if options.sweep == "heads" and joined is not None:
-        raise UsageError(
-            f"With {joined.spelling}, key heads share a latent, so heads cannot be swapped individually.",
-            "Use --sweep layers, or rank:group=1.",
-        )
+    for kernel in options.kernels if options.sweep == "heads" else ():
+        if kernel.joins:
+            raise UsageError(
+                f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually.",
+                "Use --sweep layers, or rank:group=1.",
+            )
     if options.calibration and not options.reads_calibration:
         raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave it out.")
     return options

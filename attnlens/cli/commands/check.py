@@ -18,13 +18,13 @@ from attnlens.cli.outputs import STDOUT, Inputs, Outputs, checked_model, deliver
 from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, guard, say
 from attnlens.errors import OutputError, UsageError
-from attnlens.files import check_writable, local_path, write_atomically
+from attnlens.files import check_writable, local_path
 from attnlens.requests.run_options import CheckRequest, SharedRequest
 from attnlens.wording import format_count, join_items
 
 if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
-    from attnlens.records import Baseline, Check, Report
+    from attnlens.records import Baseline, Report
 
 READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))
 """Options for reading a model."""
@@ -48,6 +48,8 @@ def check(context: typer.Context) -> None:
     """Check a report or model against rules and a baseline; exit 1 if a check fails. Reports do not require torch."""
     from attnlens.checks import judging  # late, because it loads the records
     from attnlens.checks.rule import Tolerance
+    from attnlens.report.render.markdown import junit, markdown, spreadsheet
+    from attnlens.report.sections import checked
 
     params = context.params
     subject, model, request = params["subject"], params["model"], opt.build(CheckRequest, params)
@@ -61,13 +63,23 @@ def check(context: typer.Context) -> None:
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
     if request.update_baseline and request.baseline is not None:  # first, before anything can fail
-        write_atomically(Path(request.baseline), judging.baseline_of(report).to_json().encode())
+        judging.baseline_of(report).write_json(request.baseline)
         if not outputs.quiet:
             say(f"Wrote {request.baseline}")
     if model is not None and request.recompute is not None:
-        again = _recompute(report, checked_model(model), request.recompute, reading, outputs)
+        options = {name: value for name, value in reading.explicit().items() if name in RECOMPUTED}
+        with working(outputs) as (analyses, tell):
+            again = analyses.recompute(report, checked_model(model), request.recompute, progress=tell, **options)
         judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
-    _deliver(outputs, judged, annotations=request.annotations)
+    annotated = request.annotations or os.environ.get("GITHUB_ACTIONS") == "true"
+    annotate = partial(_annotate, judged, stderr=outputs.json == STDOUT) if annotated else None
+    writers: dict[str, Callable[[Report], str]] = {
+        "json": lambda report: report.to_json(),
+        "csv": lambda report: spreadsheet(checked.rows(report)),
+        "markdown": lambda report: markdown(checked.document(report)),
+        "junit": junit,
+    }
+    deliver(outputs, judged, writers, checked.document, annotate=annotate)
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
         complain(
@@ -79,23 +91,20 @@ def check(context: typer.Context) -> None:
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
     """Raise UsageError for ignored options: a model's options with a report, or one of two that belong together."""
-    pairs = {"MODEL": model, "--recompute": request.recompute}
-    for first, second in (("MODEL", "--recompute"), ("--recompute", "MODEL")):
-        if pairs[first] and not pairs[second]:
+    for first, second, missing in (
+        ("MODEL", "--recompute", model and not request.recompute),
+        ("--recompute", "MODEL", request.recompute and not model),
+        ("--update-baseline", "--baseline", request.update_baseline and request.baseline is None),
+    ):
+        if missing:
             raise UsageError(f"{first} needs {second}.", "See: attnlens check --help")
-    if request.update_baseline and request.baseline is None:
-        raise UsageError("--update-baseline needs --baseline.", "See: attnlens check --help")
     if not names_report(subject):
         if model:
             raise UsageError(f"{subject} is not a report that can be recomputed.", "Give a report, then its model.")
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
-    for name in names:
-        if name in ignored:
-            raise UsageError(
-                f"{option_name(name)} applies to models, but {subject} is a report.",
-                f"Omit {option_name(name)}, or name a model.",
-            )
+    for flag in (option_name(name) for name in names if name in ignored):
+        raise UsageError(f"{flag} applies to models, but {subject} is a report.", f"Omit {flag}, or name a model.")
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
@@ -131,13 +140,13 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
     """Raise before the work if an output can't be written or would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
-        inputs.files.setdefault(os.path.realpath(name), what)
+        inputs.places.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:
         if request.update_baseline:
             check_writable(Path(request.baseline))
             if what := inputs.description(Path(request.baseline)):
                 raise UsageError(f"--update-baseline would replace {request.baseline}, {what}.", "Write it elsewhere.")
-        inputs.files[os.path.realpath(request.baseline)] = "the baseline"
+        inputs.places[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 
 
@@ -163,32 +172,6 @@ def _load_report(
     return report
 
 
-def _recompute(
-    report: Report, model: str, heads: int, reading: requests.InspectRequest, outputs: Outputs
-) -> list[Check]:
-    """Recompute some heads and return their checks."""
-    options = {name: value for name, value in reading.explicit().items() if name in RECOMPUTED}
-    with working(outputs) as (analyses, tell):
-        checks: list[Check] = analyses.recompute(report, model, heads, progress=tell, **options)
-    return checks
-
-
-def _deliver(outputs: Outputs, report: Report, *, annotations: bool) -> None:
-    """Write the data, show the table, annotate; failures are raised after everything else."""
-    from attnlens.report.render.markdown import junit, markdown, spreadsheet
-    from attnlens.report.sections import checked
-
-    writers: dict[str, Callable[[Report], str]] = {
-        "json": lambda report: report.to_json(),
-        "csv": lambda report: spreadsheet(checked.rows(report)),
-        "markdown": lambda report: markdown(checked.document(report)),
-        "junit": junit,
-    }
-    annotated = annotations or os.environ.get("GITHUB_ACTIONS") == "true"
-    annotate = partial(_annotate, report, stderr=outputs.json == STDOUT) if annotated else None
-    deliver(outputs, report, writers, checked.document, annotate=annotate)
-
-
 def _annotate(report: Report, *, stderr: bool) -> None:
     """Print workflow commands, and append the verdict to the step's summary if there is one."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
@@ -202,7 +185,5 @@ def _annotate(report: Report, *, stderr: bool) -> None:
             with Path(place).open("a", encoding="utf-8") as file:
                 file.write(step_summary(report))
         except (OSError, ValueError) as error:
-            raise OutputError(
-                f"The step summary {place} can't be written: {error}.",
-                "Unset GITHUB_STEP_SUMMARY, or make it writable.",
-            ) from None
+            problem = f"The step summary {place} can't be written: {error}."
+            raise OutputError(problem, "Unset GITHUB_STEP_SUMMARY, or make it writable.") from None

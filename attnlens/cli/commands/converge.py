@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,9 +13,6 @@ from attnlens.cli.show import guard, say
 from attnlens.errors import UsageError
 from attnlens.requests.experiments import DescentRequest, SyntheticRequest
 from attnlens.requests.run_options import SharedRequest
-
-if TYPE_CHECKING:
-    from attnlens.records import Report
 
 COMMON = {*opt.OUTPUT_OPTIONS, "seed", "strict"}
 INPUT = set(requests.Feeding.model_fields) - {"revision", "seed"}
@@ -75,48 +71,40 @@ def converge(context: typer.Context) -> None:
     models = [checked_model(model) for model in params["models"] or []]
     if kind != SYNTHETIC_RUN and not models and not params["quiet"]:
         say(NO_MODEL)
-    RUNS[kind](params, models)
+    if kind == SYNTHETIC_RUN:
+        synthetic = opt.build(SyntheticRequest, params)
+        run_command(
+            params, (), synthetic, lambda analyses, tell: analyses.converge_synthetic(progress=tell, request=synthetic)
+        )
+    elif kind == HEAD_RUN:
+        if len(models) > 1:
+            raise UsageError(f"--head takes one model, not {len(models)}.", "Name one model, or add --checkpoints.")
+        head, feeding = requests.head(params["head"]), opt.build(requests.Feeding, params)
+        keywords = {"head": head, **opt.build(DescentRequest, params).explicit()}
+        run_command(
+            params,
+            models,
+            feeding,
+            lambda analyses, tell: analyses.converge_head(*models, progress=tell, request=feeding, **keywords),
+        )
+    else:
+        where = requests.one_head(params["head"], params["layers"], params["heads"])
+        series = opt.build(requests.CheckpointsRequest, params, **where)
+        check_reading(series)
+        revisions = [] if params["revisions"] is None else [word.strip() for word in params["revisions"].split(",")]
+        if not all(revisions):
+            raise UsageError(
+                f"--revisions {params['revisions']!r} contains an empty name.", "Write e.g. step10,step20."
+            )
+        run_command(
+            params,
+            models,
+            series,
+            lambda analyses, tell: analyses.follow(models or None, series, revisions=revisions, progress=tell),
+        )
 
 
-def _run_synthetic(params: Mapping[str, Any], _models: Sequence[str]) -> Report:
-    request = opt.build(SyntheticRequest, params)
-    return run_command(
-        params, (), request, lambda analyses, tell: analyses.converge_synthetic(progress=tell, request=request)
-    )
-
-
-def _run_head(params: Mapping[str, Any], models: Sequence[str]) -> Report:
-    if len(models) > 1:
-        raise UsageError(f"--head takes one model, not {len(models)}.", "Name one model, or add --checkpoints.")
-    head, request = requests.head(params["head"]), opt.build(requests.Feeding, params)
-    descent = opt.build(DescentRequest, params).explicit()
-    return run_command(
-        params,
-        models,
-        request,
-        lambda analyses, tell: analyses.converge_head(*models, head=head, progress=tell, request=request, **descent),
-    )
-
-
-def _run_series(params: Mapping[str, Any], models: Sequence[str]) -> Report:
-    where = requests.one_head(params["head"], params["layers"], params["heads"])
-    request = opt.build(requests.CheckpointsRequest, params, **where)
-    check_reading(request)
-    revisions = [] if params["revisions"] is None else [word.strip() for word in params["revisions"].split(",")]
-    if not all(revisions):
-        raise UsageError(f"--revisions {params['revisions']!r} contains an empty name.", "Write e.g. step10,step20.")
-    return run_command(
-        params,
-        models,
-        request,
-        lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell),
-    )
-
-
-RUNS = {SYNTHETIC_RUN: _run_synthetic, HEAD_RUN: _run_head, SERIES_RUN: _run_series}
-
-
-def kind_of(params: Mapping[str, Any]) -> str:
+def kind_of(params: Mapping[str, Sequence[str]]) -> str:
     """Return the kind of run that the parameters request. Raise UsageError for models without a question."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN

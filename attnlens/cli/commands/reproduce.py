@@ -12,8 +12,8 @@ from attnlens.choices import CLAIMS, STUDIES
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.converge import refuse_other
-from attnlens.cli.outputs import Tell, run_command, start_workers
-from attnlens.cli.show import complain, guard, say
+from attnlens.cli.outputs import run_command, start_workers
+from attnlens.cli.show import Tell, complain, guard, say
 from attnlens.requests.experiments import StudyRequest, checked_table
 from attnlens.wording import join_items
 

@@ -26,6 +26,7 @@ from attnlens.report.pictures.style import (
     thin_ticks,
 )
 from attnlens.report.sentences.reports import (
+    changed_measures,
     format_label,
     judgement,
     measures_of,
@@ -33,7 +34,6 @@ from attnlens.report.sentences.reports import (
     ran_on,
     setting,
     title,
-    told_of,
 )
 from attnlens.wording import big, clean, format_count, source_of
 
@@ -86,7 +86,7 @@ def experiment_panels(report: Report) -> list[Panel]:
     panels: list[Panel] = []
     for experiment in report.experiments:
         if experiment.trajectories:
-            names = told_of(experiment) or measures_of(experiment)  # those the series is about come first
+            names = changed_measures(experiment) or measures_of(experiment)  # those the series is about come first
             panels += [_trajectory_panel(experiment, name) for name in names]
         else:
             panels += _curve_panels(experiment)

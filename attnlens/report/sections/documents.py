@@ -19,7 +19,7 @@ from attnlens.report.sections.section import Column, Document, Heading, Picture,
 from attnlens.report.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.report.sentences import comparisons as studies
 from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import outcome, told_of
+from attnlens.report.sentences.reports import changed_measures, outcome
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, join_items
 
@@ -195,7 +195,7 @@ def _experiment_rows(report: Report) -> list[Row]:
 
 
 def _experiment_measures(shapes: Shapes) -> list[str]:
-    followed = (told_of(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
+    followed = (changed_measures(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
     return [*HEADS.measures(shapes), *(name for names in followed for name in names)]
 
 

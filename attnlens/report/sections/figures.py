@@ -10,13 +10,13 @@ from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
 from attnlens.report.sentences.reports import (
     asked_for,
+    changed_measures,
     format_label,
     heads_of,
     judgement,
     null_cell,
     null_words,
     setting,
-    told_of,
 )
 from attnlens.wording import (
     NO_VALUE,
@@ -39,7 +39,7 @@ def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Sect
     heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}.", *_loss(experiment)]
-    measures = told_of(experiment)
+    measures = changed_measures(experiment)
     shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
@@ -56,7 +56,7 @@ def series_sections(report: Report) -> Iterator[Section]:
     for experiment in filter(lambda experiment: experiment.trajectories, report.experiments):
         several = heads_of(experiment) > 1
         notes = ["Medians over heads." if several else "One head's values."]
-        yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
+        yield Section("Every measure", table=series_rows(experiment, changed_measures(experiment)), notes=notes)
         if several:
             yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
@@ -76,7 +76,7 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
 
 def quartile_rows(experiment: Experiment) -> Table:
     """Build a table of the first and third quartile over heads of every measure, with one column per checkpoint."""
-    measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
+    measures = [name for name in changed_measures(experiment) if experiment.curves[name].low is not None]
     names = (Column("measure", [*map(clean, measures)], words=True),)
     return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
 

@@ -101,7 +101,7 @@ def measures_of(experiment: Experiment) -> list[str]:
     return [*main, *by_turns(name for name in names if name not in main)]
 
 
-def told_of(experiment: Experiment) -> list[str]:
+def changed_measures(experiment: Experiment) -> list[str]:
     """List the measures of a series whose median changes between checkpoints."""
     return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
 
