@@ -34,7 +34,9 @@ HEADS, DIM, TOKENS = 2, 6, 20
 
 def distance_of(healer, inputs, penalties=None):
     """The mean distance to the original model, each primal layer's regulariser added to the list."""
-    return healer._each(inputs, None, penalties)[0].mean()
+    original = healer._run_original(inputs, None)
+    with healer._student(penalties):
+        return healer._compute_losses(inputs, None, original)[0].mean()
 
 
 def loss_of(healer, inputs):

@@ -17,8 +17,9 @@ from program import environment_with, python
 from attnlens.lab.study.cells import CellResult, Speed, build_table, build_trainer, set_up_worker
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.lab.study.tasks import Reversal, score, translation
-from attnlens.lab.study.training import Run, train
-from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task
+from attnlens.lab.study.tasks.task import Task
+from attnlens.lab.study.training import Run, RunOutcome, train
+from attnlens.lab.study.units import TrainingUnit, build_model, hash_task
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.runs.store import Store
@@ -156,7 +157,7 @@ def outcome(loss, problem=""):
     return RunOutcome([(0, 5.0), (10, loss)], [], problem, scores, 100, 10, 640, 2.0)
 
 
-class Sentences:
+class Sentences(Task):
     name, form, metric, higher_is_better = "words", "language", "perplexity", False
     vocabulary, length, files = 10, 8, {}
 

@@ -10,10 +10,19 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score
+from attnlens.lab.study.tasks import (
+    BEGIN,
+    END,
+    PADDING,
+    Examples,
+    Reversal,
+    beam_search,
+    bleu_and_chrf,
+    mean_loss,
+    score,
+)
 
-PADDING, BEGIN, END, OUTPUTS, MOST = 0, 1, 2, 5, 4
-IDS = SimpleNamespace(padding=PADDING, begin=BEGIN, end=END)
+OUTPUTS, MOST = 5, 4
 
 
 class RandomWriter(nn.Module):
@@ -54,7 +63,7 @@ SOURCES = torch.arange(3, 15).view(12, 1) * torch.tensor([1, 2])
 
 
 def found(model, width):
-    return beam_search(model, SOURCES, None, IDS, most=MOST, width=width)
+    return beam_search(model, SOURCES, None, most=MOST, width=width)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -79,12 +88,12 @@ def test_four_beams_find_likelier_sentences_than_one_which_misses_the_best():
 
 def test_sources_of_one_batch_do_not_touch_each_other_and_padding_is_not_read():
     model = RandomWriter(1)
-    alone = [beam_search(model, source[None], None, IDS, most=MOST)[0] for source in SOURCES]
+    alone = [beam_search(model, source[None], None, most=MOST)[0] for source in SOURCES]
     assert found(model, 4) == alone
     mask = torch.cat((torch.ones(12, 2, dtype=torch.bool), torch.zeros(12, 1, dtype=torch.bool)), 1)
     inputs = torch.cat((SOURCES, torch.full((12, 1), 7)), 1)
-    assert beam_search(model, inputs, mask, IDS, most=MOST) == alone
-    assert beam_search(model, inputs, None, IDS, most=MOST) != alone, "a control: unmasked padding is read"
+    assert beam_search(model, inputs, mask, most=MOST) == alone
+    assert beam_search(model, inputs, None, most=MOST) != alone, "a control: unmasked padding is read"
 
 
 def test_a_sentence_has_at_most_so_many_tokens_and_no_barred_one():
@@ -204,7 +213,7 @@ class Fixed(nn.Module):
 class TwoBatches:
     """A language of two batches of unlike numbers of targets."""
 
-    form, widths = "language", torch.tensor([1.0, 2.0])
+    form, pairs = "language", SimpleNamespace(widths=torch.tensor([1.0, 2.0]))
 
     def held_out(self, split, size):
         rows = [torch.tensor([[0, 1, 1]]), torch.tensor([[0, -100, -100]])]

@@ -15,7 +15,7 @@ from torch import nn
 
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.study import tasks
-from attnlens.lab.study.tasks import NOTHING, Reversal, bag_bound
+from attnlens.lab.study.tasks import BEGIN, END, NOTHING, PADDING, Reversal, bag_bound
 from attnlens.lab.study.tasks.task import blocks, byte_pairs, endless, numbers, space_evenly
 
 language = importlib.import_module("attnlens.lab.study.tasks.language")  # its function has the same name
@@ -198,12 +198,12 @@ def test_the_decoder_reads_what_it_has_to_predict_one_token_later(verses):
     for batch in first(task, 3):
         for given, meant in zip(batch.decoder_inputs, batch.targets, strict=True):
             size = int((meant != NOTHING).sum())
-            assert given[0] == task.begin
+            assert given[0] == BEGIN
             assert torch.equal(given[1:size], meant[: size - 1])
-            assert meant[size - 1] == task.end
+            assert meant[size - 1] == END
     batch = task.held_out("test", 40)[0]
-    assert (batch.inputs[batch.mask] != task.padding).all()
-    assert (batch.inputs[~batch.mask] == task.padding).all()
+    assert (batch.inputs[batch.mask] != PADDING).all()
+    assert (batch.inputs[~batch.mask] == PADDING).all()
     assert task.decode(batch.inputs[0].tolist()).startswith("dans le livre")
 
 
@@ -385,7 +385,7 @@ def test_the_bound_of_a_bag_of_words_is_the_entropy_of_targets_given_bags(size):
     targets = [(s, (*task.target(torch.tensor(s)).tolist(), 2)) for s in sources_of(task, size)]
     naive = conditional_entropy([(tuple(sorted(source)), target) for source, target in targets])
     assert bag_bound(source for source, _ in targets) == pytest.approx(naive / (size + 1))
-    drawn = Reversal(letters=3, shortest=size, longest=size, evaluated=2000)._held_out("test")
+    drawn = Reversal(letters=3, shortest=size, longest=size, evaluated=2000).sources["test"]
     assert bag_bound(source.tolist() for source in drawn) == pytest.approx(naive / (size + 1), rel=0.05)
     assert naive > 0.4
     assert conditional_entropy(targets) == 0, "a control: who knows the order has no loss"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -71,62 +72,47 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     are added to W_Q and W_K, and only scores and cache shrink. Rank 0 needs none of these matrices. For latents of keys
     before the rotation, queries are unchanged, and keys are rebuilt from the latent.
     """
-    full = latent.rank == size.head_dim * latent.keys
-    if full or (latent.rank == 0 and not latent.before):
-        return _unmapped_costs(size, latent)
+    rank, whole = latent.rank, latent.keys * size.head_dim
+    count = partial(_count_costs, size, latent)
+    if rank == whole or (rank == 0 and not latent.before):
+        width = size.head_dim if rank else 0
+        return count(query=width, key=latent.keys * width, score=width)
     if latent.before:
-        return _unrotated_costs(size, latent)
-    ways = (_mapped_costs(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
+        key, maps = (0, size.key_width * rank + whole * rank) if size.folds_before else (whole, 2 * whole * rank)
+        lifting = 2.0 * whole * rank
+        return count(query=size.head_dim, key=key, key_map=maps, offset=whole, score=size.head_dim, rebuilding=lifting)
+    key, key_map = (rank, 0) if size.folds else (whole, whole * rank)
+    ways = [count(query=rank, key=key, score=rank)] if size.folds else []
+    ways.append(count(query=size.head_dim, query_map=size.head_dim * rank, key=key, key_map=key_map, score=rank))
     return min(ways, key=lambda cost: (cost.flops, cost.parameters))
 
 
-def _mapped_costs(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
-    """Compute the costs with W_Q A, or W_Q and A; and with W_K B, or W_K and B."""
-    heads, keys, rank = latent.heads, latent.keys, latent.rank
-    up = size.head_dim * rank
-    query, query_map = (rank, 0) if query_folds else (size.head_dim, up)
-    key, key_map = (rank, 0) if size.folds else (keys * size.head_dim, keys * up)
+def _count_costs(
+    size: SiteSizes,
+    latent: LatentSizes,
+    *,
+    query: int,
+    key: int,
+    score: int,
+    query_map: int = 0,
+    key_map: int = 0,
+    offset: int = 0,
+    rebuilding: float = 0.0,
+) -> Costs:
+    """Compute the costs if W_Q has `query` columns per query head, W_K `key` columns, and a score `score` products.
+
+    `query_map` is the number of entries of A per key head, `key_map` that of the other matrices applied to keys, and
+    `offset` that of added vectors.
+    """
+    heads = latent.heads
     made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
+    parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
     return Costs(
-        parameters=heads * (size.query_width + size.query_bias) * query
-        + keys * query_map
-        + (size.key_width + size.key_bias) * key
-        + key_map,
-        flops=2 * made + 2 * rank * heads * size.keys_seen,
-        cache=_cache_bytes(size, latent),
+        parameters=parameters + (size.key_width + size.key_bias) * key + key_map + offset,
+        flops=2 * made + 2 * score * heads * size.keys_seen,
+        cache=(latent.rank + latent.keys * size.value_dim) * size.number_bytes if size.cached else 0.0,
+        rebuilding=rebuilding,
     )
-
-
-def _unrotated_costs(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """Compute the costs of a latent of keys before the rotation: W_Q; and W_K B and A, or W_K, B and A."""
-    whole = latent.keys * size.head_dim
-    queries = latent.heads * (size.query_width + size.query_bias) * size.head_dim
-    down = size.key_width * latent.rank if size.folds_before else size.key_width * whole + whole * latent.rank
-    up = latent.rank * whole
-    bias = whole if size.folds_before or not size.key_bias else 2 * whole
-    made = latent.heads * size.query_width * size.head_dim + size.keys_a_query * (down + up)
-    return Costs(
-        parameters=queries + down + up + bias,
-        flops=2 * made + 2 * size.head_dim * latent.heads * size.keys_seen,
-        cache=_cache_bytes(size, latent),
-        rebuilding=2.0 * up,
-    )
-
-
-def _unmapped_costs(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """Compute the costs of W_Q and W_K without maps, at full rank or rank 0."""
-    width = size.head_dim if latent.rank else 0
-    queries, keys = latent.heads * width, latent.keys * width
-    made = queries * size.query_width + size.keys_a_query * keys * size.key_width
-    return Costs(
-        parameters=queries * (size.query_width + size.query_bias) + keys * (size.key_width + size.key_bias),
-        flops=2 * made + 2 * width * latent.heads * size.keys_seen,
-        cache=_cache_bytes(size, latent),
-    )
-
-
-def _cache_bytes(size: SiteSizes, latent: LatentSizes) -> float:
-    return (latent.rank + latent.keys * size.value_dim) * size.number_bytes if size.cached else 0.0
 
 
 NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"

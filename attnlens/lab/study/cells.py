@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from timeit import timeit
+from typing import NamedTuple
 
 import torch
+from pydantic_core import to_jsonable_python
 
 from attnlens.errors import ModelError
 from attnlens.lab.study.tables import PaperCell, PaperTable, Scale, ScaleName, describe_features
-from attnlens.lab.study.tasks import Examples, StudyTask, TaskForm
-from attnlens.lab.study.training import Run, build_accelerator, count_tokens, take_step
-from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train_unit
+from attnlens.lab.study.tasks import StudyTask, TaskForm
+from attnlens.lab.study.training import Run, RunOutcome, build_accelerator, count_tokens, take_step
+from attnlens.lab.study.units import TrainingUnit, build_model, hash_task, train_unit
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models.kernel_transformers import AttentionForm
@@ -47,15 +49,14 @@ def build_table(
     """Build the record of a table next to the paper's numbers; `not_trained`: forms of task without data."""
     task_of = {task.name: task for task in tasks}
     cells = [_build_cell(result, task_of[result.task], seed) for result in results]
-    pairs = [pair for task in tasks for pair in _compare_pairs(cells, task)]
+    uncorrected = [pair for task in tasks for pair in _compare_pairs(cells, task)]
     # Holm's correction covers all comparisons of the table
-    corrected = holm([math.nan if pair.p is None else pair.p for pair in pairs])
+    corrected = holm([math.nan if pair.p is None else pair.p for pair in uncorrected])
     pairs = [
         pair.model_copy(update={"p_holm": None if math.isnan(p) else p})
-        for pair, p in zip(pairs, corrected, strict=True)
+        for pair, p in zip(uncorrected, corrected, strict=True)
     ]
-    by_measure = [(task, measure) for task in tasks for measure in list_measures(task)]
-    orderings = [_correlate_order(cells, task, measure, pairs) for task, measure in by_measure]
+    orderings = [_correlate_order(cells, task, measure, pairs) for task in tasks for measure in MEASURES_OF[task.form]]
     return StudyTable(
         name=table.name,
         question=table.question,
@@ -69,9 +70,9 @@ def build_table(
                 higher_is_better=task.higher_is_better,
                 vocabulary=task.vocabulary,
                 length=task.length,
-                sizes=_with_lists(asdict(scales[task.form])),
-                left_out={what: count for what, count in getattr(task, "left_out", {}).items() if count},
-                repeated=getattr(task, "repeated", 0),
+                sizes=to_jsonable_python(scales[task.form]),
+                left_out={what: count for what, count in task.left_out.items() if count},
+                repeated=task.repeated,
                 files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
                 published=table.data.get(task.form),
             )
@@ -82,11 +83,6 @@ def build_table(
         pairs=pairs,
         orderings=[ordering for ordering in orderings if ordering is not None],
     )
-
-
-def _with_lists(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with lists instead of tuples, as in JSON."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
@@ -108,7 +104,7 @@ def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
     return StudyCell(
         name=result.cell.name,
         task=task.name,
-        form=_with_lists(asdict(result.unit.form)),
+        form=to_jsonable_python(result.unit.form),
         rate=result.unit.run.rate,
         forms=len(result.cell.forms),
         searched=[(rate, loss if math.isfinite(loss) else None) for rate, loss in result.searched],
@@ -134,7 +130,7 @@ def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, floa
     """Compute mean and standard error of the measure over seeds; for perplexity from its logarithm."""
     if any(run.problem for run in runs):
         return None, None
-    values = torch.tensor([run.scores[list_measures(task)[0]] for run in runs], dtype=torch.float64)
+    values = torch.tensor([run.scores[MEASURES_OF[task.form][0]] for run in runs], dtype=torch.float64)
     mean = float(values.mean())
     se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
     if task.metric == "perplexity":
@@ -142,12 +138,13 @@ def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, floa
     return mean, se
 
 
-def list_measures(task: StudyTask) -> tuple[str, ...]:
-    """Return the scores that compare cells, the paper's first; for translation also the loss, which separates better.
-
-    BLEU scores the words written, so models that hardly translate yet all have a little of it.
-    """
-    return {"language": ("loss",), "translation": ("BLEU", "loss"), "classification": ("accuracy",)}[task.form]
+MEASURES_OF: dict[TaskForm, tuple[str, ...]] = {
+    "language": ("loss",),
+    "translation": ("BLEU", "loss"),
+    "classification": ("accuracy",),
+}
+"""Scores that compare cells, the paper's first. For translation the loss too, which separates better: BLEU scores the
+words written, so models that hardly translate yet all have a little of it."""
 
 
 def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
@@ -155,7 +152,7 @@ def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[Stud
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
         return
-    for measure in list_measures(task):
+    for measure in MEASURES_OF[task.form]:
         values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in converged], dtype=torch.float64)
         seeds = Blocks(values, [cell.published_diverged for cell in converged])
         # 1 if the measure and the published metric improve in the same direction, else −1
@@ -211,41 +208,33 @@ ROUNDS = 12  # steps that are timed, after an untimed first one
 STANDARD = AttentionForm(positions="sum", in_value=True)  # the transformer of Vaswani et al. 2017
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """Speed of training steps."""
 
     tokens_per_second: float  # median over steps
     beside_sdpa: float  # ratio to the standard transformer's speed with SDPA, steps alternating in one loop
 
 
-def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> Iterator[Speed]:
-    """Yield each unit's speed on one batch; a step of the standard transformer precedes each of its steps."""
-    if not units:
-        return
+def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, Speed]:
+    """Measure each unit's speed on one batch; a step of the standard transformer precedes each of its steps."""
     batch = next(iter(task.training(units[0].scale.batch, 0)))
-    time_standard = _build_timer(replace(units[0], form=STANDARD), task, batch, implementation="sdpa")
+
+    def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
+        """Build a function that takes one training step of a new model and returns its seconds."""
+        accelerator, model = build_accelerator(), build_model(unit, task)
+        if implementation is not None:
+            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
+        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.run.rate)
+        module, optimiser = accelerator.prepare(model.core, optimiser)
+        step = partial(take_step, accelerator, module, optimiser, batch, unit.run)
+        return lambda: timeit(step, number=1)
+
+    time_standard, speeds = build_timer(replace(units[0], form=STANDARD), "sdpa"), {}
     for unit in units:
-        time_unit = _build_timer(unit, task, batch)
+        time_unit = build_timer(unit)
         pairs = [(time_standard(), time_unit()) for _ in range(1 + ROUNDS)][1:]
-        yield Speed(count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs))
-
-
-def _build_timer(
-    unit: TrainingUnit, task: StudyTask, batch: Examples, implementation: str | None = None
-) -> Callable[[], float]:
-    """Build a function that takes one training step of a new model and returns its seconds."""
-    accelerator, model = build_accelerator(), build_model(unit, task)
-    if implementation is not None:
-        model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
-    module, optimiser = accelerator.prepare(model.core, torch.optim.AdamW(model.core.parameters(), lr=unit.run.rate))
-
-    def step() -> float:
-        start = time.perf_counter()
-        take_step(accelerator, module, optimiser, batch, unit.run)
-        return time.perf_counter() - start
-
-    return step
+        speeds[unit] = Speed(count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs))
+    return speeds
 
 
 SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
@@ -289,7 +278,15 @@ def train_cells(
     """
     tasks = list({id(task): task for _, task in cells}.values())
     digests = {task.name: hash_task(task) for task in tasks}
-    search_units = [_search_units(cell, task, plan.scales[task.form]) for cell, task in cells]
+    search_units = [
+        [
+            TrainingUnit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
+            for form in cell.forms
+            for rate in scale.rates
+        ]
+        for cell, task in cells
+        for scale in [plan.scales[task.form]]
+    ]
     total = sum(map(len, search_units)) + sum(plan.scales[task.form].seeds for _, task in cells)
     done = 0
 
@@ -316,22 +313,21 @@ def train_cells(
     chosen = [min(units, key=lambda unit: searched[unit].loss) for units in search_units]
     seed_units = [_seed_units(unit, plan) for unit in chosen]
     trained = outcomes([unit for units in seed_units for unit in units], "train")
-    speeds: dict[int, Speed] = {}
+    speeds: dict[TrainingUnit, Speed] = {}
     with one_thread():
         for task in tasks:
-            of_task = [index for index, (_, cell_task) in enumerate(cells) if cell_task is task]
-            speeds |= dict(zip(of_task, measure_speeds([chosen[index] for index in of_task], task), strict=True))
+            speeds |= measure_speeds([unit for unit in chosen if unit.task == task.name], task)
     return [
         CellResult(
             cell,
             task.name,
-            chosen[index],
-            tuple(trained[unit] for unit in seed_units[index]),
-            seed_units[index][0].name(digests[task.name]),
-            tuple((u.run.rate, searched[u].loss) for u in search_units[index] if u.form == chosen[index].form),
-            speeds[index],
+            best,
+            tuple(trained[unit] for unit in by_seed),
+            by_seed[0].name(digests[task.name]),
+            tuple((unit.run.rate, searched[unit].loss) for unit in tried if unit.form == best.form),
+            speeds[best],
         )
-        for index, (cell, task) in enumerate(cells)
+        for (cell, task), tried, best, by_seed in zip(cells, search_units, chosen, seed_units, strict=True)
     ]
 
 
@@ -346,14 +342,6 @@ def set_up_worker(
 ) -> tuple[Mapping[str, object], Compute]:
     """Set up the same training runs in another process: return the store's facts and the function that trains units."""
     return store.facts, build_trainer(units, make(), store)
-
-
-def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[TrainingUnit]:
-    return [
-        TrainingUnit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
-        for form in cell.forms
-        for rate in scale.rates
-    ]
 
 
 def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:

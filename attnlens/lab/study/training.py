@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -26,52 +26,51 @@ if TYPE_CHECKING:
 
 
 STATE = "state"  # name of the state among the stored parts of a training run
+Weights = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
-class RunState:
-    """Progress of a run; at its end, its result."""
+class RunOutcome:
+    """Result of a training run, or of its steps so far."""
 
-    step: int
     curve: list[tuple[int, float]]  # (step, validation loss in nats), the first before any step
-    best: dict[str, Tensor] = field(repr=False)  # weights with the smallest validation loss after a step
-    watched: list[dict[str, float]]  # measures of the model at each step of the curve
-    seconds: float = 0.0  # in training steps only
-    tokens: int = 0  # number of tokens predicted or read in training
-    problem: str = ""  # reason for not converging; empty if it converged or is still running
+    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; empty if heads were not measured
+    problem: str = ""  # reason for not converging; empty if the run converged
+    scores: dict[str, float] = field(default_factory=dict)  # on the test set; empty if not tested or not converged
+    parameters: int = 0  # number of parameters of the model
+    kernel_parameters: int = 0  # number of parameters in projections of queries, keys and positions, over all layers
+    tokens: int = 0  # number of training tokens
+    seconds: float = 0.0  # seconds spent in training steps
 
     @property
     def loss(self) -> float:
         """Smallest validation loss; infinite if the run did not converge."""
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
-    def with_evaluation(self, model: nn.Module, loss: float, measures: dict[str, float], seconds: float) -> RunState:
-        """Return the state updated with a validation loss and the measures of the model at this step."""
-        least = min((known for _, known in self.curve[1:]), default=math.inf)
-        best = _copy_weights(model) if loss < least else self.best
-        curve, watched = [*self.curve, (self.step, loss)], [*self.watched, measures]
-        return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
 
-
-def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
+def _copy_weights(model: nn.Module) -> Weights:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
-def save_state(store: Store, state: RunState, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-    """Store everything the rest of the run depends on."""
+def _save_state(
+    store: Store, outcome: RunOutcome, best: Weights, model: nn.Module, optimiser: torch.optim.Optimizer
+) -> None:
+    """Store everything that the remaining steps depend on."""
     value = {
-        "facts": {name: getattr(state, name) for name in ("step", "curve", "watched", "seconds", "tokens")},
+        "outcome": asdict(outcome),
         "random": torch.get_rng_state(),
         "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "model": _copy_weights(model),
-        "best": state.best,
+        "best": best,
         "moments": optimiser.state_dict()["state"],
     }
     store.keep(STATE, value)
 
 
-def restore_state(store: Store, model: nn.Module, optimiser: torch.optim.Optimizer) -> RunState | None:
-    """Restore model, optimiser and random state from the store; return the run's progress, None if none is stored."""
+def _restore_state(
+    store: Store, model: nn.Module, optimiser: torch.optim.Optimizer
+) -> tuple[RunOutcome, Weights] | None:
+    """Restore model, optimiser and random state from the store; return the outcome so far, and the best weights."""
     value = store.load(STATE)
     if value is None:
         return None
@@ -80,9 +79,7 @@ def restore_state(store: Store, model: nn.Module, optimiser: torch.optim.Optimiz
     torch.set_rng_state(value["random"])
     if value["random of the GPU"] is not None:
         torch.cuda.set_rng_state(value["random of the GPU"])
-    facts = value["facts"]
-    curve = [(step, loss) for step, loss in facts["curve"]]
-    return RunState(facts["step"], curve, value["best"], facts["watched"], facts["seconds"], facts["tokens"])
+    return RunOutcome(**value["outcome"]), value["best"]
 
 
 DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm to which gradients are clipped
@@ -99,38 +96,61 @@ class Run:
     eta: float = 0.0  # weight of the primal layers' regulariser
 
 
-Watcher = Callable[[int], dict[str, float]]
-"""Callback that measures the model after a number of steps; its result is stored with the loss."""
-
-
 def train(
     model: nn.Module,
     task: StudyTask,
     scale: Scale,
     run: Run,
     state: Store | None = None,
-    watch: Watcher = lambda _step: {},
-) -> RunState:
+    watch: Callable[[int], dict[str, float]] = lambda _step: {},
+) -> RunOutcome:
     """Minimise the task's loss; `model` ends with the weights of the smallest validation loss.
 
-    At every evaluation the weights, AdamW's moments and the random state are saved to the store `state`. The same call
-    resumes from them, so a killed run gives the same result as an uninterrupted one. A run has not converged if its
-    loss is not finite (it then stops) or never falls below the loss before the first step. Deterministic on a CPU
-    with one thread.
+    At every evaluation the weights, AdamW's moments and the random state are saved to the store `state`, and `watch`
+    measures the model, given the step. The same call resumes from the state, so a killed run gives the same result as
+    an uninterrupted one. A run has not converged if its loss is not finite (it then stops) or never falls below the
+    loss before the first step. Deterministic on a CPU with one thread.
     """
     accelerator = build_accelerator()
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
+    looks = {round(run.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        latest = restore_state(state, model, optimiser) if state is not None else None
-        if latest is None:
+        restored = None if state is None else _restore_state(state, model, optimiser)
+        if restored is None:
             loss = mean_loss(task, model, "validation", scale.batch)
-            latest = RunState(0, [(0, loss)], _copy_weights(model), [watch(0)])
+            restored = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
+        outcome, best = restored
         model, optimiser = accelerator.prepare(model, optimiser)
-        batches = islice(task.training(scale.batch, run.seed), latest.step, None)
-        latest = _descend(accelerator, model, optimiser, batches, run, scale, task, latest, state, watch)
-    model.load_state_dict(latest.best)
-    return latest
+        done, start = outcome.curve[-1][0], time.perf_counter()
+        batches = islice(task.training(scale.batch, run.seed), done, None)
+        for step in range(done + 1, run.steps + 1):
+            for group in optimiser.param_groups:
+                group["lr"] = run.rate * _rate_factor(step, run.steps, scale.warmup)
+            loss, tokens = take_step(accelerator, model, optimiser, next(batches), run)
+            outcome = replace(outcome, tokens=outcome.tokens + tokens)
+            if not math.isfinite(loss):
+                outcome = replace(outcome, problem=f"its loss was not finite at step {step}")
+                break
+            if step not in looks:
+                continue
+            seconds = outcome.seconds + time.perf_counter() - start
+            loss = mean_loss(task, model, "validation", scale.batch)
+            if not math.isfinite(loss):
+                outcome = replace(outcome, problem=f"its validation loss was not finite at step {step}")
+                break
+            watched = [*outcome.watched, watch(step)]
+            if loss < min((known for _, known in outcome.curve[1:]), default=math.inf):
+                best = _copy_weights(model)
+            outcome = replace(outcome, curve=[*outcome.curve, (step, loss)], watched=watched, seconds=seconds)
+            if state is not None:
+                _save_state(state, outcome, best, model, optimiser)
+            start = time.perf_counter()
+    model.load_state_dict(best)
+    (_, first), *later = outcome.curve
+    if not outcome.problem and not min(loss for _, loss in later) < first:
+        outcome = replace(outcome, problem="it never predicts better than before training")
+    return outcome
 
 
 def build_accelerator() -> Accelerator:
@@ -142,44 +162,6 @@ def build_accelerator() -> Accelerator:
             "Training a study requires accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
         ) from None
     return Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-
-
-def _descend(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    batches: Iterator[Examples],
-    run: Run,
-    scale: Scale,
-    task: StudyTask,
-    latest: RunState,
-    state: Store | None,
-    watch: Watcher,
-) -> RunState:
-    """Run the remaining steps from the latest state; return the final state."""
-    looks = {round(run.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
-    start, before = time.perf_counter(), latest.seconds
-    for step in range(latest.step + 1, run.steps + 1):
-        for group in optimiser.param_groups:
-            group["lr"] = run.rate * rate_factor(step, run.steps, scale.warmup)
-        loss, tokens = take_step(accelerator, model, optimiser, next(batches), run)
-        latest = replace(latest, step=step, tokens=latest.tokens + tokens)
-        if not math.isfinite(loss):
-            return replace(latest, problem=f"its loss was not finite at step {step}")
-        if step not in looks:
-            continue
-        seconds = before + time.perf_counter() - start
-        validation = mean_loss(task, model, "validation", scale.batch)
-        if not math.isfinite(validation):
-            return replace(latest, problem=f"its validation loss was not finite at step {step}")
-        latest = latest.with_evaluation(model, validation, watch(step), seconds)
-        if state is not None:
-            save_state(state, latest, model, optimiser)
-        start, before = time.perf_counter(), latest.seconds
-    first, *others = (loss for _, loss in latest.curve)
-    if not min(others) < first:
-        latest = replace(latest, problem="it never predicts better than before training")
-    return latest
 
 
 def take_step(
@@ -201,7 +183,7 @@ def take_step(
     return float(loss.detach()), count_tokens(batch)
 
 
-def rate_factor(step: int, steps: int, warmup: float) -> float:
+def _rate_factor(step: int, steps: int, warmup: float) -> float:
     """Compute the learning rate's factor at a step: linear warm-up, then half a cosine down to LAST."""
     rise = max(1, round(warmup * steps))
     if step <= rise:

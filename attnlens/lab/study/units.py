@@ -7,10 +7,10 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,7 @@ from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.files import make_folder, unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.lab.study.tables import Scale
-from attnlens.lab.study.tasks import Examples, StudyTask, score
+from attnlens.lab.study.tasks import BEGIN, END, PADDING, Examples, StudyTask, score
 from attnlens.lab.study.training import Run, train
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import hooks
@@ -49,12 +49,11 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
     from transformers import PreTrainedTokenizerFast
 
     step_folder = folder / STEP.format(step)
-    pairs = getattr(task, "pairs", None)
     try:
         with quiet():
             model.save_pretrained(step_folder)
-            if pairs is not None:
-                tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs.tokenizer)  # type: ignore[no-untyped-call]
+            if task.pairs is not None:
+                tokenizer = PreTrainedTokenizerFast(tokenizer_object=task.pairs.tokenizer)  # type: ignore[no-untyped-call]
                 tokenizer.save_pretrained(step_folder)
     except (OSError, SafetensorError) as error:
         raise unwritten_folder(step_folder, getattr(error, "strerror", None) or str(error)) from None
@@ -200,26 +199,7 @@ SEARCHED = ("rates", "seeds", "steps", "search_steps")
 """Fields of a scale that determine the set of runs but not a single run."""
 
 
-@dataclass(frozen=True)
-class RunOutcome:
-    """Result of a unit."""
-
-    curve: list[tuple[int, float]]  # (step, validation loss in nats)
-    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; empty if heads were not measured
-    problem: str  # reason for not converging; empty if the run converged
-    scores: dict[str, float]  # scores on the test set; empty if the run was not tested or did not converge
-    parameters: int  # number of parameters of the model
-    kernel_parameters: int  # number of parameters in projections of queries, keys and positions, over all layers
-    tokens: int  # number of training tokens
-    seconds: float  # seconds spent in training steps
-
-    @property
-    def loss(self) -> float:
-        """Smallest validation loss; infinite if the run did not converge."""
-        return math.inf if self.problem else min(loss for _, loss in self.curve)
-
-
-def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
+def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, object]:
     """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(hash_task(task))
     model = build_model(unit, task)
@@ -230,18 +210,16 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, A
             save_step(model, task, _model_folder(store, name), step)
         return {} if batch is None else measure_heads(model, batch)
 
-    result = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
-    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not result.problem else {}
-    finite = all(math.isfinite(value) for value in scores.values())
-    outcome = RunOutcome(
-        result.curve,
-        result.watched if unit.watched else [],
-        result.problem if finite else "its loss on the test set is not finite",
-        scores if finite else {},
-        sum(part.numel() for part in model.parameters()),
-        sum(module.kernel_parameters for module in model.attentions()),
-        result.tokens,
-        result.seconds,
+    outcome = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not outcome.problem else {}
+    if not all(math.isfinite(value) for value in scores.values()):
+        outcome, scores = replace(outcome, problem="its loss on the test set is not finite"), {}
+    outcome = replace(
+        outcome,
+        watched=outcome.watched if unit.watched else [],
+        scores=scores,
+        parameters=sum(part.numel() for part in model.parameters()),
+        kernel_parameters=sum(module.kernel_parameters for module in model.attentions()),
     )
     return asdict(outcome)
 
@@ -260,9 +238,9 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         channels=task.channels,
         classes=task.outputs if task.form == "classification" else 0,
         form=asdict(unit.form),
-        decoder_start_token_id=getattr(task, "begin", None),
-        eos_token_id=getattr(task, "end", None),
-        pad_token_id=getattr(task, "padding", None),
+        decoder_start_token_id=BEGIN if task.form == "translation" else None,
+        eos_token_id=END if task.form == "translation" else None,
+        pad_token_id=PADDING if task.form == "translation" else None,
     )
     return draw_model(task.form, config, unit.run.seed)
 
@@ -270,5 +248,4 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 def hash_task(task: StudyTask) -> str:
     """Hash a task's name and sizes and the hashes of its files; built-in tasks have no files."""
     sizes = task.vocabulary, task.outputs, task.channels, task.length
-    facts: list[Any] = [task.name, sorted(task.files.items()), *sizes]
-    return sha256(json.dumps(facts).encode()).hexdigest()
+    return sha256(json.dumps([task.name, sorted(task.files.items()), *sizes]).encode()).hexdigest()

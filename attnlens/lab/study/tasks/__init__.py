@@ -8,4 +8,4 @@ Outputs: a `StudyTask`, whose `training` and `held_out` give `Examples`. Importe
 from attnlens.lab.study.tasks.classification import load_labelled, series
 from attnlens.lab.study.tasks.language import Reversal, bag_bound, iwslt, language, translation, wikitext
 from attnlens.lab.study.tasks.scores import StudyTask, beam_search, bleu_and_chrf, cross_entropy, mean_loss, score
-from attnlens.lab.study.tasks.task import NOTHING, Examples, TaskForm
+from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Examples, TaskForm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -12,23 +12,19 @@ import torch
 from attnlens.errors import TextError
 from attnlens.lab.study.tasks.task import (
     PARTS,
-    REMEDY,
     BytePairs,
     Examples,
-    Recording,
-    Split,
+    Task,
     blocks,
     byte_pairs,
-    endless,
-    in_order,
     numbers,
     pad,
     read_rows,
-    read_series,
+    read_whole,
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
     from torch import Tensor
 
 
@@ -39,27 +35,21 @@ class Cases:
     rows: Sequence[Tensor]  # ids (tokens,), int64, or a series (steps, channels), float32
     labels: Int[Tensor, " cases"]
 
-    def batch(self, chosen: Sequence[int]) -> Examples:
-        """Build a batch of the chosen cases, padded with zeros."""
-        inputs, mask = pad([self.rows[number] for number in chosen], 0)
-        return Examples(inputs, mask, self.labels[list(chosen)])
-
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class Labelled(Task):
     """Sequences to classify."""
 
     name: str  # name of the data
     classes: tuple[str, ...]  # label of each class number
     cases: Mapping[str, Cases]  # cases of each part
     files: Mapping[str, str]  # SHA-256 of each file by name; empty for built-in data
-    vocabulary: int = 0  # number of ids; 0 for a series
-    channels: int = 0  # numbers per step; 0 for ids
-    pairs: BytePairs | None = None  # encoding of texts, trained on the training part only; None for a series
-    left_out: Mapping[str, int] = field(default_factory=dict)  # number of cases that differ from the file, by reason
+    vocabulary: int = 0
+    channels: int = 0
+    pairs: BytePairs | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
     form: ClassVar[Literal["classification"]] = "classification"
-    metric: ClassVar[str] = "accuracy"
-    higher_is_better: ClassVar[bool] = True
+    metric: ClassVar[Literal["accuracy"]] = "accuracy"
 
     @property
     def outputs(self) -> int:
@@ -69,21 +59,21 @@ class Labelled:
     @property
     def length(self) -> int:
         """Largest number of tokens or steps of a sequence."""
-        return max(len(row) for part in self.cases.values() for row in part.rows)
+        return max(max(self.lengths(part)) for part in self.cases)
 
-    def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield shuffled batches without end; cases of similar length share a batch."""
-        part = self.cases["training"]
-        return endless([len(row) for row in part.rows], size, seed, part.batch)
+    def lengths(self, part: str) -> Sequence[int]:
+        """Return the number of tokens or steps of each case of a part."""
+        return [len(row) for row in self.cases[part].rows]
 
-    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Return the cases of a part in batches, shortest first."""
-        part = self.cases[split]
-        return in_order([len(row) for row in part.rows], size, part.batch)
+    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        """Build a batch of the chosen cases, padded with zeros."""
+        cases = self.cases[part]
+        inputs, mask = pad([cases.rows[number] for number in chosen], 0)
+        return Examples(inputs, mask, cases.labels[list(chosen)])
 
 
 HEADER = ("text", "label")  # columns of a header line
-SHARES = (0.1, 0.1)  # validation and test shares of each class
+SHARE = 0.1  # share of validation cases of each class, and of test cases
 TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated by a tab."
 
 
@@ -136,9 +126,71 @@ def _split_by_class(path: str, texts: list[tuple[str, str]], classes: list[str])
                 f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation.",
                 "Give at least ten texts per label.",
             )
-        for part, chosen in numbers(blocks(len(of_class), stretches=1, shares=SHARES)).items():
+        for part, chosen in numbers(blocks(len(of_class), stretches=1, share=SHARE)).items():
             parts[part] += [of_class[number] for number in chosen]
     return {part: sorted(chosen) for part, chosen in parts.items()}
+
+
+REMEDY = "Give a file in the .ts format of the UEA archive, with class labels and without missing values."
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Cases of one file."""
+
+    name: str  # file name without its folder
+    sha256: str  # of the file's bytes
+    problem: str  # value of `@problemName`, or the file's name
+    classes: tuple[str, ...]  # labels listed by `@classLabel`; empty if it lists none
+    cases: list[Float[Tensor, "steps channels"]]  # one series per case, float64; numbers of steps can differ
+    labels: list[str]  # label of each case
+
+
+def read_series(path: str | Path) -> Recording:
+    """Read the cases of a `.ts` file: channels separated by `:`, numbers by `,`, and the label last.
+
+    Raises TextError if the file cannot be read or has time stamps, no labels or no cases. It is also raised if a case
+    has missing or non-numeric values, channels of unequal length, or another number of channels than other cases.
+    """
+    text, digest = read_whole(path, REMEDY)
+    header: dict[str, str] = {}
+    lines = iter(text.splitlines())
+    for line in lines:
+        word, _, value = line.strip().partition(" ")
+        header[word.lower()] = value.strip()
+        if word.lower() == "@data":
+            break
+    if "@data" not in header:
+        raise TextError(f"{path} lacks a line @data.", REMEDY)
+    if header.get("@timestamps", "").lower() == "true":
+        raise TextError(f"{path} has time stamps, which are not supported.", REMEDY)
+    labelled, *listed = header.get("@classlabel", "").split() or ["true"]
+    if labelled == "false":
+        raise TextError(f"{path} has no class labels.", REMEDY)
+    cases, labels = list["Tensor"](), list[str]()
+    for number, line in enumerate((line for line in lines if line.strip() and not line.startswith("#")), 1):
+        *channels, label = line.split(":")
+        if not channels or not label.strip():
+            raise TextError(f"{path}: case {number} has no class label, or no channel.", REMEDY)
+        try:
+            values = [[float(part.strip().replace("?", "nan")) for part in channel.split(",")] for channel in channels]
+            case = torch.tensor(values, dtype=torch.float64).T
+        except ValueError as error:  # a word, or channels of unequal length
+            raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
+        if not bool(case.isfinite().all()):
+            raise TextError(f"{path}: case {number} has a missing value.", "Remove the case, or fill in the value.")
+        if cases and case.shape[1] != cases[0].shape[1]:
+            raise TextError(
+                f"{path}: case {number} has {case.shape[1]} channels, but the cases before it have "
+                f"{cases[0].shape[1]}.",
+                "Give all cases the same number of channels.",
+            )
+        cases.append(case)
+        labels.append(label.strip())
+    if not cases:
+        raise TextError(f"{path} has no cases below @data.", REMEDY)
+    name = Path(path).name
+    return Recording(name, digest, header.get("@problemname", name), tuple(listed), cases, labels)
 
 
 EVERY = 5  # every fifth case of each class of the training file is used for validation

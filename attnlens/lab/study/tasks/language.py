@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -16,21 +17,16 @@ import torch
 
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.study.tasks.task import (
-    BEGIN,
-    END,
-    PADDING,
     PARTS,
-    SHARES,
+    SHARE,
     SPECIALS,
     STRETCHES,
     BytePairs,
     Examples,
-    Split,
     TabbedLines,
+    Task,
     blocks,
     byte_pairs,
-    endless,
-    in_order,
     numbers,
     pair_sentences,
     read_rows,
@@ -41,7 +37,7 @@ from attnlens.models import texts
 from attnlens.models.texts.sources import quiet
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
     from torch import Tensor
 
     SentencePair: TypeAlias = tuple[Tensor, Tensor]
@@ -50,19 +46,16 @@ if TYPE_CHECKING:
 HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
 """Held-out books of the Bible, without parallels in other books; the gospels, or Kings and Chronicles, overlap."""
 VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
+SplitBy: TypeAlias = Literal["books", "blocks", "the source"]
+"""Unit of the held-out parts."""
 REMEDY = "Give a UTF-8 file with one pair per line: source and target, or id, source and target, separated by tabs."
 
 
-class _Sentences:
-    """What all translation tasks have in common."""
+class _Sentences(Task):
+    """Attributes of all translation tasks."""
 
     form: ClassVar[Literal["translation"]] = "translation"
-    channels: ClassVar[int] = 0
-    metric: ClassVar[str] = "BLEU"
-    higher_is_better: ClassVar[bool] = True
-    padding: ClassVar[int] = PADDING
-    begin: ClassVar[int] = BEGIN
-    end: ClassVar[int] = END
+    metric: ClassVar[Literal["BLEU"]] = "BLEU"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,38 +64,25 @@ class SentencePairs(_Sentences):
 
     name: str  # file name
     length: int  # largest number of tokens of a side, including END
-    pairs: BytePairs  # encoding of both languages, trained on the training part only
+    vocabulary: int  # number of ids, including BEGIN, END and PADDING
+    pairs: BytePairs  # encoding of both languages
     sentences: Mapping[str, Sequence[SentencePair]]  # source and target ids of each part's pairs, without BEGIN and END
     left_out: Mapping[str, int]  # number of pairs per part with a side longer than `length`
-    repeated: int  # number of pairs removed from training because they are also held out
-    split_by: Literal["books", "blocks", "the source"]  # unit of the held-out parts
+    repeated: int
+    split_by: SplitBy
     files: Mapping[str, str]  # SHA-256 of the file by name
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids, including BEGIN, END and PADDING."""
-        return self.pairs.size
-
-    outputs = vocabulary
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
         return self.pairs.text(ids)
 
-    def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield shuffled batches without end; pairs of similar length share a batch."""
-        return endless(self._lengths("training"), size, seed, lambda chosen: self._batch("training", chosen))
-
-    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Return the pairs of a part in batches, shortest first."""
-        return in_order(self._lengths(split), size, lambda chosen: self._batch(split, chosen))
-
-    def _lengths(self, part: str) -> list[int]:
+    def lengths(self, part: str) -> Sequence[int]:
+        """Return the number of tokens of each pair of a part."""
         return [len(source) + len(target) for source, target in self.sentences[part]]
 
-    def _batch(self, part: str, chosen: Sequence[int]) -> Examples:
-        rows = [self.sentences[part][number] for number in chosen]
-        return pair_sentences([source for source, _ in rows], [target for _, target in rows])
+    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        """Build a batch of the chosen pairs of a part."""
+        return pair_sentences([self.sentences[part][number] for number in chosen])
 
 
 def translation(
@@ -119,7 +99,7 @@ def translation(
     by_book = _split_by_book(lines)
     chosen = by_book or numbers(blocks(len(lines.rows)))
     parts = {part: [lines.rows[number][-2:] for number in of_part] for part, of_part in chosen.items()}
-    split_by: Literal["books", "blocks"] = "books" if by_book else "blocks"
+    split_by: SplitBy = "books" if by_book else "blocks"
     return sentence_pairs(lines.name, parts, {lines.name: lines.sha256}, split_by, length, vocabulary, evaluated)
 
 
@@ -127,7 +107,7 @@ def sentence_pairs(
     name: str,
     texts: Mapping[str, Sequence[Sequence[str]]],
     files: Mapping[str, str],
-    split_by: Literal["books", "blocks", "the source"],
+    split_by: SplitBy,
     length: int,
     vocabulary: int,
     evaluated: int | None,
@@ -150,6 +130,7 @@ def sentence_pairs(
     return SentencePairs(
         name=name,
         length=length,
+        vocabulary=code.size,
         pairs=code,
         sentences={
             part: [(as_ids(source), as_ids(target)) for source, target in pairs] for part, pairs in chosen.items()
@@ -196,33 +177,43 @@ class Reversal(_Sentences):
     files: ClassVar[Mapping[str, str]] = {}
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary(self) -> int:  # type: ignore[override]  # depends on `letters`
         """Number of letters, capitals, and special ids (BEGIN, END, PADDING)."""
         return len(SPECIALS) + 2 * self.letters
-
-    outputs = vocabulary
 
     @property
     def length(self) -> int:
         """Largest number of tokens of a side, including END."""
         return self.longest + 1
 
+    @cached_property
+    def sources(self) -> dict[str, list[Int[Tensor, " tokens"]]]:
+        """Sources of the held-out parts, always the same."""
+        seeds = HELD_OUT.items()
+        return {part: self._draw(self.evaluated, torch.Generator().manual_seed(seed)) for part, seed in seeds}
+
     def training(self, size: int, seed: int) -> Iterator[Examples]:
         """Yield batches of new pairs without end."""
         draws = torch.Generator().manual_seed(seed)
         while True:
-            yield self._examples(self.sources(size, draws))
+            yield self._pair(self._draw(size, draws))
 
-    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Return the held-out pairs in batches; every call gives the same pairs."""
-        sources = self._held_out(split)
-        return in_order([*map(len, sources)], size, lambda chosen: self._examples([sources[at] for at in chosen]))
+    def lengths(self, part: str) -> Sequence[int]:
+        """Return the number of letters of each held-out source."""
+        return [len(source) for source in self.sources[part]]
 
-    def sources(self, count: int, draws: torch.Generator) -> list[Int[Tensor, " tokens"]]:
+    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        """Build a batch of the chosen held-out pairs."""
+        return self._pair([self.sources[part][number] for number in chosen])
+
+    def _draw(self, count: int, draws: torch.Generator) -> list[Int[Tensor, " tokens"]]:
         """Draw random sources; letters and numbers of letters are uniform."""
         first = len(SPECIALS)
         sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
         return [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
+
+    def _pair(self, sources: Sequence[Int[Tensor, " tokens"]]) -> Examples:
+        return pair_sentences([(source, self.target(source)) for source in sources])
 
     def target(self, source: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
         """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
@@ -232,12 +223,6 @@ class Reversal(_Sentences):
     def decode(self, ids: Sequence[int]) -> str:
         """Format the letters as numbers separated by spaces."""
         return " ".join(str(number) for number in ids if number >= len(SPECIALS))
-
-    def _held_out(self, split: Split) -> list[Int[Tensor, " tokens"]]:
-        return self.sources(self.evaluated, torch.Generator().manual_seed(HELD_OUT[split]))
-
-    def _examples(self, sources: Sequence[Int[Tensor, " tokens"]]) -> Examples:
-        return pair_sentences(sources, [self.target(source) for source in sources])
 
 
 def bag_bound(sources: Iterable[Sequence[int]]) -> float:
@@ -263,44 +248,27 @@ LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line 
 
 
 @dataclass(frozen=True, eq=False)
-class NextTokens:
+class NextTokens(Task):
     """Windows of a text, for predicting every token except the first of each block."""
 
     name: str  # names of the texts
     length: int  # tokens per window
-    pairs: BytePairs  # encoding, trained on the training part only
+    vocabulary: int
+    pairs: BytePairs
     windows: Mapping[str, Int[Tensor, "windows tokens"]]  # of `length` + 1 tokens: with the one that follows
     files: Mapping[str, str]  # SHA-256 of each text by name; empty for the built-in text
     form: ClassVar[Literal["language"]] = "language"
-    channels: ClassVar[int] = 0
-    metric: ClassVar[str] = "perplexity"
+    metric: ClassVar[Literal["perplexity"]] = "perplexity"
     higher_is_better: ClassVar[bool] = False
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids."""
-        return self.pairs.size
+    def lengths(self, part: str) -> Sequence[int]:
+        """Return the number of tokens of each window of a part, which is `length`."""
+        return [self.length] * len(self.windows[part])
 
-    outputs = vocabulary
-
-    @cached_property
-    def widths(self) -> Float[Tensor, " vocabulary"]:
-        """Number of bytes each id encodes."""
-        return self.pairs.widths
-
-    def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield batches of shuffled windows without end."""
-        rows = self.windows["training"]
-        return endless([self.length] * len(rows), size, seed, lambda numbers: _examples(rows[list(numbers)]))
-
-    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Return the windows of a part in batches."""
-        rows = self.windows[split]
-        return in_order([self.length] * len(rows), size, lambda numbers: _examples(rows[list(numbers)]))
-
-
-def _examples(rows: Int[Tensor, "batch tokens"]) -> Examples:
-    return Examples(rows[:, :-1], None, rows[:, 1:])
+    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        """Build a batch of the chosen windows of a part."""
+        rows = self.windows[part][list(chosen)]
+        return Examples(rows[:, :-1], None, rows[:, 1:])
 
 
 def default_text() -> tuple[str, str]:
@@ -344,19 +312,24 @@ def next_tokens(
     pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
     windows = {}
     for part, part_blocks in parts.items():
-        rows = _cut_windows(pairs, part_blocks, length)
+        cut = [torch.zeros(0, length + 1, dtype=torch.int64)]
+        for block in part_blocks:
+            ids = torch.tensor(list(chain.from_iterable(pairs.ids(block.splitlines(keepends=True)))), dtype=torch.int64)
+            if len(ids) > length:  # windows of `length` + 1 tokens overlap by one; the remainder is left out
+                cut.append(ids.unfold(0, length + 1, length))
+        rows = torch.cat(cut)
         if not len(rows):
             raise TextError(
                 f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
                 "Give a longer text.",
             )
         windows[part] = rows if part == "training" else rows[space_evenly(len(rows), evaluated)]
-    return NextTokens(name, length, pairs, windows, files)
+    return NextTokens(name, length, pairs.size, pairs, windows, files)
 
 
 def split_text(text: str) -> dict[str, list[str]]:
     """Split the text into blocks per part, cut at ends of lines if lines are short; the blocks cover the text."""
-    held_out_blocks = int(min(SHARES) * len(text) / BLOCK_CHARACTERS)
+    held_out_blocks = int(SHARE * len(text) / BLOCK_CHARACTERS)
     parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
     return {
         part: [text[_cut(text, block.start) : _cut(text, block.stop)] for block in each] for part, each in parts.items()
@@ -369,17 +342,6 @@ def _cut(text: str, near: int) -> int:
         return near
     end = text.find("\n", near - 1, near + LINE_CHARACTERS)
     return near if end == -1 else end + 1
-
-
-def _cut_windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor, "windows tokens"]:
-    """Cut windows of `length` + 1 tokens that overlap by one; the remainder of a block is left out."""
-    rows = []
-    for block in parts:
-        lines = pairs.ids(block.splitlines(keepends=True))
-        ids = torch.tensor([number for line in lines for number in line], dtype=torch.int64)
-        if len(ids) > length:
-            rows.append(ids.unfold(0, length + 1, length))
-    return torch.cat(rows) if rows else torch.zeros(0, length + 1, dtype=torch.int64)
 
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from attnlens.errors import UsageError
 from attnlens.lab.study.tasks.classification import Labelled
 from attnlens.lab.study.tasks.language import NextTokens, Reversal, SentencePairs
-from attnlens.lab.study.tasks.task import NOTHING, Examples, Split
+from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Split
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
     from attnlens.models.kernel_transformers import EncoderDecoder
 
-TranslationTask: TypeAlias = SentencePairs | Reversal
-"""Sentence-to-sentence task: ids `begin` and `end` delimit a sentence, `padding` pads it, `written` decodes it."""
-StudyTask: TypeAlias = NextTokens | Labelled | TranslationTask
+StudyTask: TypeAlias = NextTokens | Labelled | SentencePairs | Reversal
 """Examples for training (`training`, a function of the seed only) and for evaluation (`held_out`).
 
 `form` is the kind of task; `metric` is the key of `score`'s result by which models are compared. Input ids are below
@@ -42,37 +40,44 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
     if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
-    with _evaluation_mode(model) as device:
-        batches = [batch.to(device) for batch in task.held_out(split, size)]
-        total, targets, right = 0.0, 0, 0
-        for batch in batches:
-            logits = _logits(model, batch)
-            total += float(cross_entropy(logits, batch.targets))
-            targets += int((batch.targets != NOTHING).sum())
-            right += int((logits.argmax(-1) == batch.targets).sum())
-        loss = total / targets
+    with _evaluation_mode(model):
+        total, targets, right = _add_losses(task, model, split, size)
+        loss, batches = total / targets, task.held_out(split, size)
         if task.form == "classification":
             return {"loss": loss, "accuracy": right / targets}
         if task.form == "language":
-            bytes_of_ids = task.widths
-            width = sum(float(bytes_of_ids[batch.targets[batch.targets != NOTHING].cpu()].sum()) for batch in batches)
+            widths = task.pairs.widths
+            width = sum(float(widths[batch.targets[batch.targets != NOTHING]].sum()) for batch in batches)
             # exp overflows float64 above 709; the product keeps NaN
             perplexity = math.exp(loss) if loss < 700 else loss * math.inf
             return {"loss": loss, "perplexity": perplexity, "bits_per_byte": total / math.log(2) / width}
         if not math.isfinite(loss):  # beam search needs finite probabilities
             return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
-        return {"loss": loss} | bleu_and_chrf(_translate(task, model, batches))
+        pairs = []
+        for batch in (batch.to(_device(model)) for batch in batches):
+            translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, most=task.length)
+            for written, target in zip(translations, batch.targets.tolist(), strict=True):
+                reference = [number for number in target if number not in (NOTHING, END)]
+                pairs.append((task.decode(written), task.decode(reference)))
+        return {"loss": loss} | bleu_and_chrf(pairs)
 
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
     """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
-    total, targets = 0.0, 0
-    with _evaluation_mode(model) as device:
-        for batch in task.held_out(split, size):
-            examples = batch.to(device)
-            total += float(cross_entropy(_logits(model, examples), examples.targets))
-            targets += int((examples.targets != NOTHING).sum())
+    with _evaluation_mode(model):
+        total, targets, _ = _add_losses(task, model, split, size)
     return total / targets
+
+
+def _add_losses(task: StudyTask, model: nn.Module, split: Split, size: int) -> tuple[float, int, int]:
+    """Return the sum of all losses in nats, the number of targets, and the number of correct predictions."""
+    total, targets, right = 0.0, 0, 0
+    for batch in (batch.to(_device(model)) for batch in task.held_out(split, size)):
+        logits = model(inputs=batch.inputs, mask=batch.mask, decoder_inputs=batch.decoder_inputs)
+        total += float(cross_entropy(logits, batch.targets))
+        targets += int((batch.targets != NOTHING).sum())
+        right += int((logits.argmax(-1) == batch.targets).sum())
+    return total, targets, right
 
 
 def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
@@ -100,29 +105,19 @@ def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, 
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[torch.device]:
-    """Put the model in evaluation mode without gradients inside the context; yield its device."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode without gradients inside the context."""
     trained = model.training
     model.eval()
     try:
         with torch.no_grad():
-            yield next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            yield
     finally:
         model.train(trained)
 
 
-def _logits(model: nn.Module, batch: Examples) -> Tensor:
-    return cast("Tensor", model(inputs=batch.inputs, mask=batch.mask, decoder_inputs=batch.decoder_inputs))
-
-
-def _translate(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
-    pairs = []
-    for batch in batches:
-        translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, task, most=task.length)
-        for written, target in zip(translations, batch.targets.tolist(), strict=True):
-            reference = [number for number in target if number not in (NOTHING, task.end)]
-            pairs.append((task.decode(written), task.decode(reference)))
-    return pairs
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 class _Generator(PreTrainedModel, GenerationMixin):
@@ -137,7 +132,7 @@ class _Generator(PreTrainedModel, GenerationMixin):
         return self._device  # the model need not have parameters from which to infer it
 
     def forward(
-        self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: Any
+        self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: object
     ) -> Seq2SeqLMOutput:
         mask = None if bool(attention_mask.all()) else attention_mask.bool()
         return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], mask))
@@ -145,7 +140,7 @@ class _Generator(PreTrainedModel, GenerationMixin):
 
 @torch.no_grad()
 def beam_search(
-    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, task: TranslationTask, *, most: int, width: int = WIDTH
+    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = WIDTH
 ) -> list[list[int]]:
     """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
 
@@ -156,7 +151,7 @@ def beam_search(
     def bar(written: Tensor, scores: Tensor) -> Tensor:
         places = torch.arange(scores.shape[1], device=scores.device)
         last = written.shape[1] == most
-        barred = places != task.end if last else (places == task.begin) | (places == task.padding)
+        barred = places != END if last else (places == BEGIN) | (places == PADDING)
         return scores.masked_fill(barred, -torch.inf)
 
     config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -164,16 +159,15 @@ def beam_search(
         num_beams=width,
         early_stopping=True,
         use_cache=False,
-        decoder_start_token_id=task.begin,
-        eos_token_id=task.end,
-        pad_token_id=task.padding,
+        decoder_start_token_id=BEGIN,
+        eos_token_id=END,
+        pad_token_id=PADDING,
     )
-    generator: Any = _Generator(model, inputs.device)
+    generator: Any = _Generator(model, inputs.device)  # `generate` expects a Protocol that GenerationMixin lacks
     rows: Tensor = generator.generate(
         encoder_outputs=BaseModelOutput(model.encode(inputs, mask)),
         attention_mask=torch.ones_like(inputs) if mask is None else mask,
         logits_processor=LogitsProcessorList([bar]),
         generation_config=config,
     )
-    special = (task.begin, task.end, task.padding)
-    return [[number for number in row if number not in special] for row in rows.tolist()]
+    return [[number for number in row if number not in (BEGIN, END, PADDING)] for row in rows.tolist()]

@@ -7,10 +7,11 @@ import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,21 +36,17 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
     content = read_bytes(location, TextError, remedy, most=LARGEST_CONTENT)
     digest = sha256(content).hexdigest()
     if location.suffix == ".gz":
-        content = _gunzip(content, str(path), remedy)
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                content = read_stream(cast(BinaryIO, file), str(path), TextError, remedy, most=LARGEST_CONTENT)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TextError(f"{path} can't be unpacked: {error}.", remedy) from None
     if b"\0" in content:
         raise TextError(f"{path} is a binary file, not a text.", remedy)
     try:
         return content.decode("utf-8-sig"), digest
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8: the byte at {error.start} can't be decoded.", remedy) from None
-
-
-def _gunzip(content: bytes, path: str, remedy: str) -> bytes:
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            return read_stream(cast(BinaryIO, file), path, TextError, remedy, most=LARGEST_CONTENT)
-    except (OSError, EOFError, zlib.error) as error:
-        raise TextError(f"{path} can't be unpacked: {error}.", remedy) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,68 +77,6 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Tabbed
         count = f"{len(bad)} lines (numbers {first})" if len(bad) > 1 else f"line {first}"
         raise TextError(f"{path}: {count}: expected {width} non-empty columns separated by tabs.", remedy)
     return TabbedLines(Path(path).name, digest, rows)
-
-
-REMEDY = "Give a file in the .ts format of the UEA archive, with class labels and without missing values."
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """Cases of one file."""
-
-    name: str  # file name without its folder
-    sha256: str  # of the file's bytes
-    problem: str  # value of `@problemName`, or the file's name
-    classes: tuple[str, ...]  # labels listed by `@classLabel`; empty if it lists none
-    cases: list[Float[Tensor, "steps channels"]]  # one series per case, float64; numbers of steps can differ
-    labels: list[str]  # label of each case
-
-
-def read_series(path: str | Path) -> Recording:
-    """Read the cases of a `.ts` file: channels separated by `:`, numbers by `,`, and the label last.
-
-    Raises TextError if the file cannot be read or has time stamps, no labels or no cases. It is also raised if a case
-    has missing or non-numeric values, channels of unequal length, or another number of channels than other cases.
-    """
-    text, digest = read_whole(path, REMEDY)
-    header: dict[str, str] = {}
-    lines = iter(text.splitlines())
-    for line in lines:
-        word, _, value = line.strip().partition(" ")
-        header[word.lower()] = value.strip()
-        if word.lower() == "@data":
-            break
-    if "@data" not in header:
-        raise TextError(f"{path} lacks a line @data.", REMEDY)
-    if header.get("@timestamps", "").lower() == "true":
-        raise TextError(f"{path} has time stamps, which are not supported.", REMEDY)
-    labelled, *listed = header.get("@classlabel", "").split() or ["true"]
-    if labelled == "false":
-        raise TextError(f"{path} has no class labels.", REMEDY)
-    cases, labels = list["Tensor"](), list[str]()
-    for number, line in enumerate((line for line in lines if line.strip() and not line.startswith("#")), 1):
-        *channels, label = line.split(":")
-        if not channels or not label.strip():
-            raise TextError(f"{path}: case {number} has no class label, or no channel.", REMEDY)
-        try:
-            values = [[float(part.strip().replace("?", "nan")) for part in channel.split(",")] for channel in channels]
-            case = torch.tensor(values, dtype=torch.float64).T
-        except ValueError as error:  # a word, or channels of unequal length
-            raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
-        if not bool(case.isfinite().all()):
-            raise TextError(f"{path}: case {number} has a missing value.", "Remove the case, or fill in the value.")
-        if cases and case.shape[1] != cases[0].shape[1]:
-            raise TextError(
-                f"{path}: case {number} has {case.shape[1]} channels, but the cases before it have "
-                f"{cases[0].shape[1]}.",
-                "Give all cases the same number of channels.",
-            )
-        cases.append(case)
-        labels.append(label.strip())
-    if not cases:
-        raise TextError(f"{path} has no cases below @data.", REMEDY)
-    name = Path(path).name
-    return Recording(name, digest, header.get("@problemname", name), tuple(listed), cases, labels)
 
 
 TaskForm: TypeAlias = Literal["language", "translation", "classification"]
@@ -178,12 +113,12 @@ class Examples:
 
 STRETCHES = 10
 """Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
-SHARES = (0.05, 0.05)
-"""Shares of validation and test examples."""
+SHARE = 0.05
+"""Share of validation examples, and of test examples."""
 PARTS = ("training", "validation", "test")
 
 
-def blocks(count: int, *, stretches: int = STRETCHES, shares: Sequence[float] = SHARES) -> dict[str, list[range]]:
+def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
     """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
 
     Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn
@@ -193,9 +128,9 @@ def blocks(count: int, *, stretches: int = STRETCHES, shares: Sequence[float] = 
     parts: dict[str, list[range]] = {part: [] for part in PARTS}
     for number in range(stretches):
         start, stop = number * count // stretches, (number + 1) * count // stretches
-        test = max(start, stop - max(1, round((stop - start) * shares[1])))
-        validation = max(start, test - max(1, round((stop - start) * shares[0])))
-        edges = start, validation, test, stop
+        size = max(1, round((stop - start) * share))
+        test = max(start, stop - size)
+        edges = start, max(start, test - size), test, stop
         for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
             parts[part] += [range(first, last)] if first < last else []
     return parts
@@ -231,18 +166,47 @@ def endless(
                 yield batch(parts[number])
 
 
-def in_order(lengths: Sequence[int], size: int, batch: Callable[[Sequence[int]], Examples]) -> list[Examples]:
-    """Batch all examples once, shortest first, in batches of `size`; the last batch can be smaller."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    return [batch(order[start : start + size]) for start in range(0, len(order), size)]
-
-
 def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"] | None]:
     """Pad the rows on the right with `value` into one tensor; return it with its `Examples.mask`."""
     sizes = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(sizes.max())) < sizes[:, None]
     batch = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     return batch, None if bool(mask.all()) else mask
+
+
+class Task:
+    """Batches of a task: a subclass gives the length of each example of a part, and builds batches of them."""
+
+    metric: ClassVar[Literal["perplexity", "BLEU", "accuracy"]]  # key of `score` by which models are compared
+    higher_is_better: ClassVar[bool] = True
+    vocabulary: int  # number of ids; 0 for a series
+    channels: int = 0  # numbers per step of a series; 0 for ids
+    pairs: BytePairs | None = None  # encoding of texts, trained on the training part only; None without one
+    left_out: Mapping[str, int] = {}  # number of examples that differ from the file, by part or reason
+    repeated: int = 0  # number of examples removed from training because they are also held out
+
+    @property
+    def outputs(self) -> int:
+        """Number of ids or classes to choose from."""
+        return self.vocabulary
+
+    def training(self, size: int, seed: int) -> Iterator[Examples]:
+        """Yield shuffled batches without end; examples of similar length share a batch."""
+        return endless(self.lengths("training"), size, seed, partial(self.batch, "training"))
+
+    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
+        """Return the examples of a part once, shortest first, in batches of `size`; the last batch can be smaller."""
+        lengths = self.lengths(split)
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
+
+    def lengths(self, part: str) -> Sequence[int]:
+        """Return the number of tokens or steps of each example of a part."""
+        raise NotImplementedError
+
+    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        """Build a batch of the chosen examples of a part."""
+        raise NotImplementedError
 
 
 def space_evenly(count: int, most: int | None) -> list[int]:
@@ -258,12 +222,12 @@ SPECIALS = ("<pad>", "<s>", "</s>")
 """Names of PADDING, BEGIN and END."""
 
 
-def pair_sentences(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Examples:
+def pair_sentences(pairs: Sequence[tuple[Tensor, Tensor]]) -> Examples:
     """Build a batch: encoder input source + END, decoder input BEGIN + target, decoder output target + END."""
     end, begin = torch.tensor([END]), torch.tensor([BEGIN])
-    inputs, mask = pad([torch.cat((source, end)) for source in sources], PADDING)
-    decoder_inputs, _ = pad([torch.cat((begin, target)) for target in targets], PADDING)
-    outputs, _ = pad([torch.cat((target, end)) for target in targets], NOTHING)
+    inputs, mask = pad([torch.cat((source, end)) for source, _ in pairs], PADDING)
+    decoder_inputs, _ = pad([torch.cat((begin, target)) for _, target in pairs], PADDING)
+    outputs, _ = pad([torch.cat((target, end)) for _, target in pairs], NOTHING)
     return Examples(inputs, mask, outputs, decoder_inputs)
 
 
