@@ -29,7 +29,7 @@ from attnlens.cli import leave, show
 from attnlens.cli.entry import exit_code
 from attnlens.cli.outputs import NO_MODEL, failure
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
-from attnlens.models.loading.hub import Hub, reachable
+from attnlens.models.loading.locate import Hub, reachable
 from attnlens.records import Report
 
 HUGE = 10**5000

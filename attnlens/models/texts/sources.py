@@ -14,8 +14,7 @@ from typing import Any
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
-from attnlens.models.loading.hub import reachable
-from attnlens.models.loading.locate import DEMO
+from attnlens.models.loading.locate import DEMO, reachable
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
