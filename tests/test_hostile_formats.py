@@ -21,9 +21,9 @@ from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, TextError, UsageError
 from attnlens.models import loading
+from attnlens.models.loading.building import tensors_in
 from attnlens.models.loading.gguf import read_header
 from attnlens.models.loading.locate import find
-from attnlens.models.loading.stored import tensors_in
 from attnlens.models.texts import read_each
 from attnlens.records import read_plan, read_report
 

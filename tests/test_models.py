@@ -521,7 +521,7 @@ def test_offline_asks_nobody(hub: list[str]) -> None:
 
 
 def test_proxy_is_what_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnlens.models.loading.hub import reachable
+    from attnlens.models.loading.locate import reachable
 
     knocked: list[object] = []
 

@@ -175,7 +175,7 @@ class Inputs:
                 read_plan(plan)
             inputs.places[os.path.realpath(plan)] = "which --ranks reads"
         if models:
-            from attnlens.models.loading.hub import check_endpoint
+            from attnlens.models.loading.locate import check_endpoint
 
             check_endpoint()
         for name in models:

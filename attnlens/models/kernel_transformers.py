@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import ModelOutput
 
 from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.errors import ModelError
@@ -118,7 +119,7 @@ class AsymmetricProduct(nn.Module):
         self.relative = _projection(d_model)
 
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
-        """Compute one product per query and distance, and gather log k_f for every query and key; `scale` is s."""
+        """Compute log k_f for every query and key from one product per query and distance; `scale` is s."""
         queries = query.shape[2]
         places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
         projected = self.relative(sinusoids(places, self.relative.in_features))
@@ -187,12 +188,9 @@ class KernelAttention(nn.Module):
         if self.primal is not None:
             attended = self.primal(queries, keys, causal=self.causal, real=None if mask is None else mask[:, None])
         else:
-            assert self.value is not None  # noqa: S101
-            attended = self._attend(
-                queries, keys, self._split(self.value(value)), mask, cross=key_value_states is not None
-            )
-        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
-        return output
+            values = self._split(cast("nn.Linear", self.value)(value))
+            attended = self._attend(queries, keys, values, mask, cross=key_value_states is not None)
+        return cast("Tensor", self.output(attended.transpose(1, 2).flatten(2)))
 
     @property
     def kernel_parameters(self) -> int:
@@ -221,8 +219,7 @@ class KernelAttention(nn.Module):
         return output.transpose(1, 2)
 
     def _split(self, projected: States) -> Split:
-        split: Tensor = projected.unflatten(2, (self.heads, -1))  # type: ignore[no-untyped-call]
-        return split.transpose(1, 2)
+        return projected.reshape(*projected.shape[:2], self.heads, -1).transpose(1, 2)
 
 
 def _projection(d_model: int) -> nn.Linear:
@@ -312,9 +309,8 @@ class LanguageModel(nn.Module):
         self.words = Embeddings(config.vocab_size, config.hidden_size)
         self.decoder = Stack(config, form, "decoder")
 
-    def forward(self, inputs: Tensor, mask: Unpadded = None, decoder_inputs: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Unpadded = None, _decoder_inputs: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) to logits (batch, tokens, vocabulary)."""
-        del decoder_inputs
         return self.words.logits(self.decoder(self.words(inputs), mask))
 
 
@@ -335,9 +331,8 @@ class EncoderDecoder(nn.Module):
         """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` masks padding of the memory."""
         return self.words.logits(self.decoder(self.words(decoder_inputs), None, memory, mask))
 
-    def forward(self, inputs: Tensor, mask: Unpadded = None, decoder_inputs: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Unpadded, decoder_inputs: Tensor) -> Tensor:
         """Map source ids and target ids to logits; targets are padded on the right, which causality hides."""
-        assert decoder_inputs is not None  # noqa: S101  # a translation has a target
         return self.decode(decoder_inputs, self.encode(inputs, mask), mask)
 
 
@@ -352,19 +347,14 @@ class Classifier(nn.Module):
         self.encoder = Stack(config, form, "encoder")
         self.classes = nn.Linear(d_model, config.classes)
 
-    def forward(self, inputs: Tensor, mask: Unpadded = None, decoder_inputs: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Unpadded = None, _decoder_inputs: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) or a series (batch, steps, channels) to logits (batch, classes)."""
-        del decoder_inputs
-        embed = self.words or self.channels
-        assert embed is not None  # noqa: S101  # one of the two
-        features = self.encoder(embed(inputs), mask)
+        embed = cast("nn.Module", self.words or self.channels)
+        features: Tensor = self.encoder(embed(inputs), mask)
         if mask is None:
             return cast("Tensor", self.classes(features.mean(1)))
         share = mask[..., None].to(features.dtype)
         return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
-
-
-REMEDY = "Restore the config.json that attnlens reproduce wrote."
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
@@ -383,7 +373,7 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
         dropout: float = 0.0,
         channels: int = 0,
         classes: int = 2,
-        form: dict[str, Any] | None = None,
+        form: dict[str, object] | None = None,
         **more: Any,
     ) -> None:
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
@@ -401,9 +391,8 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, ("form", *first["loc"])))
-            raise ModelError(
-                f"The model's config.json has invalid attention settings in {where}: {first['msg']}.", REMEDY
-            ) from None
+            problem = f"The model's config.json has invalid attention settings in {where}: {first['msg']}."
+            raise ModelError(problem, "Restore the config.json that attnlens reproduce wrote.") from None
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -411,11 +400,31 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     config_class = KernelTransformerConfig
     stacks: ClassVar[type[nn.Module]]  # class of the module that computes the logits
+    output: ClassVar[type[ModelOutput]]  # class of the result
 
     def __init__(self, config: KernelTransformerConfig) -> None:
         super().__init__(config)
         self.core = self.stacks(config, config.attention_form)
         self.post_init()  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_more: object,
+    ) -> ModelOutput:
+        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels` compute the loss.
+
+        The labels of a causal language model are its ids, which are shifted here; labels of −100 are ignored.
+        """
+        mask = None if attention_mask is None or bool((attention_mask != 0).all()) else attention_mask != 0
+        logits: Tensor = self.core(input_ids, mask, decoder_input_ids)
+        if labels is None:
+            return self.output(loss=None, logits=logits)
+        predicted, labels = (logits[:, :-1], labels[:, 1:]) if self.stacks is LanguageModel else (logits, labels)
+        return self.output(loss=functional.cross_entropy(predicted.flatten(0, -2), labels.flatten()), logits=logits)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -433,45 +442,19 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]
     """Causal language model."""
 
-    stacks = LanguageModel
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
-    ) -> CausalLMOutput:
-        """Map ids (batch, tokens) to logits; with `labels`, which are shifted here, also compute the loss."""
-        logits = self.core(input_ids, _padding_mask(attention_mask))
-        return CausalLMOutput(None if labels is None else _loss(logits[:, :-1], labels[:, 1:]), logits)
+    stacks, output = LanguageModel, CausalLMOutput
 
 
 class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyped-call]
     """Sequence-to-sequence model, e.g. for translation."""
 
-    stacks = EncoderDecoder
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        **_more: Any,
-    ) -> Seq2SeqLMOutput:
-        """Map source ids and decoder ids to logits of the next tokens; with `labels`, also compute the loss."""
-        logits = self.core(input_ids, _padding_mask(attention_mask), decoder_input_ids)
-        return Seq2SeqLMOutput(None if labels is None else _loss(logits, labels), logits)
+    stacks, output = EncoderDecoder, Seq2SeqLMOutput
 
 
 class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ignore[no-untyped-call]
     """Sequence classifier."""
 
-    stacks = Classifier
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
-    ) -> SequenceClassifierOutput:
-        """Map ids (batch, tokens) or a series (batch, steps, channels) to logits; with `labels`, compute the loss."""
-        logits = self.core(input_ids, _padding_mask(attention_mask))
-        return SequenceClassifierOutput(None if labels is None else _loss(logits, labels), logits)
+    stacks, output = Classifier, SequenceClassifierOutput
 
 
 MODELS: dict[str, type[KernelTransformer]] = {
@@ -480,6 +463,11 @@ MODELS: dict[str, type[KernelTransformer]] = {
     "classification": KernelTransformerForSequenceClassification,
 }
 """Model class of each kind of task."""
+_AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification)
+
+AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
+for _auto, _class in zip(_AUTO_CLASSES, MODELS.values(), strict=True):
+    _auto.register(KernelTransformerConfig, _class, exist_ok=True)
 
 
 def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
@@ -488,21 +476,3 @@ def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelT
         torch.manual_seed(seed)
         config.is_encoder_decoder = task == "translation"
         return MODELS[task](config)
-
-
-def _padding_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the mask of tokens that are not padding; None if no token is padding."""
-    return None if mask is None or bool((mask != 0).all()) else mask != 0
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())  # ignores targets of −100
-
-
-AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
-for _auto, _class in (
-    (AutoModelForCausalLM, KernelTransformerForCausalLM),
-    (AutoModelForSeq2SeqLM, KernelTransformerForSeq2SeqLM),
-    (AutoModelForSequenceClassification, KernelTransformerForSequenceClassification),
-):
-    _auto.register(KernelTransformerConfig, _class, exist_ok=True)

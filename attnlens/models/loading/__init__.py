@@ -22,11 +22,18 @@ from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
 from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge_adapter
-from attnlens.models.loading.building import build_model, check_files, load_config, no_kernels, open_gguf, quiet
+from attnlens.models.loading.building import (
+    build_model,
+    check_files,
+    load_config,
+    no_kernels,
+    nonfinite_tensors,
+    open_gguf,
+    quiet,
+)
 from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, method_of
 from attnlens.models.loading.gguf import GgufFiles, read_once
-from attnlens.models.loading.hub import first_line
-from attnlens.models.loading.locate import Location, find, names_in
+from attnlens.models.loading.locate import Location, find, first_line, names_in
 from attnlens.models.loading.placement import (
     check_device_map,
     device_of,
@@ -36,7 +43,6 @@ from attnlens.models.loading.placement import (
     refuse_too_large,
     spread_over_devices,
 )
-from attnlens.models.loading.stored import nonfinite_tensors
 from attnlens.records import File, ModelInfo
 from attnlens.requests import Loading
 
@@ -44,8 +50,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from attnlens.models.loading.building import LoadingInfo
     from attnlens.models.loading.deferred import DeferredWeights
-    from attnlens.models.loading.stored import LoadingInfo
 
 SWAPPED = "attnlens.json"
 """Name of the file that marks a folder whose model was saved with another kernel."""

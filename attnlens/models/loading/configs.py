@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.hub import first_line
-from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Location
+from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Location, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -41,13 +41,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from attnlens.errors import ModelError
 from attnlens.files import shorten_text
-from attnlens.models.loading.building import open_gguf, quiet
+from attnlens.models.loading.building import Stored, open_gguf, quiet, safetensors_header
 from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
-from attnlens.models.loading.hub import first_line
-from attnlens.models.loading.locate import Location, WatchedFile
+from attnlens.models.loading.locate import Location, WatchedFile, first_line
 from attnlens.models.loading.placement import give_back
 from attnlens.models.loading.quantised import coded_weights
-from attnlens.models.loading.stored import Stored, safetensors_header
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:

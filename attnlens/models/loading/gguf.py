@@ -24,8 +24,7 @@ import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.hub import first_line
-from attnlens.models.loading.locate import WatchedFile
+from attnlens.models.loading.locate import WatchedFile, first_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

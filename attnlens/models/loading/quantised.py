@@ -20,9 +20,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
+from attnlens.models.loading.building import Stored
 from attnlens.models.loading.configs import SAY_UNQUANTISED, method_of, settings_of
 from attnlens.models.loading.locate import CONFIG, Location
-from attnlens.models.loading.stored import Stored
 
 Parts = Mapping[str, Tensor]
 """The tensors of a weight, keyed by the suffix of their names; "" is the key of the codes."""
@@ -118,8 +118,8 @@ def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
     codes, zero = parts[""], parts.get("_zero_point")
     if codes.dtype not in (*FLOAT8, torch.int8) or "_g_idx" in parts:
         raise CodesError(f"its codes are {codes.dtype}")
-    groups = {json.dumps(group, sort_keys=True): group for group in _weight_groups(settings)}
-    group = next(iter(groups.values())) if len(groups) == 1 else {}
+    groups = _weight_groups(settings)
+    group = groups[0] if len(groups) == 1 else {}
     if codes.dtype == torch.int8 and group.get("num_bits", 8) != 8:
         raise CodesError(f"its codes are int8, but num_bits is {group['num_bits']}")
     _check_symmetry(zero, group)
@@ -163,12 +163,13 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
     return grid
 
 
-def _weight_groups(settings: Settings) -> list[dict[str, Any]]:
-    """Return the `weights` settings of each group in the config of compressed-tensors."""
+def _weight_groups(settings: Settings) -> list[Settings]:
+    """Return the `weights` settings of each distinct group in the config of compressed-tensors."""
     groups = settings.get("config_groups")
     values = groups.values() if isinstance(groups, dict) else ()
-    settings_by_group = [group.get("weights") for group in values if isinstance(group, dict)]
-    return [weights for weights in settings_by_group if isinstance(weights, dict)]
+    weights = [group.get("weights") for group in values if isinstance(group, dict)]
+    distinct = {json.dumps(each, sort_keys=True): each for each in weights if isinstance(each, dict)}
+    return list(distinct.values())
 
 
 # --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
@@ -197,8 +198,7 @@ def decode_packed(parts: Parts, settings: Settings) -> Tensor:
 
 def gptq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored minus 1, except in gptq_v2."""
-    words, zero_words, scale = _matrices(parts)
-    bits = _bits(zero_words, scale)
+    words, zero_words, scale, bits = _matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
     if settings.get("bits", bits) != bits:
@@ -208,16 +208,15 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
     form = settings.get("checkpoint_format") or "gptq"
     if form != "gptq_v2":
         zeros = (zeros + 1) & (2**bits - 1)
-    if settings.get("sym") is True and bool((zeros != 2 ** (bits - 1)).any()):
-        raise CodesError(
-            f"sym is true, which implies zeros of {2 ** (bits - 1)}, but in the format {form} its zeros differ"
-        )
+    middle = 2 ** (bits - 1)
+    if settings.get("sym") is True and bool((zeros != middle).any()):
+        raise CodesError(f"sym is true, which implies zeros of {middle}, but in the format {form} its zeros differ")
     return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
-    *words, scale = _matrices(parts)
+    *words, scale, _ = _matrices(parts)
     codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
     if settings.get("zero_point") is False and bool((zeros != 8).any()):
         raise CodesError("zero_point is false, which implies zeros of 8, but its zeros differ")
@@ -246,23 +245,21 @@ def _decode_transposed(
     return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
 
 
-def _matrices(parts: Mapping[str, Shaped]) -> tuple[Shaped, Shaped, Shaped]:
-    """Return codes, zeros and scales of GPTQ or AWQ. Raises CodesError if one is missing or malformed."""
+def _matrices(parts: Mapping[str, Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
+    """Return codes, zeros, scales and the bits per code of GPTQ or AWQ; a group has as many packed zeros as scales.
+
+    Raises CodesError if one is missing or malformed.
+    """
     suffixes = ("", ".qzeros", ".scales")
     if any(suffix not in parts or len(parts[suffix].shape) != 2 for suffix in suffixes):
         raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are not matrices")
     codes, zeros, scales = (parts[suffix] for suffix in suffixes)
     if isinstance(codes, Tensor) and codes.dtype != torch.int32:
         raise CodesError("its codes are not 32-bit words")
-    return codes, zeros, scales
-
-
-def _bits(zero_words: Shaped, scales: Shaped) -> int:
-    """Return the bits per code: a group has as many packed zeros as scales. Raises CodesError if not 2, 4 or 8."""
-    bits = 32 * zero_words.shape[1] / max(scales.shape[1], 1)
+    bits = 32 * zeros.shape[1] / max(scales.shape[1], 1)
     if bits not in (2, 4, 8):
         raise CodesError(f"its codes have {bits:g} bits, not 2, 4 or 8")
-    return int(bits)
+    return codes, zeros, scales, int(bits)
 
 
 def _unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -278,18 +275,10 @@ def _unpack_words(words: Tensor, bits: int) -> Tensor:
 def decode_mxfp4(parts: Parts, _settings: Settings) -> Tensor:
     """Compute FP4[code] · 2^(scale − 127) by transformers, for two codes per byte and one scale per block (mxfp4)."""
     codes, scales = parts[""], parts["_scales"]
-    _check_blocks(parts)
     if (codes.dtype, scales.dtype) != (torch.uint8, torch.uint8):
         raise CodesError("its codes and scales are not bytes")
     weight: Tensor = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
     return weight
-
-
-def _check_blocks(parts: Mapping[str, Shaped]) -> None:
-    """Raise CodesError unless each of mxfp4's blocks has one scale."""
-    shape = parts[""].shape
-    if len(shape) != 4 or shape[:3] != parts["_scales"].shape:
-        raise CodesError("its blocks and scales don't match")
 
 
 def four_bits(parts: Parts, settings: Settings) -> Tensor:
@@ -300,14 +289,12 @@ def four_bits(parts: Parts, settings: Settings) -> Tensor:
     kind = settings.get("bnb_4bit_quant_type")
     if kind and f"{QUANT_STATE}{kind}" not in parts:
         raise CodesError(f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {format_value(kind)}")
-    shape, side = state.get("shape") or [], state.get("blocksize")
-    codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map")
-    counts = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
-    if not counts or not isinstance(side, int) or side < 1 or not 0 <= 2 * len(codes) - prod(shape) <= 1:
+    shape, side = state["shape"], state.get("blocksize")  # read_shape has checked the shape
+    codes, values, count = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map"), prod(shape)
+    if not 0 <= 2 * len(codes) - count <= 1:
         raise CodesError("its codes don't have the declared shape")
     if values is None or values.shape != (16,):
         raise CodesError("it has no table of sixteen values")
-    count = prod(shape)
     mapped = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
     return (mapped * _by_block(_largest(parts, state), side, count)).reshape(*shape)
 
@@ -327,22 +314,19 @@ def _state(parts: Parts) -> dict[str, Any]:
 def _largest(parts: Parts, state: Settings) -> Tensor:
     """Return absmax of each block, decoded if it is itself stored as codes with map, absmax per block and offset."""
     absmax = parts.get(".absmax")
-    if absmax is None:
-        raise CodesError("it has no absmax")
-    if absmax.is_floating_point():
+    if absmax is not None and absmax.is_floating_point():
         return absmax.float()
-    values, outer, side = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_blocksize")
-    offset = state.get("nested_offset")
-    if values is None or outer is None or values.shape != (256,) or absmax.dtype != torch.uint8:
-        raise CodesError("its absmax can't be decoded")
-    if not isinstance(side, int) or side < 1 or not isinstance(offset, int | float):
-        raise CodesError("its absmax can't be decoded")
-    return values.float()[absmax.long()] * _by_block(outer.float(), side, len(absmax)) + offset
+    values, outer, offset = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_offset")
+    is_complete = values is not None and values.shape == (256,) and isinstance(offset, int | float)
+    if absmax is None or absmax.dtype != torch.uint8 or values is None or outer is None or not is_complete:
+        raise CodesError("its absmax is missing or can't be decoded")
+    return values.float()[absmax.long()] * _by_block(outer.float(), state.get("nested_blocksize"), len(absmax)) + offset
 
 
-def _by_block(largest: Tensor, side: int, count: int) -> Tensor:
-    if largest.shape != (ceil(count / side),):
-        raise CodesError(f"{len(largest)} blocks of {side} can't contain {count} codes")
+def _by_block(largest: Tensor, side: object, count: int) -> Tensor:
+    """Repeat the largest value of each block of `side` codes; there are `count` codes."""
+    if not isinstance(side, int) or side < 1 or largest.shape != (ceil(count / side),):
+        raise CodesError(f"{len(largest)} blocks of {format_value(side)} can't contain {count} codes")
     return largest.repeat_interleave(min(side, count))[:count]
 
 
@@ -362,29 +346,25 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
 # --- shapes, and the table of methods --------------------------------------------------------------------------------
 
 
-def along_inputs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of a GPTQ weight, whose words pack the codes of neighbouring inputs."""
-    words, zero_words, scale = _matrices(parts)
-    return scale.shape[1], words.shape[0] * 32 // _bits(zero_words, scale)
+def packed_shape(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
+    """Return the shape of a weight of GPTQ or AWQ, whose words pack the codes of neighbouring inputs or outputs."""
+    words, _, scale, bits = _matrices(parts)
+    return scale.shape[1], prod(words.shape) * 32 // (bits * scale.shape[1])
 
 
-def along_outputs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of an AWQ weight, whose words pack the codes of neighbouring outputs."""
-    words, _, scale = _matrices(parts)
-    return scale.shape[1], words.shape[0]
-
-
-def in_pairs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
+def pair_shape(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the shape of mxfp4 experts: blocks (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
-    _check_blocks(parts)
-    experts, rows, blocks, pairs = parts[""].shape
+    shape = parts[""].shape
+    if len(shape) != 4 or shape[:3] != parts["_scales"].shape:
+        raise CodesError("its blocks and scales don't match")
+    experts, rows, blocks, pairs = shape
     return experts, 2 * blocks * pairs, rows
 
 
 def read_shape(parts: Mapping[str, Stored], read: PartReader) -> tuple[int, ...]:
     """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
-    shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
+    shape: object = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
     if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
         raise CodesError("a description of its shape is missing")
     return tuple(shape)
@@ -411,9 +391,9 @@ _STATE = (f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4")
 SCHEMES: dict[str, tuple[Scheme, ...]] = {
     "fp8": _FLOAT8,
     "fbgemm_fp8": _FLOAT8,
-    "mxfp4": (Scheme("_blocks", "", ("_scales",), decode_mxfp4, in_pairs),),
-    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, along_inputs),),
-    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, along_outputs),),
+    "mxfp4": (Scheme("_blocks", "", ("_scales",), decode_mxfp4, pair_shape),),
+    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, packed_shape),),
+    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, packed_shape),),
     "compressed-tensors": (
         Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), decode_packed, read_shape),
         Scheme("", "", ("_scale", "_zero_point", "_g_idx"), decode_compressed),

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shorten_text, with_home
-from attnlens.models.loading.hub import first_line
-from attnlens.models.loading.locate import read_json
+from attnlens.models.loading.locate import first_line, read_json
 from attnlens.models.loading.placement import device_of_inputs
 from attnlens.models.texts.sequences import describe_missing_inputs, reads_ids, required_inputs, text_inputs
 from attnlens.models.texts.windows import PACKED

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
-from attnlens.models.loading.hub import reachable
-from attnlens.models.loading.locate import DEMO
+from attnlens.models.loading.locate import DEMO, reachable
 
 if TYPE_CHECKING:
     from attnlens.models.texts.sequences import Row
