@@ -14,7 +14,7 @@ from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report, Trajectory
 from attnlens.report.pictures.charts import Dot, as_array, dot_plot, draw_over, fan_chart, scale_values
 from attnlens.report.pictures.maps import heading
-from attnlens.report.pictures.page import Panel, Row, arrange, overview
+from attnlens.report.pictures.page import Panel, Row, arrange, model_facts, overview
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
@@ -35,7 +35,7 @@ from attnlens.report.sentences.reports import (
     title,
     told_of,
 )
-from attnlens.wording import big, clean, format_count, source_of
+from attnlens.wording import clean, format_count, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -67,18 +67,16 @@ MOST = 12  # largest number of followed measures on one page
 def experiment_overview(report: Report) -> Figure:
     """Draw all panels on a page, three per row; four if heads are followed."""
     panels = experiment_panels(report)
-    model, settings, tool, experiments = report.model, report.settings, report.tool, report.experiments
-    followed = any(experiment.trajectories for experiment in experiments)
+    followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
     across = max(1, min(ACROSS_FOLLOWED if followed else ACROSS, len(curves)))
     height = HEIGHT_FOLLOWED if followed else HEIGHT
     rows = arrange(curves, across, height)
     rows += [Row([panel], max(0.5, 0.15 * panel.rows)) for panel in panels if panel.stem == COMPARED]
-    steps = [len(curve.steps) for e in experiments if e.trajectories for curve in e.curves.values()]
+    steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     checkpoints = [format_count(max(steps), "checkpoint")] if steps else []
-    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", outcome(report)[0], *checkpoints]
-    made = [ran_on(report), clean(settings.fed), f"{clean(tool.name)} {clean(tool.version)}", f"seed {settings.seed}"]
-    return overview(rows, title(report), facts, made)
+    facts = [*model_facts(report), outcome(report)[0], *checkpoints]
+    return overview(report, rows, facts, title(report), [ran_on(report), f"seed {report.settings.seed}"])
 
 
 def experiment_panels(report: Report) -> list[Panel]:
@@ -154,7 +152,7 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
         axes.fill_between(steps, as_array(null.low), as_array(null.high), color="#dcdcdc", linewidth=0, zorder=0)
         axes.plot(steps, as_array(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
     heads = [(line.layer, (steps, as_array(line.values))) for line in lines] if len(lines) > 1 else []
-    fan_chart(axes, heads, [], layers, opacity=(40, 0.25, 0.75))
+    fan_chart(axes, heads, layers, opacity=(40, 0.25, 0.75))
     marker = "o" if len(steps) <= MARKED else ""
     draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker=marker)
     scale_steps(axes, curve.steps, clean(shorten_label(experiment.axis, 30)))
@@ -261,7 +259,6 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
         )
     scale_steps(axes, [step for curve in shown for step in curve.steps], clean(shorten_label(experiment.axis, 30)))
     axes.set_ylabel(shorten_label(clean(shown[0].quantity or ""), 30))
-    axes.spines[["top", "right"]].set_visible(False)
     values = _finite_values(shown)
     if values.size:
         least, most = float(values.min()), float(values.max())

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.colors import BoundaryNorm, CenteredNorm, Colormap, ListedColormap, Normalize, to_hex
+from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normalize, to_hex
 
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.report.pictures.charts import (
     DEPTH,
+    Colours,
     HeadGrid,
-    Points,
     draw_over,
     fan_chart,
     heat_map,
+    scale_depth,
     scale_values,
     write_cells,
 )
 from attnlens.report.pictures.page import Panel, panel_figure
-from attnlens.report.pictures.style import CATEGORIES, IndexTicks, Style, legend_above, shorten_label, typeset
+from attnlens.report.pictures.style import CATEGORIES, IndexTicks, legend_above, shorten_label, typeset
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, title_of
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Curve = tuple[int, "Float[np.ndarray, ' steps']"]
-"""Row of a head's layer, and the head's curve."""
+    from attnlens.report.pictures.charts import Points
+
 SIDE = 40
 """Characters of a formula that fit along the side of a picture."""
 WIDE_RANGE = 20.0
@@ -51,25 +52,28 @@ THIRDS = 3
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
-    info = reading.info
-    notes = [text for text in (short_caption(reading), null_mark(reading)) if text]
+    notes = ", ".join(filter(None, [short_caption(reading), null_mark(reading)]))
     missing = [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
-    lines = [_meaning(info), info.caution, _range(reading), _capitalise(", ".join(notes)), *missing]
-    return "\n".join(line for line in [*lines, layout_line(shapes)] if line)
+    return _caption(shapes, reading.info, [_range(reading), _capitalise(notes), *missing])
 
 
 def curve_caption(shapes: Shapes, name: str) -> str:
     """Format the caption of a fan of curves; one line per statement."""
-    info, groups = shapes.info(name), groups_by_part(shapes, name)
+    groups = groups_by_part(shapes, name)
     alone = ", each part by itself" if len(groups) > 1 else ""
-    lines = [_meaning(info), info.caution]
-    lines.append(f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
+    lines = [f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}."]
     for group in groups:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
             whose = f"{heads} of {len(group.curves)} heads with {steps} steps or more"
             lines.append(f"{_capitalise(group.title)}: those of the {whose}.")
-    return "\n".join(line for line in [*lines, layout_line(shapes)] if line)
+    return _caption(shapes, shapes.info(name), lines)
+
+
+def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
+    """Put the measure's meaning and caveat before the lines, and the coverage after them."""
+    meaning = _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
+    return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
@@ -123,10 +127,6 @@ def source_heading(shapes: Shapes, name: str) -> str:
     return f"{group} – {clean(settings.fed)}" if group == "tokens" and settings.fed else group
 
 
-def _meaning(info: MeasureInfo) -> str:
-    return _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
-
-
 def _capitalise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -162,8 +162,7 @@ class Palette:
 
 def map_figure(shapes: Shapes, name: str) -> Figure:
     """Draw one measure over the whole model, with colour bar, numbers if they fit, and a caption."""
-    panel = map_panel(shapes, name, source_heading(shapes, name), numbers=True)
-    return panel_figure(shapes.report, panel)
+    return panel_figure(shapes.report, map_panel(shapes, name, source_heading(shapes, name), numbers=True))
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
@@ -174,7 +173,7 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
     return Panel(name, heading(reading.info), note, full_caption(shapes, reading), draw, 2 * len(shapes.layers), width)
 
 
-def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool = False) -> None:
+def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
     """Draw the map: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
@@ -188,25 +187,22 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool =
         bar.set_ticks([float(reading.present[0])])
     if reading.null is not None:
         _mark_null(bar.ax, *reading.null)
-    if numbers:
+    if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
         write_cells(axes, _numbers_that_fit(reading), grid, colours)
 
 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
     """Format the value of every cell, if cells have room for three decimals' digits or fewer; else none."""
-    rows, columns = reading.values.shape
-    if rows * CELL > 8 or columns * CELL > 8:  # the largest map on a page, in inches
-        return {}
-    full = decimals_for(reading.present)
+    full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
         texts = {at: typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)}
-        if max(map(len, texts.values())) <= 5 + (columns * CELL < 3.4):
+        if max(map(len, texts.values())) <= most:
             return texts
     return {}
 
 
-def scale(reading: MeasureMap) -> tuple[Colormap, Normalize, str]:
+def scale(reading: MeasureMap) -> Colours:
     """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative.
 
     Values beyond the 1st–99th percentile by more than its width get the last colour, and the colour bar marks that end
@@ -236,10 +232,9 @@ def palette(reading: MeasureMap) -> Palette:
 
 def _limits(reading: MeasureMap) -> tuple[float, float, str]:
     values = reading.present
-    least, most = float(values.min()), float(values.max())
-    low, high = (float(value) for value in np.percentile(values, [1, 99]))
+    least, low, high, most = map(float, np.percentile(values, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
-    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get((cut_low, cut_high), "neither")
+    extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     return (low if cut_low else least), (high if cut_high else most), extend
 
 
@@ -262,7 +257,7 @@ class CurveGroup:
 
     title: str  # encoder, decoder or cross; or `layers 0–3`
     rows: Sequence[int]  # rows of their layers in `Shapes.layers`
-    curves: Sequence[Curve]  # layer row and curve of each head
+    curves: Sequence[tuple[int, Float[np.ndarray, " steps"]]]  # row of its layer, and curve, of each head
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
@@ -287,8 +282,7 @@ class CurveGroup:
 def groups_by_part(shapes: Shapes, name: str) -> list[CurveGroup]:
     """Group a curve's heads by part; parts see different inputs, so their heads are not pooled."""
     rows = sorted({row for row, _ in shapes.curves[name]})
-    by_part = group_pairs((shapes.parts[row], row) for row in rows)
-    return [_group(shapes, name, part, members) for part, members in by_part.items()]
+    return _groups(shapes, name, group_pairs((shapes.parts[row], row) for row in rows))
 
 
 def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
@@ -296,15 +290,16 @@ def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
     parts = groups_by_part(shapes, name)
     if len(parts) > 1:
         return parts
-    (whole,) = parts
-    split = [list(map(int, rows)) for rows in np.array_split(whole.rows, min(THIRDS, len(whole.rows)))]
-    ends = [(shapes.layers[rows[0]], shapes.layers[rows[-1]]) for rows in split]
-    titles = [f"layer {first}" if first == last else f"layers {first}–{last}" for first, last in ends]
-    return [_group(shapes, name, title, rows) for title, rows in zip(titles, split, strict=True)]
+    thirds: dict[str, list[int]] = {}
+    for rows in np.array_split(parts[0].rows, min(THIRDS, len(parts[0].rows))):
+        first, last = shapes.layers[rows[0]], shapes.layers[rows[-1]]
+        thirds[f"layer {first}" if first == last else f"layers {first}–{last}"] = rows.tolist()
+    return _groups(shapes, name, thirds)
 
 
-def _group(shapes: Shapes, name: str, title: str, rows: Sequence[int]) -> CurveGroup:
-    return CurveGroup(title, rows, [(row, curve) for row, curve in shapes.curves[name] if row in rows])
+def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> list[CurveGroup]:
+    curves = shapes.curves[name]
+    return [CurveGroup(title, rows, [pair for pair in curves if pair[0] in rows]) for title, rows in members.items()]
 
 
 def first_step(info: MeasureInfo) -> int:
@@ -316,10 +311,10 @@ def fan_figure(shapes: Shapes, name: str) -> Figure:
     """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
     panel, groups = fan_panel(shapes, name, source_heading(shapes, name)), groups_by_part(shapes, name)
     if len(groups) > 1:
-        titled = [(f"{panel.title}: {group.title}", partial(draw_fan, groups=[group])) for group in groups]
+        draw = partial(draw_fan, shapes=shapes, name=name)
         parts = [
-            replace(panel, title=title, draw=partial(draw, shapes=shapes, name=name), width=2.9)
-            for title, draw in titled
+            replace(panel, title=f"{panel.title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
+            for group in groups
         ]
         panel = replace(panel, parts=parts)
     return panel_figure(shapes.report, panel)
@@ -338,10 +333,8 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     A single group also gets its median (black) and quartiles (dashed); several groups get only their medians.
     """
     info = shapes.info(name)
-    lines = [(row, _points(shapes, name, curve)) for group in groups for row, curve in group.curves]
-    quartiles = list(groups[0].quartiles) if len(groups) == 1 else []
-    styled = zip(quartiles, ("--", "-", "--"), strict=False)
-    fan_chart(axes, lines, [(_points(shapes, name, line), style) for line, style in styled], len(shapes.layers))
+    lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
+    fan_chart(axes, lines, len(shapes.layers))
     values = np.concatenate([curve for _, curve in shapes.curves[name]])
     logarithmic = falls_far(values, [group.quartiles[1] for group in groups_by_part(shapes, name)])
     # on a logarithmic axis, values below a millionth of the largest are rounding and would squeeze the visible range
@@ -353,15 +346,20 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     axes.set_xlabel("index k" if info.steps == "index" else info.steps)
     formula = clean(info.formula)
     axes.set_ylabel(formula if 0 < len(formula) <= SIDE else title_of(name))
-    if len(groups) > 1:
-        for group, style in zip(groups, PART_LINES, strict=False):
-            label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
-            draw_over(axes, _points(shapes, name, group.quartiles[1]), style, 1.4, label=label)
-        legend_above(axes, 60, handlelength=2.2)
+    if len(groups) == 1:
+        low, middle, high = (_points(info, line) for line in groups[0].quartiles)
+        draw_over(axes, low, "--", 1.1, label="quartiles")
+        draw_over(axes, middle, "-", 1.6, label="median")
+        draw_over(axes, high, "--", 1.1)
+        return
+    for group, style in zip(groups, PART_LINES, strict=False):
+        label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
+        draw_over(axes, _points(info, group.quartiles[1]), style, 1.4, label=label)
+    legend_above(axes, 60, handlelength=2.2)
 
 
-def _points(shapes: Shapes, name: str, curve: Float[np.ndarray, " steps"]) -> Points:
-    return first_step(shapes.info(name)) + np.arange(len(curve)), curve
+def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
+    return first_step(info) + np.arange(len(curve)), curve
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
@@ -373,24 +371,20 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
 def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
     """Build one panel per third of the layers, or per part."""
     groups = groups_by_depth(shapes, name)
-    draws = [partial(draw_depth, shapes=shapes, name=name, number=number) for number in range(len(groups))]
+    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
     return [
-        Panel(name, group.title, group.note, "", draw, layers=shapes.layers)
-        for group, draw in zip(groups, draws, strict=True)
+        Panel(name, group.title, group.note, "", partial(draw, group=group), layers=shapes.layers) for group in groups
     ]
 
 
-def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int) -> None:
+def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
     """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
-    groups = groups_by_depth(shapes, name)
-    draw_fan(axes, shapes, name, [groups[number]])
-    depth = Normalize(0, max(1, len(shapes.layers) - 1))
-    for group in groups[:number] + groups[number + 1 :]:
-        colour = DEPTH(depth(float(np.mean(group.rows))))
-        draw_over(axes, _points(shapes, name, group.quartiles[1]), ":", 1.5, colour=colour)
-    if number == 0:
-        lower, median = axes.lines[1], axes.lines[3]  # each black line follows its white border
-        dotted = axes.lines[-1:] if len(groups) > 1 else []
-        names = ["median", "quartiles", "other groups' medians"][: 2 + len(dotted)]
-        style: Style = {"frameon": False, "fontsize": 6.5, "handlelength": 2.6}
-        axes.legend([median, lower, *dotted], names, loc="lower right", **style)
+    draw_fan(axes, shapes, name, [group])
+    labels = iter(["other groups' medians"])
+    for other in groups:
+        if other is not group:
+            colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+            line = _points(shapes.info(name), other.quartiles[1])
+            draw_over(axes, line, ":", 1.5, colour, label=next(labels, ""))
+    if group is groups[0]:
+        axes.legend(loc="lower right", handlelength=2.6)

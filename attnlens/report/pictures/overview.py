@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from attnlens.report.pictures.maps import (
     short_curve_caption,
     source_heading,
 )
-from attnlens.report.pictures.page import Panel, Row, overview, panel_figure
+from attnlens.report.pictures.page import Panel, arrange, model_facts, overview, panel_figure
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
@@ -32,7 +33,7 @@ from attnlens.report.pictures.style import (
     shorten_label,
 )
 from attnlens.report.shapes import Shapes
-from attnlens.wording import big, clean, source_of, title_of
+from attnlens.wording import clean, source_of, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from attnlens.records import Report, Selection
+    from attnlens.report.pictures.charts import Points
 
 CROWDED = 24  # number of layers above which they touch, since gaps between thinner ones would dominate
 ACROSS = 3
@@ -62,16 +64,12 @@ def overview_figure(shapes: Shapes) -> Figure:
     hatched = not all(shapes.readings[name].full for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
     headings = [_row_heading(shapes, row) for row in rows]
-    titled = zip(rows, headings, ["", *headings], strict=False)
     page = [
-        Row([*row, *[None] * (ACROSS - len(row))], HEIGHT, shorten_label(text, 120) * (text != before))
-        for row, text, before in titled
+        replace(arrange(row, ACROSS, HEIGHT)[0], heading=shorten_label(text, 120) * (text != before))
+        for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
-    model, settings, tool = shapes.report.model, shapes.report.settings, shapes.report.tool
-    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", layout_line(shapes)]
-    text = f"input: {clean(settings.fed)}" if settings.fed else ""
-    made = [text, f"{clean(tool.name)} {clean(tool.version)}"]
-    return overview(page, model.title, facts, made, hint="hatched: no value" if hatched else "")
+    facts = [*model_facts(shapes.report), layout_line(shapes)]
+    return overview(shapes.report, page, facts, hint="hatched: no value" * hatched)
 
 
 def _row_heading(shapes: Shapes, row: Sequence[Panel]) -> str:
@@ -136,9 +134,6 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
     return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
 
 
-# --- shares -----------------------------------------------------------------------------------------------------------
-
-
 def _shares_panel(shapes: Shapes, whole: str) -> Panel:
     unidentified = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     title = heading(shapes.info(whole)) + " (not identified)" * unidentified
@@ -149,17 +144,22 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
     """Draw one line per head of its parts, which sum to 1, sorted by the first part per layer; hatch missing values."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
-    ends, parts, empty = _stack_shares(shapes, names, height)
-    left = np.zeros(len(ends))
-    for (label, colour), part in zip(named_parts(names), parts, strict=True):
-        axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
-        left = left + part
-    for row in empty:
-        hatch_box(axes, (0, row - height / 2), 1, height)
+    # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
+    ends, heads = [], []
+    for row, shares in enumerate(_complete_heads(shapes, names)):
+        count = shares.shape[1]
+        if count:
+            order = [*np.argsort(-shares[0], kind="stable")]
+            ends += [*np.linspace(row - height / 2, row + height / 2, count + 1), np.nan]
+            heads.append(np.pad(shares[:, [*order, order[-1]]], ((0, 0), (0, 1)), constant_values=np.nan))
+        else:
+            hatch_box(axes, (0, row - height / 2), 1, height)
+    rights = np.cumsum(np.concatenate(heads, axis=1), axis=0)
+    for (label, colour), left, right in zip(named_parts(names), [0 * rights[0], *rights], rights, strict=False):
+        axes.fill_betweenx(ends, left, right, step="post", color=colour, label=label, linewidth=0)
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     axes.set_xlabel("share, one line per head")
-    axes.spines[["top", "right"]].set_visible(False)
     label_layers(axes, shapes.layers, shapes.parts)
     legend_above(axes, 56, handlelength=0.8)
 
@@ -171,31 +171,15 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
 
 
-def _stack_shares(
-    shapes: Shapes, names: list[str], height: float
-) -> tuple[Float[np.ndarray, " ends"], Float[np.ndarray, "parts ends"], list[int]]:
-    """Return the vertical start of each head's line, its parts, and the layers with no head that has all parts.
-
-    The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
-    """
-    stack = np.stack([shapes.readings[name].values for name in names])
-    ends: list[float] = []
-    parts: list[Float[np.ndarray, " parts"]] = []
-    empty = []
-    for row in range(stack.shape[1]):
-        heads = stack[:, row, ~np.isnan(stack[:, row].sum(axis=0))]
-        heads = heads[:, np.argsort(-heads[0], kind="stable")]
-        if not heads.shape[1]:
-            empty.append(row)
-            continue
-        ends += [*np.linspace(row - height / 2, row + height / 2, heads.shape[1] + 1), np.nan]
-        parts += [*heads.T, heads[:, -1], np.full(len(names), np.nan)]
-    return np.array(ends), np.array(parts).T, empty
+def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
+    """Return for each layer the parts of the heads that have all of them."""
+    stack = np.stack([shapes.readings[name].values for name in names], axis=1)
+    return [layer[:, ~np.isnan(layer).any(axis=0)] for layer in stack]
 
 
-def has_all(shapes: Shapes, names: list[str]) -> bool:
+def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
     """Check whether every layer has a head with all of these parts."""
-    return not _stack_shares(shapes, names, 1.0)[2]
+    return all(layer.size for layer in _complete_heads(shapes, names))
 
 
 # --- margins of selection ---------------------------------------------------------------------------------------------
@@ -212,11 +196,12 @@ def margins_figure(report: Report, selection: Selection) -> Figure:
 def draw_margins(axes: Axes, selection: Selection) -> None:
     """Draw one line per head: its margins, sorted, over the share of queries with at most that margin."""
     head_margins = [pick.margin for pick in selection.picks]
-    for number, margins in enumerate(selection.null_margins):
-        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
+    labels = iter(["null heads"])
+    for margins in selection.null_margins:
+        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label=next(labels, ""))
     axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
-    if min(margin for line in [head_margins, *selection.null_margins] for margin in line) > 0:
+    if min(map(min, [head_margins, *selection.null_margins])) > 0:
         scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the posed queries with no larger margin")
@@ -225,6 +210,5 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     legend_above(axes, 100)
 
 
-def _sort_margins(margins: list[float]) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
-    values = np.sort(np.asarray(margins, dtype=float))
-    return np.arange(1, len(values) + 1) / len(values), values
+def _sort_margins(margins: list[float]) -> Points:
+    return np.arange(1, len(margins) + 1) / len(margins), np.sort(margins)

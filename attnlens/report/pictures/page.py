@@ -5,9 +5,9 @@ matplotlib's constrained layout places all axes, so that names, numbers, legends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle, groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, cycle, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
 
     from attnlens.records import Report
 
@@ -79,14 +79,28 @@ class Row:
         return self.height + AROUND + HEADING * bool(self.heading)
 
 
+def model_facts(report: Report) -> list[str]:
+    """Format the model's architecture and size."""
+    model = report.model
+    return [clean(model.architecture), f"{big(model.parameters)} parameters" if model.parameters else ""]
+
+
 def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:
     """Arrange panels in rows of `across`; the last row ends with empty places."""
     places = [*panels, *[None] * (-len(panels) % across)]
     return [Row(places[start : start + across], height) for start in range(0, len(places), across)]
 
 
-def overview(rows: Sequence[Row], title: str, facts: Iterable[str], footnote: Iterable[str], hint: str = "") -> Figure:
-    """Draw a page of panels with lettered titles; `hint` is written at the bottom left."""
+def overview(
+    report: Report, rows: Sequence[Row], facts: Iterable[str], title: str = "", more: Iterable[str] = (), hint: str = ""
+) -> Figure:
+    """Draw a page of panels with lettered titles.
+
+    `facts` are written under the title (by default the model's name), `more` at the bottom right, before the input and
+    the tool, `hint` at the bottom left.
+    """
+    title, fed, tool = title or report.model.title, clean(report.settings.fed), report.tool
+    footnote = [*more, f"input: {fed}" * bool(fed), f"{clean(tool.name)} {clean(tool.version)}"]
     height = HEAD + sum(row.total for row in rows) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
     left, right = SIDE / WIDTH, 1 - SIDE / WIDTH
@@ -96,16 +110,19 @@ def overview(rows: Sequence[Row], title: str, facts: Iterable[str], footnote: It
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
     figure.text(right, 0.13 / height, shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
-    _draw_rows(figure, rows, letters=cycle("abcdefghijklmnopqrstuvwxyz"))
-    _fix_layout(figure, HEAD, FOOT)
+    letters = cycle("abcdefghijklmnopqrstuvwxyz")
+    lettered = [
+        replace(row, panels=[panel and replace(panel, title=f"{next(letters)}  {panel.title}") for panel in row.panels])
+        for row in rows
+    ]
+    _draw_rows(figure, lettered, HEAD, FOOT)
     return figure
 
 
 def panel_figure(report: Report, panel: Panel) -> Figure:
     """Draw one panel, or its parts, with its caption and the model's name, size and input below it."""
-    model, parts = report.model, panel.parts or [panel]
-    size = f"{big(model.parameters)} parameters" if model.parameters else ""
-    facts = filter(None, [model.title, clean(model.architecture), size, clean(report.settings.fed)])
+    parts = panel.parts or [panel]
+    facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), parts[0].height)
     width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
     words = wrap_lines(f"{panel.caption}\n{' · '.join(facts)}", int((width - 2 * SIDE) * CAPTION_PER_INCH))
@@ -114,60 +131,44 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     figure = new_figure(width, height, DPI)
     style: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
     figure.text(SIDE / width, (below - 0.05) / height, words, **style)
-    _draw_rows(figure, rows)
-    _fix_layout(figure, MARGIN, below)
+    _draw_rows(figure, rows, MARGIN, below)
     return figure
 
 
-def _draw_rows(figure: Figure, rows: Sequence[Row], letters: Iterator[str] | None = None) -> None:
-    """Draw the rows; consecutive rows of equally many panels form a block whose columns are aligned."""
+def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) -> None:
+    """Draw the rows between the head and the foot, whose heights are in inches.
+
+    Consecutive rows of equally many panels form a block whose columns are aligned.
+    """
+    width, height = figure.get_size_inches()
     blocks = [list(block) for _, block in groupby(rows, key=lambda row: len(row.panels))]
     totals = [sum(row.total for row in block) for block in blocks]
     parts = figure.subfigures(len(blocks), 1, height_ratios=totals, squeeze=False)[:, 0]
-    width = float(figure.get_size_inches()[0]) - 2 * SIDE
     for part, block in zip(parts, blocks, strict=True):
-        _draw_block(part, block, width / len(block[0].panels) - BESIDE, letters)
-
-
-def _draw_block(part: SubFigure, rows: Sequence[Row], room: float, letters: Iterator[str] | None) -> None:
-    """Draw rows of equally many panels; `room`: inches for a title. A heading is a flat row without axes."""
-    lines: list[str | Row] = []
-    for row in rows:
-        lines += [row.heading, row] if row.heading else [row]
-    heights = [HEADING if isinstance(line, str) else line.height for line in lines]
-    grid = part.add_gridspec(len(lines), len(rows[0].panels), height_ratios=heights)
-    for place, line in enumerate(lines):
-        if isinstance(line, str):
-            continue
-        coloured = [panel for panel in line.panels if panel is not None and len(panel.layers) > 1][-1:]
-        for column, panel in enumerate(line.panels):
-            if panel is None:
-                continue
-            axes = part.add_subplot(grid[place, column])
-            title = panel.title if letters is None else f"{next(letters)}  {panel.title}"
-            title_panel(
-                axes,
-                shorten_label(title, int(TITLE_PER_INCH * room)),
-                shorten_label(panel.note, int(NOTE_PER_INCH * room)),
-            )
-            panel.draw(axes)
-            if panel in coloured:
-                show_depths(axes, panel.layers)
-    for place, line in enumerate(lines):
-        if isinstance(line, str):
-            strip = part.add_subplot(grid[place, :])
-            strip.set_axis_off()
-            strip.axhline(1, color=MUTED, linewidth=0.4, clip_on=False)
-            strip.text(0, 0, line, transform=strip.transAxes, fontsize=8.5, color=MUTED, style="italic")
-
-
-def _fix_layout(figure: Figure, above: float, below: float) -> None:
-    """Place all axes between the head and the foot, whose heights are in inches, once for all file formats.
-
-    The positions are rounded, because the layout's last digits depend on the order in which its solver eliminates
-    variables, which differs from run to run; equal reports must give equal bytes.
-    """
-    width, height = figure.get_size_inches()
+        columns = len(block[0].panels)
+        heights = [size for row in block for size in (HEADING * bool(row.heading), row.height) if size]
+        grid, lines = part.add_gridspec(len(heights), columns, height_ratios=heights), count()
+        for row in block:
+            heading = grid[next(lines), :] if row.heading else None  # a flat row
+            line = next(lines)
+            last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
+            for column, panel in enumerate(row.panels):
+                if panel is None:
+                    continue
+                axes = part.add_subplot(grid[line, column])
+                room = (width - 2 * SIDE) / columns - BESIDE
+                texts = (panel.title, TITLE_PER_INCH), (panel.note, NOTE_PER_INCH)
+                title_panel(axes, *(shorten_label(text, int(per_inch * room)) for text, per_inch in texts))
+                panel.draw(axes)
+                if column == last:
+                    show_depths(axes, panel.layers)
+            if heading is not None:
+                strip = part.add_subplot(heading)
+                strip.set_axis_off()
+                strip.axhline(1, color=MUTED, linewidth=0.4, clip_on=False)
+                strip.text(0, 0, row.heading, transform=strip.transAxes, fontsize=8.5, color=MUTED, style="italic")
+    # The positions are fixed once for all file formats, and rounded, because the layout's last digits depend on the
+    # order in which its solver eliminates variables, which differs from run to run; equal reports give equal bytes.
     rect = (SIDE / width, below / height, 1 - 2 * SIDE / width, 1 - (above + below) / height)
     engine = ConstrainedLayoutEngine(rect=rect, h_pad=0.05, w_pad=0.05, hspace=0.03, wspace=0.03)
     for _ in range(2):  # the first pass changes which ticks have room, and so the width of their labels

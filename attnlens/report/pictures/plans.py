@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from attnlens.records import Healing, Plan, Swap
 from attnlens.report.pictures.charts import grid_of, heat_map, write_cells
 from attnlens.report.pictures.page import Panel
-from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, PlainNumbers, Style, thin_ticks
+from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Style, thin_ticks
 from attnlens.report.sentences.plans import UNITS as UNITS_OF
 from attnlens.report.sentences.plans import share
 from attnlens.report.sentences.swaps import UNITS
@@ -54,11 +54,11 @@ def budget_note(plan: Plan) -> str:
 
 def draw_ranks(axes: Axes, plan: Plan) -> None:
     """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
-    grid = grid_of((key.layer, head, key.part, key.rank / key.keys) for key in plan.ranks for head in key.heads)
+    cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
+    grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
     top = max(key.head_dim / key.keys for key in plan.ranks)
     colours = (colormaps["viridis"], Normalize(0, top), "neither")
-    bar = heat_map(axes, grid, colours)
-    bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
+    heat_map(axes, grid, colours, "rank r of head_dim")
     if max(grid.values.shape) <= MOST_WRITTEN:
         texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
         write_cells(axes, texts, grid, colours)
@@ -137,6 +137,4 @@ def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: st
         axes.plot(*zip(*inside, strict=True), "o", **look)
     axes.margins(y=0.12)
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(PlainNumbers())
     axes.set_ylabel(name)
-    axes.spines[["top", "right"]].set_visible(False)
