@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,14 @@ from matplotlib import colormaps
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, ScalarFormatter
 
-from attnlens.records import Comparison, Report, StudyCell, StudyColumn
-from attnlens.report.pictures.charts import Dot, as_array, dot_plot, grid_of, heat_map, mark_cells
-from attnlens.report.pictures.page import Panel, Row, overview
+from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyTable
+from attnlens.report.pictures.charts import Dot, Panel, Row, as_array, dot_plot, grid_of, heat_map, mark_cells, overview
 from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, Style, legend_above, scale_logarithmically
 from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
 from attnlens.wording import clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -28,9 +28,6 @@ NAME = 34  # largest number of characters in a cell's name
 OWN, PUBLISHED = CATEGORIES[0], CATEGORIES[2]
 WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
 DASHES = ("-", "--", ":", "-.")
-
-
-# --- comparison of two models -----------------------------------------------------------------------------------------
 
 
 def comparison_overview(report: Report) -> Figure:
@@ -69,7 +66,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     found = [rows.get(place[:2]) for place in places]
-    grid = grid_of(places, (row and row.delta for row in found))
+    grid = grid_of(places, (None if row is None else row.delta for row in found))
     most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
     least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
     bar = heat_map(axes, grid, (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min"))
@@ -103,9 +100,6 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     legend_above(axes, 80, handlelength=0.8)
 
 
-# --- study ------------------------------------------------------------------------------------------------------------
-
-
 def study_overview(report: Report) -> Figure:
     """Draw the results and learning curves of every task on one page, two panels per row."""
     facts = [f"{study.name}: scale {study.scale}, {format_count(len(study.cells), 'cell')}" for study in report.studies]
@@ -116,44 +110,31 @@ def study_overview(report: Report) -> Figure:
 
 def study_panels(report: Report) -> list[Panel]:
     """Build two panels per task, results and validation loss during training, and one per measure of its heads."""
-    panels = []
-    for study in report.studies:
-        for task in study.tasks:
-            cells = [cell for cell in study.cells if cell.task == task.name]
-            stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
-            rows = max(10, 2 * len(cells))
-            published = f"; published on {task.published}." if task.published else "."
-            panels += [
-                Panel(
-                    f"{stem}-reached",
-                    f"{task.name}: {task.metric}",
-                    "dots: seeds; line: mean ± se",
-                    f"{study.question} {study.source}{published}",
-                    partial(draw_results, task=task, cells=cells),
-                    rows,
-                    width=6.0,
-                ),
-                Panel(
-                    f"{stem}-learned",
-                    f"{task.name}: validation loss, nats",
-                    "median over seeds",
-                    f"{study.question} Validation loss against training steps, median over seeds.",
-                    partial(draw_losses, cells=cells),
-                    rows,
-                ),
-            ]
-            panels += [
-                Panel(
-                    f"{stem}-{name}",
-                    f"{task.name}: {name}",
-                    "median over heads, first seed",
-                    f"{study.question} {name} while each cell is trained, median over heads, first seed.",
-                    partial(draw_measure, name=name, cells=cells),
-                    rows,
-                )
-                for name in dict.fromkeys(name for cell in cells for name in cell.heads)
-            ]
-    return panels
+    return [panel for study in report.studies for task in study.tasks for panel in _task_panels(study, task)]
+
+
+def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
+    cells = [cell for cell in study.cells if cell.task == task.name]
+    stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
+    rows = max(10, 2 * len(cells))
+    caption = f"{study.question} {study.source}{f'; published on {task.published}' if task.published else ''}."
+    title, note = f"{task.name}: {task.metric}", "dots: seeds; line: mean ± se"
+    draw = partial(draw_results, task=task, cells=cells)
+    yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)
+    losses = []
+    for cell in cells:  # up to the shortest of its runs
+        length = min(len(run.losses) for run in cell.runs)
+        median = np.median([run.losses[:length] for run in cell.runs], axis=0)
+        losses.append((cell.name, cell.runs[0].steps[:length], median))
+    title, note = f"{task.name}: validation loss, nats", "median over seeds"
+    caption = f"{study.question} Validation loss against training steps, median over seeds."
+    yield Panel(f"{stem}-learned", title, note, caption, partial(draw_lines, lines=losses), rows)
+    for name in dict.fromkeys(name for cell in cells for name in cell.heads):
+        curves = [(cell.name, cell.heads[name]) for cell in cells if name in cell.heads]
+        draw = partial(draw_lines, lines=[(cell, curve.steps, as_array(curve.median)) for cell, curve in curves])
+        note = "median over heads, first seed"
+        caption = f"{study.question} {name} while each cell is trained, {note}."
+        yield Panel(f"{stem}-{name}", f"{task.name}: {name}", note, caption, draw, rows)
 
 
 def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
@@ -184,25 +165,10 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
         axes.text(1.02, height, text, color=PUBLISHED, fontsize=6, **place)
 
 
-def draw_losses(axes: Axes, cells: list[StudyCell]) -> None:
-    """Draw one line per cell, up to the shortest of its runs."""
-    lines = []
-    for cell in cells:
-        length = min(len(run.losses) for run in cell.runs)
-        lines.append((cell.runs[0].steps[:length], np.median([run.losses[:length] for run in cell.runs], axis=0)))
-    _draw_lines(axes, cells, lines)
-
-
-def draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
-    """Draw one line per cell that has the measure."""
-    measured = [cell for cell in cells if name in cell.heads]
-    lines = [(cell.heads[name].steps, as_array(cell.heads[name].median)) for cell in measured]
-    _draw_lines(axes, measured, lines)
-
-
-def _draw_lines(axes: Axes, cells: Sequence[StudyCell], lines: Sequence[tuple[Sequence[float], np.ndarray]]) -> None:
+def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.ndarray, " steps"]]]) -> None:
+    """Draw one line per cell: name, steps and values."""
     axes.set_prop_cycle(color=len(DASHES) * CATEGORIES, linestyle=np.repeat(DASHES, len(CATEGORIES)))
-    for cell, (steps, values) in zip(cells, lines, strict=True):
-        axes.plot(steps, values, lw=1.1, label=shorten_line(clean(cell.name), NAME))
+    for name, steps, values in lines:
+        axes.plot(steps, values, lw=1.1, label=shorten_line(clean(name), NAME))
     axes.set_xlabel("step")
     axes.legend(loc="best", fontsize=6, handlelength=1.6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
 
-from attnlens.wording import clean, format_number
+from attnlens.wording import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,8 +48,7 @@ SETTINGS = {
 }
 """Settings over matplotlib's defaults; the user's matplotlibrc is ignored."""
 
-Style = dict[str, Any]
-"""Keywords of a matplotlib artist."""
+Style = dict[str, Any]  # keywords of a matplotlib artist
 
 FORMATS: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
@@ -69,12 +67,10 @@ PARTS_OF_SCORES = ("positive", "negative", "skew", "key", "distance", "interacti
 PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
 """Colour of each part of the scores, the same in every picture; other parts take CATEGORIES in turn."""
 
-DPI = 200
-"""Dots per inch of a picture on its own; the overview, meant for print, has 300."""
+DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as superscripts
-CROWD = 400
-"""Number of lines above which a vector picture rasterizes them, to keep the file small."""
+CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 
 
 @contextmanager
@@ -110,11 +106,6 @@ def rasterize_if_crowded(figure: Figure) -> bool:
 def shorten_label(text: str, width: int) -> str:
     """Cut a text that has more than `width` characters, ending it with …."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def wrap_lines(text: str, width: int) -> str:
-    """Wrap each line at `width` characters and drop empty ones."""
-    return "\n".join(textwrap.fill(clean(line), width) for line in text.splitlines() if line)
 
 
 def typeset(number: float, decimals: int) -> str:
@@ -190,18 +181,11 @@ def scale_logarithmically(axes: Axes, which: Literal["x", "y"], subs: Sequence[f
     axis.set_minor_formatter(NullFormatter())
 
 
-def title_panel(axes: Axes, title: str, note: str) -> None:
-    """Write the title above a note on how to read the picture; `legend_above` puts a legend in the note's place."""
-    axes.set_title(title)
-    place: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
-    axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **place)
-
-
 LEGEND_LINE = 9.4  # points per line of a legend in small print
 
 
 def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None:
-    """Draw the legend between the axes and their title, in lines of at most so many characters."""
+    """Draw the legend between the axes and their title, in place of a note, in lines of at most so many characters."""
     labels = axes.get_legend_handles_labels()[1]
     if not labels:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import CenteredNorm, Normalize
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attnlens.records import PARTS, Effect, Outcome, Report, SiteSwap, Swap
+from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
 from attnlens.report.pictures.charts import (
     DEPTH,
     Dot,
+    Panel,
+    Row,
     as_array,
     dot_plot,
     grid_of,
@@ -26,10 +28,11 @@ from attnlens.report.pictures.charts import (
     heat_map,
     label_layers,
     mark_cells,
+    model_facts,
+    overview,
     scale_depth,
+    write_cells,
 )
-from attnlens.report.pictures.page import Panel, Row, model_facts, overview
-from attnlens.report.pictures.plans import healing_panel, ranks_panel
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
@@ -38,10 +41,14 @@ from attnlens.report.pictures.style import (
     label_powers,
     legend_above,
     shorten_label,
+    thin_ticks,
     typeset,
 )
+from attnlens.report.sentences.plans import UNITS as UNITS_OF
+from attnlens.report.sentences.plans import share
 from attnlens.report.sentences.swaps import (
     EFFECTS,
+    UNITS,
     cautions,
     distance,
     distance_ci95,
@@ -53,7 +60,7 @@ from attnlens.report.sentences.swaps import (
     rise_interval,
     rise_words,
 )
-from attnlens.wording import clean, decimals_for
+from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -81,15 +88,12 @@ def swap_overview(report: Report) -> Figure:
     what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
     facts = [*model_facts(report), what, clean(report.coverage.sentence), how]
-    return overview(report, [Row(row, _row_height(row, alone=len(rows) == 1)) for row in rows], facts)
-
-
-def _row_height(row: Sequence[Panel], *, alone: bool) -> float:
-    """Return the height of a row in inches: more for many layers, less for few kernels."""
-    rows = max(panel.rows for panel in row)
-    if len(row) == 1:
-        return 0.19 * rows
-    return float(np.clip(0.115 * rows, 2.6 if alone else 2.3, 3.4))
+    page = []
+    for row in rows:
+        lines = max(panel.rows for panel in row)  # more height for many layers, less for few kernels
+        several_panels = float(np.clip(0.115 * lines, 2.6 if len(rows) == 1 else 2.3, 3.4))
+        page.append(Row(row, 0.19 * lines if len(row) == 1 else several_panels))
+    return overview(report, page, facts)
 
 
 def swap_panels(report: Report) -> list[Panel]:
@@ -106,15 +110,14 @@ def _overview_panels(report: Report) -> list[Panel]:
     if len(report.swaps) > 1:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
-    panels = [_stages_panel(swap), _sites_panel(swap)]
+    note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap)
+    sites = Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
+    panels = [_stages_panel(swap), sites]
     panels += [ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
     panels += [_predictor_panel(swap)] if swap.predictors else []
     panels += [healing_panel(swap, swap.healing)] if swap.healing is not None else []
     return panels
-
-
-# --- effect of one or several kernels ---------------------------------------------------------------------------------
 
 
 def _effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
@@ -138,8 +141,7 @@ MARKS: dict[ControlRole, tuple[str, str, str, str]] = {
     "far part, healed": ("^", "▲", "its far part, healed", ""),
 }
 """Marker of each kind of control, the same sign as text, and its description; for hybrids, if different."""
-WIDE = 30.0
-"""Ratio of the largest to the smallest effect from which the axis is logarithmic."""
+WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
 KERNEL_NAME, CONTROL_NAME = 40, 30  # characters of a name
 
@@ -179,7 +181,11 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         rows.append([*dots, _dot(swap, swap)])
     names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
     dot_plot(axes, rows, names)
-    _scale_effects(axes, [dot.value for row in rows for dot in row if dot.value is not None])
+    sizes = sorted(abs(dot.value) for row in rows for dot in row if abs(dot.value or 0) >= FINEST)
+    if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
+        border = 10.0 ** math.floor(math.log10(sizes[0]))
+        axes.set_xscale("symlog", linthresh=border, linscale=0.6)
+        label_powers(axes.xaxis, border)
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]))
@@ -205,18 +211,6 @@ def _controls_legend(swaps: Sequence[Swap]) -> str:
     marks = ((sign, words, hybrid) for role, (_, sign, words, hybrid) in MARKS.items() if role in drawn)
     entries = ", ".join(f"{sign} {(hybrids and hybrid) or words}" for sign, words, hybrid in marks)
     return f"grey: {entries}" if entries else ""
-
-
-def _scale_effects(axes: Axes, effects: Sequence[float]) -> None:
-    """Scale the axis: linear if effects are of similar size, else logarithmic on both sides of a linear part at 0."""
-    sizes = sorted(abs(effect) for effect in effects if abs(effect) >= FINEST)
-    if sizes and sizes[-1] >= WIDE * sizes[0]:
-        border = 10.0 ** math.floor(math.log10(sizes[0]))
-        axes.set_xscale("symlog", linthresh=border, linscale=0.6)
-        label_powers(axes.xaxis, border)
-
-
-# --- stages of one kernel ---------------------------------------------------------------------------------------------
 
 
 def _stages_panel(swap: Swap) -> Panel:
@@ -265,19 +259,11 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
         axes.set_xticks([])
 
 
-# --- sites and layers -------------------------------------------------------------------------------------------------
-
 LINES = {"color": [*(CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), INK, "#999999"], "marker": list("osD^vPX*")}
 """Kernels differ in marker as well as in colour."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
 LEGEND_NAME = 22  # largest number of characters of a kernel's name in a legend
-
-
-def _sites_panel(swap: Swap) -> Panel:
-    note = "on the original's queries, keys and values"
-    draw = partial(draw_sites, swap=swap)
-    return Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
 
 
 def draw_sites(axes: Axes, swap: Swap) -> None:
@@ -309,10 +295,7 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
     legend_above(axes, 75)
 
 
-# --- sweep over heads or layers ---------------------------------------------------------------------------------------
-
-OUTLYING = 3.0
-"""Ratio to the 98th percentile above which a head's effect is drawn in the last colour."""
+OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
 
 
 def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
@@ -394,13 +377,10 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     return usual, "both" if over and under else "max" if over else "min"
 
 
-# --- predictors of harm -----------------------------------------------------------------------------------------------
-
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Measures that are always drawn if the model has them."""
 PICTURES = 6  # number of drawn measures, filled up with the strongest others
-SQUASHED = 30.0
-"""Ratio of the largest to the median effect above which the axis of effects is asinh."""
+SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
 
 
 def _predictor_panel(swap: Swap) -> Panel:
@@ -456,3 +436,114 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
         label_powers(axes.yaxis, 2 * usual)
     axes.set_xlabel(clean(predictor.measure))
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
+
+
+MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
+
+
+def ranks_panel(plan: Plan) -> Panel:
+    """Build the map of the plan's ranks."""
+    caption = (
+        f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
+        f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
+        + " Promised: on calibration text that neither fitted nor chose them."
+        * (plan.promised is not None)
+    )
+    layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
+    wide = float(np.clip(0.4 * heads, 3.4, 8))
+    title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
+    draw = partial(draw_ranks, plan=plan)
+    return Panel("ranks", title, budget_note(plan), caption, draw, 2 * layers, wide)
+
+
+def budget_note(plan: Plan) -> str:
+    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
+    rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
+    known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
+    return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
+
+
+def draw_ranks(axes: Axes, plan: Plan) -> None:
+    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
+    cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
+    grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
+    top = max(key.head_dim / key.keys for key in plan.ranks)
+    colours = (colormaps["viridis"], Normalize(0, top), "neither")
+    heat_map(axes, grid, colours, "rank r of head_dim")
+    if max(grid.values.shape) <= MOST_WRITTEN:
+        texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
+        write_cells(axes, texts, grid, colours)
+
+
+KEPT_BACK = "on calibration text kept back from training"
+STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
+
+
+def healing_panel(swap: Swap, healing: Healing) -> Panel:
+    """Build the picture of perplexity and distance while the swapped heads are trained."""
+    transferred = any(stage.stage == "transfer" and stage.steps for stage in healing.stages)
+    note = "hollow: transfer" if transferred else "dotted: step kept"
+    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
+    goal = " on the text" if healing.goal == "text" else " towards the original model"
+    quantity = f"KL: to the original, {KEPT_BACK}, in {UNITS[swap.task]}"
+    if swap.task == "hidden":
+        quantity = f"1 − cosine of the last hidden states and the original's, {KEPT_BACK}"
+    elif healing.goal == "text":
+        quantity = f"Loss: {KEPT_BACK}, in {UNITS[swap.task]}"
+    has_perplexity = swap.task != "hidden" and swap.judged_by == "loss"
+    caption = (
+        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
+        f"{'Perplexity: of the evaluation text. ' * has_perplexity}{quantity}. "
+        f"Step {healing.best} was kept (dotted line).{' Hollow: attention transfer.' * transferred}"
+    )
+    return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
+
+
+def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
+    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
+
+    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
+    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
+    """
+    by_tokens = all(step.tokens is not None for step in healing.curve)
+    position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
+    transfer = {position[step.step] for step in healing.curve if step.stage == "transfer"}
+    losses = [(position[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
+    distances = [(position[step.step], step.validation) for step in healing.curve if step.validation is not None]
+    places = [axes]
+    figure, spec = axes.get_figure(), axes.get_subplotspec()
+    if losses and distances and figure is not None and spec is not None:
+        halves = spec.subgridspec(2, 1)
+        axes.set_subplotspec(halves[0])
+        axes.tick_params(labelbottom=False)
+        places = [axes, figure.add_subplot(halves[1], sharex=axes)]
+        figure.align_ylabels(places)
+    if losses:
+        _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
+        original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
+        if original is not None:
+            places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
+    if distances:
+        name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
+        _plot(places[-1], distances, name, CATEGORIES[2], transfer)
+    for place in places:
+        place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
+    last = max(position.values(), default=healing.steps) or 1
+    # the square root stretches the first steps, which have the largest effect
+    axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
+    axes.set_xlim(0, last * 1.03)
+    round_steps = [float(digit * 10**power) for power in range(len(str(last))) for digit in (1, 2, 5)]
+    thin_ticks(axes.xaxis, [0, *(step for step in round_steps if step < last), last], STEP_GAP)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: big(int(step)) if last >= 20_000 else f"{step:g}"))
+    places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale")
+
+
+def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
+    axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
+    inside = [point for point in points if point[0] in hollow]
+    if inside:
+        look: Style = {"color": colour, "markerfacecolor": "white", "markersize": 3, "clip_on": False, "zorder": 3}
+        axes.plot(*zip(*inside, strict=True), "o", **look)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_ylabel(name)
