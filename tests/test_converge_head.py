@@ -8,7 +8,7 @@ import torch
 from experiment_words import assert_in_words
 from loaded import family
 
-from attnlens.analyzers.selection.gatherer import Selector
+from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
 from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, starts, train_head
 from attnlens.lab.experiments.settings import ExperimentSettings

@@ -11,11 +11,10 @@ from loaded import family, package
 import attnlens
 from attnlens.analyzers import extended, registry, symmetry
 from attnlens.analyzers.registry import Analyzer, GatheringPlace
-from attnlens.analyzers.selection.gatherer import Selector
+from attnlens.analyzers.selection import Selector
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading, texts
-from attnlens.report.pictures.maps import full_caption, short_caption
-from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.maps import full_caption, page_rows, short_caption
 from attnlens.report.sections.layers import layer_rows, reading_help
 from attnlens.report.shapes import Shapes
 from attnlens.runs.inspect.sequences import split_batch

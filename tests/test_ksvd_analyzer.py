@@ -19,8 +19,7 @@ from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sour
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Call, Report, Site
 from attnlens.report.pictures import overview_figure
-from attnlens.report.pictures.maps import DEPTH, groups_by_depth
-from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.maps import DEPTH, groups_by_depth, page_rows
 from attnlens.report.pictures.style import house_style
 from attnlens.report.shapes import Shapes
 
@@ -53,7 +52,6 @@ def test_it_is_entered_for_tokens_and_its_names_have_a_source():
     assert (found.name, found.source) == ("ksvd", "tokens")
     assert {measure_sources()[info.name] for info in TOKENS} == {"tokens"}
     assert measure_sources()["weights.symmetry"] == "weights"
-    assert not any(info.has_null for info in TOKENS)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=["no batch", "a batch", "two batch axes"])

@@ -20,8 +20,7 @@ from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.records import Measure, Null
 from attnlens.report.pictures import fan_figure, map_figure, overview_figure
-from attnlens.report.pictures.maps import full_caption, groups_by_part, null_mark, scale, short_curve_caption
-from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.maps import full_caption, groups_by_part, null_mark, page_rows, scale, short_curve_caption
 from attnlens.report.pictures.style import house_style, tick_positions
 from attnlens.report.shapes import Shapes
 

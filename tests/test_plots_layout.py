@@ -10,22 +10,25 @@ from reports import planted, synthetic_report
 
 from attnlens.choices import Part
 from attnlens.report.pictures import fan_figure, map_figure, overview_figure
-from attnlens.report.pictures.style import PlainNumbers, house_style
+from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.shapes import Shapes
 
 
 @pytest.mark.parametrize(
-    ("ticks", "expected"),
+    ("ticks", "expected", "factor"),
     [
-        ([0.9995, 0.9996, 0.9997], ["0.9995", "0.9996", "0.9997"]),
-        ([-0.05, 0.0, 0.05], ["−0.05", "0.00", "0.05"]),
-        ([0, 20, 40], ["0", "20", "40"]),
-        ([1e-9, 2e-9], ["1.0e−09", "2.0e−09"]),
-        ([0.1 + 0.2, 0.4], ["0.3", "0.4"]),
+        ([0.9995, 0.9996, 0.9997], ["0.9995", "0.9996", "0.9997"], ""),
+        ([-0.05, 0.0, 0.05], ["−0.05", "0.00", "0.05"], ""),
+        ([0, 20, 40], ["0", "20", "40"], ""),
+        ([1e-9, 2e-9], ["1", "2"], "1e−9"),
+        ([0.1 + 0.2, 0.4], ["0.3", "0.4"], ""),
     ],
 )
-def test_ticks_are_written_out_and_tell_each_other_apart(ticks: list[float], expected: list[str]) -> None:
-    assert PlainNumbers().format_ticks(ticks) == expected
+def test_ticks_are_written_out_and_tell_each_other_apart(ticks: list[float], expected: list[str], factor: str) -> None:
+    with house_style():
+        axis = new_figure(4, 3).add_subplot(xlim=(min(ticks), max(ticks))).xaxis
+    assert axis.get_major_formatter().format_ticks(ticks) == expected
+    assert axis.get_major_formatter().get_offset() == factor
 
 
 @pytest.mark.parametrize("values", [1e-3 + 1e-7 * np.arange(6.0), 0.9999 + 1e-6 * np.arange(6.0), np.full(6, 0.7)])

@@ -14,8 +14,7 @@ from heads import query_key, random
 import attnlens
 from attnlens.analyzers import registry
 from attnlens.analyzers.registry import GatheringPlace, measure_sources
-from attnlens.analyzers.selection import MEASURES, SPACES, qualify_name
-from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
+from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, SPACES, Selector, qualify_name
 from attnlens.errors import UsageError
 from attnlens.maths.attsvm.head import (
     FactoredForm,
@@ -29,7 +28,7 @@ from attnlens.maths.attsvm.head import (
 )
 from attnlens.models import hooks, texts, weights
 from attnlens.records import Site
-from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.maps import page_rows
 from attnlens.report.sections.layers import layer_rows, measure_columns, reading_help
 from attnlens.report.sentences.reports import without_value
 from attnlens.report.shapes import Shapes

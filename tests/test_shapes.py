@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from reports import planted, synthetic_report
 
 from attnlens.records import Null
-from attnlens.report.pictures.overview import draw_shares, has_all
+from attnlens.report.pictures.maps import draw_shares, has_all
 from attnlens.report.pictures.style import PART_COLOURS, house_style, new_figure
 from attnlens.report.shapes import Shapes, by_turns
 

@@ -32,9 +32,8 @@ from attnlens.choices import Part
 from attnlens.kernels import TIES
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.report.pictures import panel_figure, swap_overview, swap_panels
-from attnlens.report.pictures.plans import draw_healing
 from attnlens.report.pictures.style import house_style, new_figure
-from attnlens.report.pictures.swaps import GREY, draw_kernels, draw_stages, draw_sweep, limit
+from attnlens.report.pictures.swaps import GREY, draw_healing, draw_kernels, draw_stages, draw_sweep, limit
 from attnlens.report.sentences import swaps as effects
 from attnlens.report.sentences.plans import healing as sentences
 from attnlens.report.sentences.plans import plan_lines

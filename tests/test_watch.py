@@ -14,7 +14,7 @@ from watch import unwatched
 
 from attnlens import kernels
 from attnlens.analyzers.ksvd import _cumulative_curves
-from attnlens.analyzers.selection.gatherer import StoredSequence
+from attnlens.analyzers.selection import StoredSequence
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_scores import running
 from attnlens.maths import attsvm, ksvd, linalg, statistics

@@ -26,7 +26,6 @@ def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
         low=0,
         high=1,
         missing=NOTHING_LEFT,
-        has_null=False,
         identified="nowhere",
         wholes=("kernel_shares",),
         use="It tells of these queries and keys, and not of what the model does: compare no models by it.",
@@ -53,9 +52,4 @@ def of_tokens(query_key: QueryKey) -> Readings:
     if query_key.site.part == "cross":
         return {}
     parts = linalg.anatomy(query_key.content)
-    return {
-        "extended.share_positive": parts.positive,
-        "extended.share_negative": parts.negative,
-        "extended.share_skew": parts.skew,
-        "extended.share_key": parts.key,
-    }
+    return {f"extended.share_{part}": getattr(parts, part) for part in ("positive", "negative", "skew", "key")}

@@ -33,8 +33,8 @@ DRAWN = "q_i, k_j drawn"
 CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
 PLAIN = f"{ORDER}, x_ij = s⟨q_i, k_j⟩"
 
-feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, has_null=False, paper=WRIGHT)
-taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, has_null=False, paper=WRIGHT)
+feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, paper=WRIGHT)
+taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, paper=WRIGHT)
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:

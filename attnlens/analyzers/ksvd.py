@@ -32,7 +32,7 @@ NO_ATTENTION = (
 
 # The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
 # but changes every cosine. It has no Gaussian null, and cross-attention has it too.
-cosine_measure = partial(MeasureInfo, low=0, self_only=False, has_null=False, identified="nowhere")
+cosine_measure = partial(MeasureInfo, low=0, self_only=False, identified="nowhere")
 
 
 def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureInfo]:
@@ -44,7 +44,6 @@ def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureI
         high=1,
         curve=True,
         self_only=False,
-        has_null=False,
         identified="everywhere" if of_attention else "nowhere",
         use="The sooner it nears 1, the fewer components hold the matrix.",
     )
@@ -74,7 +73,6 @@ TOKENS = (
         high=1,
         self_only=False,
         missing=NO_ATTENTION,
-        has_null=False,
         headline=True,
         ends="both",
         use="Near 1 a head's attention is nearly of rank one, and Primal-Attention of few components can stand in.",

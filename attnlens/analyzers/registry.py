@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from attnlens.arguments import checked_name
 from attnlens.choices import CHANGE, Sources
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 else:
     Readings = dict  # others import the name, and importing the registry must not load torch
 
-
+Function = TypeVar("Function", bound=Callable[..., object])
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
-
-
 NULLS = {
     "factors": "what independent random factors read",
     "rotations": "what the head reads turned by random rotations",
@@ -178,6 +176,8 @@ class Named:
     """Scalars and curves that it returns."""
     definitions: str = field(default="", kw_only=True)
     """Rest of the docstring: symbols of the formulas, assumptions and omissions."""
+    by_default: bool = field(default=True, kw_only=True)
+    """True if it runs when no analyzer is named."""
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,10 @@ class Analyzer(Named):
 
     function: Callable[[QueryKey], Readings]
     """Function that computes the measures."""
-    by_default: bool = True
-    """True if it runs when no analyzer is named."""
     needs_base: bool = False
     """True if it compares with the site before an adapter was merged; it then runs for every model with an adapter."""
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None
     """One measure and its function, computed for swept heads if the whole analyzer takes longer than a sweep allows."""
-
-    @property
-    def defined_by(self) -> Callable[..., object]:
-        """Function that the decorator registered."""
-        return self.function
 
 
 @dataclass(frozen=True)
@@ -250,15 +243,8 @@ class Gathering(Named):
 
     begin: Callable[[GatheringPlace], Gatherer]
     """Function that creates the gatherer of one site."""
-    by_default: bool = True
-    """True if it runs when no analyzer is named."""
     needs_inputs: bool = False
     """True if it needs the modules' inputs, and the form on them."""
-
-    @property
-    def defined_by(self) -> Callable[..., object]:
-        """Function that the decorator registered."""
-        return self.begin
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
@@ -275,21 +261,15 @@ def analyzer(
     needs_base: bool = False,
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None,
     replace: bool = False,
-) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
+) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; `by_default`: it also runs if none is named.
 
     `needs_base`: it compares with the model without its adapter, and runs by default if the model has one. `brief`: a
     measure and a function that computes it alone, for heads that are swept. `replace`: replace an analyzer that another
     module registered under that name; otherwise that is a UsageError.
     """
-
-    def register(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
-        question, definitions = _split_docstring(function, name)
-        traits = (by_default, needs_base, brief)
-        _enter(Analyzer(name, source, question, tuple(measures), function, *traits, definitions=definitions), replace)
-        return function
-
-    return register
+    kind = partial(Analyzer, by_default=by_default, needs_base=needs_base, brief=brief)
+    return partial(_register, kind, name, source, tuple(measures), replace)
 
 
 def gathering(
@@ -300,40 +280,38 @@ def gathering(
     by_default: bool = True,
     needs_inputs: bool = False,
     replace: bool = False,
-) -> Callable[[Callable[[GatheringPlace], Gatherer]], Callable[[GatheringPlace], Gatherer]]:
+) -> Callable[[Function], Function]:
     """Register a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
 
     `needs_inputs`: it needs the modules' inputs. The other arguments are those of `analyzer`.
     """
-
-    def register(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
-        question, definitions = _split_docstring(begin, name)
-        traits = (by_default, needs_inputs)
-        _enter(Gathering(name, source, question, tuple(measures), begin, *traits, definitions=definitions), replace)
-        return begin
-
-    return register
+    kind = partial(Gathering, by_default=by_default, needs_inputs=needs_inputs)
+    return partial(_register, kind, name, source, tuple(measures), replace)
 
 
-def _split_docstring(function: Callable[..., object], name: str) -> tuple[str, str]:
-    """Return the first line of a docstring, the question (`name` if there is none), and the rest, its definitions."""
-    question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
-    return question, definitions.strip()
-
-
-def _enter(entry: Analyzer | Gathering, replacing: bool) -> None:
-    """Register an analyzer.
+def _register(
+    kind: Callable[..., Analyzer | Gathering],
+    name: str,
+    source: Source,
+    measures: tuple[MeasureInfo, ...],
+    replacing: bool,
+    function: Function,
+) -> Function:
+    """Register a function and return it; the first line of its docstring is its question.
 
     Raise UsageError if another module has registered one of its measures already or, unless `replacing`, its name.
     """
-    names = {info.name for info in entry.measures}
+    question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
+    names = {info.name for info in measures}
     for key, present in _ANALYZERS.items():
-        if key != (entry.name, entry.source):
+        owner = present.begin if isinstance(present, Gathering) else present.function
+        if key != (name, source):
             for measure in sorted(names & {info.name for info in present.measures}):
-                refuse_replacing("measure", measure, entry.defined_by, present.defined_by, "Choose another name.")
+                refuse_replacing("measure", measure, function, owner, "Choose another name.")
         elif not replacing:
-            refuse_replacing("analyzer", entry.name, entry.defined_by, present.defined_by)
-    _ANALYZERS[entry.name, entry.source] = entry
+            refuse_replacing("analyzer", name, function, owner)
+    _ANALYZERS[name, source] = kind(name, source, question, measures, function, definitions=definitions.strip())
+    return function
 
 
 def list_analyzers() -> list[Analyzer | Gathering]:

@@ -15,10 +15,14 @@ else:
     linalg = LazyModule("attnlens.maths.linalg")
 
 
-INERTIA = (
-    "It is head_dim in nearly every head, and then says nothing; fewer means directions that the head does not use."
-)
 signed = partial(MeasureInfo, low=-1, high=1)
+inertia = partial(
+    MeasureInfo,
+    low=0,
+    use="It is head_dim in nearly every head, and then says nothing; fewer means directions that the head does not "
+    "use.",
+    sized_by="head_dim",
+)
 WEIGHTS = (
     MeasureInfo(
         "weights.norm",
@@ -68,22 +72,8 @@ WEIGHTS = (
         use="Near 1, a positive definite form could take the place of the symmetric part; two random factors read 0. "
         "How much of it real text meets, tokens.share_positive says.",
     ),
-    MeasureInfo(
-        "weights.inertia_positive",
-        "positive eigenvalues of the symmetric part",
-        "#{μ > eps·size·max|μ|}",
-        low=0,
-        use=INERTIA,
-        sized_by="head_dim",
-    ),
-    MeasureInfo(
-        "weights.inertia_negative",
-        "negative eigenvalues of the symmetric part",
-        "#{μ < −eps·size·max|μ|}",
-        low=0,
-        use=INERTIA,
-        sized_by="head_dim",
-    ),
+    inertia("weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}"),
+    inertia("weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}"),
     signed(
         "weights.symmetry_by_distance",
         "symmetry of M at each distance Δ under RoPE",
@@ -103,9 +93,7 @@ HIDDEN = "the mask hides pairs, which leaves it open"
 KERNEL, SCORES = "kernel_shares", "score_shares"
 
 
-score_share = partial(
-    MeasureInfo, low=0, high=1, missing=f"{NOTHING_SEEN}, or it has {GAPS}", has_null=False, headline=True
-)
+score_share = partial(MeasureInfo, low=0, high=1, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True)
 """Share of the part of the logits that softmax sees."""
 kernel_share = partial(
     score_share,
@@ -143,7 +131,6 @@ TOKENS = (
         high=1,
         missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border, or more than 8,192 "
         "tokens have no 2 × 2 minor that decides",
-        has_null=False,
         identified="all pairs",
         use="At 1 a positive definite kernel and gates give this attention, as it is, on all that was read; below, "
         "tokens.share_negative and tokens.share_skew say what is in the way.",
@@ -195,7 +182,6 @@ TOKENS = (
         high=1,
         self_only=False,
         missing="no query may choose between keys",
-        has_null=False,
         use="Compare tokens.share_first with it; by itself it tells of the mask alone.",
         sized_by="the window and the mask, and nothing else",
     ),

@@ -9,7 +9,7 @@ Inputs: a `Report` or its file, rules as texts, table or TOML file, and a baseli
 from __future__ import annotations
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlens.arguments import path as checked_path
 from attnlens.arguments import public
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @public
 def check(
     report: Report | str | PathLike[str],
-    rules: Any = (),
+    rules: object = (),
     *,
     baseline: str | PathLike[str] | None = None,
     relative: float | None = None,

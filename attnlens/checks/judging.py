@@ -8,13 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
-from attnlens.checks.rule import Criterion, Rule, RuleCondition, Tolerance
+from attnlens.checks.rule import Rule, RuleCondition, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import format_value
-from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Record, Report
+from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
 from attnlens.wording import clean, join_items
 
 SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
@@ -50,7 +49,7 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
             )
 
 
-def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]]:
+def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, object, object]]:
     """Yield what both must have in common: name, value in the report, value in the baseline."""
     for name in ("architecture", "parameters"):
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
@@ -68,26 +67,6 @@ def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]
     yield "measures", join_items(missing) + " missing" if missing else "", ""
 
 
-def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """Build one check per measure: the heads that moved beyond the tolerance and chance, or lost or gained a value.
-
-    z = (now − then)/√(se² + se²), which assumes independent runs: for the same windows, that is conservative
-    (`compare` pairs them). p is from the normal distribution; Benjamini–Hochberg over heads × measures. A value
-    without a standard error is always treated as significant.
-    """
-    moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
-    tested = [move for changes in moves.values() for move in changes if move.p is not None]
-    significant = reject_by_fdr([move.p for move in tested if move.p is not None], tolerance.fdr)
-    by_chance = {id(move) for move, real in zip(tested, significant, strict=True) if not real}
-    bounds = {name: tolerance.of(find_measure(name)) for name in moves}
-    beyond = {
-        name: [move for move in changes if move.beyond(bounds[name]) and id(move) not in by_chance]
-        for name, changes in moves.items()
-        if any(move.then is not None or move.now is not None for move in changes)
-    }
-    return [_build_check(name, changes, len(moves[name]), bounds[name], file) for name, changes in beyond.items()]
-
-
 @dataclass(frozen=True)
 class Move:
     """One measure of one head, then and now."""
@@ -98,10 +77,6 @@ class Move:
     p: float | None
     """Two-sided p-value; None without standard errors."""
 
-    def beyond(self, tolerance: Tolerance) -> bool:
-        """Return whether it moved by more than both tolerances."""
-        return self.size > max(tolerance.absolute or 0.0, tolerance.relative * abs(self.then or 0.0))
-
     @property
     def size(self) -> float:
         """Absolute change: infinite if the value appeared or vanished."""
@@ -110,44 +85,66 @@ class Move:
         return abs(self.now - self.then)
 
 
+def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
+    """Build one check per measure: the heads that moved beyond the tolerance and chance, or lost or gained a value.
+
+    z = (now − then)/√(se² + se²), which assumes independent runs: for the same windows, that is conservative
+    (`compare` pairs them). p is from the normal distribution; Benjamini–Hochberg over heads × measures. A value
+    without a standard error is always treated as significant.
+    """
+    moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
+    tested = [move.p for changes in moves.values() for move in changes if move.p is not None]
+    largest = largest_rejected(tested, tolerance.fdr)
+    checks = []
+    for name, changes in moves.items():
+        if all(move.then is None and move.now is None for move in changes):
+            continue
+        bounds = tolerance.of(find_measure(name))
+        moved = [
+            move
+            for move in changes
+            if move.size > max(bounds.absolute or 0.0, bounds.relative * abs(move.then or 0.0))
+            and (move.p is None or move.p <= largest)
+        ]
+        worst = sorted(moved, key=lambda move: move.size, reverse=True)
+        wanted = f"as the baseline ({bounds})"
+        checks.append(
+            Check(
+                id=f"baseline: {name}",
+                rule=f"{name}: {wanted}",
+                subject=name,
+                wanted=wanted,
+                passed=not worst,
+                heads=len(changes),
+                breaches=[breach(move.head, move.now, move.then, move.p) for move in worst],
+                file=file,
+            )
+        )
+    return checks
+
+
 def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
     """Compare one measure of every head with the baseline's column."""
     moves = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
-        now, p = head.measures.get(name, Measure(value=None, reason="it was not measured")), None
-        if now.value is not None and then is not None and now.se is not None and error is not None:
-            spread, change = math.hypot(now.se, error), abs(now.value - then)
+        measure, p = head.measures.get(name), None
+        now, se = (None, None) if measure is None else (measure.value, measure.se)
+        if now is not None and then is not None and se is not None and error is not None:
+            spread, change = math.hypot(se, error), abs(now - then)
             if spread > 0 and math.isfinite(change / spread):  # not for numbers near the largest float
                 p = math.erfc(change / spread / 2**0.5)
-        moves.append(Move(head, now.value, then, p))
+        moves.append(Move(head, now, then, p))
     return moves
 
 
-def reject_by_fdr(p_values: Sequence[float], rate: float) -> list[bool]:
-    """Return which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
+def largest_rejected(p_values: Sequence[float], rate: float) -> float:
+    """Return the largest p-value to reject so that at most `rate` of the rejected hypotheses are true; −1 for none.
 
-    These have the k smallest p-values, k the largest with p_(k) ≤ rate · k/n; `statistics.false_discovery` needs torch.
+    It is the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); `statistics.false_discovery` needs torch.
     """
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    ordered = sorted(p_values)
     # not strict: the procedure rejects at equality
-    ranks = [rank for rank, at in enumerate(order, 1) if p_values[at] <= rate * rank / len(p_values)]
-    rejected_at = set(order[: max(ranks, default=0)])
-    return [at in rejected_at for at in range(len(p_values))]
-
-
-def _build_check(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
-    worst = sorted(beyond, key=lambda move: move.size, reverse=True)
-    wanted = f"as the baseline ({tolerance})"
-    return Check(
-        id=f"baseline: {name}",
-        rule=f"{name}: {wanted}",
-        subject=name,
-        wanted=wanted,
-        passed=not worst,
-        heads=heads,
-        breaches=[breach(move.head, move.now, move.then, move.p) for move in worst],
-        file=file,
-    )
+    return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
 
 
 def verdict(
@@ -182,69 +179,37 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 """Paths that are suggested for similar ones."""
 
 
-@dataclass(frozen=True)
-class Matched:
-    """Numbers that a rule covers."""
+def match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Head, float | None]]]:
+    """Find the number of a field, or (with None) that of every head that the rule covers.
 
-    heads: tuple[tuple[Head, float], ...] = ()
-    """Heads that the rule covers and that have a value."""
-    without: int = 0
-    """Number of covered heads without a value."""
-    field: float | None = None
-    """Number of a field; None for a rule about heads."""
-
-
-def match_rule(report: Report, rule: Rule) -> Matched:
-    """Find the numbers that the rule covers. Raise UsageError for none: such a rule would never fail."""
-    subject = stem(rule.subject)
-    name, _, column = subject.rpartition(".")
-    for measure, part in ((subject, "value"), (name, column)):
+    Raise UsageError if there is no number: such a rule would never fail.
+    """
+    name, _, column = rule.stem.rpartition(".")
+    for measure, part in ((rule.stem, "value"), (name, column)):
         if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
-            return _match_heads(report, rule, measure, part)
-    return _match_field(report, rule, subject)
+            return None, _match_heads(report, rule, measure, part)
+    return _match_field(report, rule), []
 
 
-def absolute(subject: str) -> bool:
-    """Return whether the subject uses absolute values: `|weights.symmetry.z|`."""
-    return len(subject) > 2 and subject[0] == subject[-1] == "|"
-
-
-def stem(subject: str) -> str:
-    """Return the subject without the bars for absolute values."""
-    return subject[1:-1].strip() if absolute(subject) else subject
-
-
-def _match_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
-    selection = rule.condition
-    named = [
-        head
-        for head in report.heads
-        if (selection.layers is None or head.layer in selection.layers)
-        and (selection.heads is None or head.head in selection.heads)
-        and (selection.part is None or head.part == selection.part)
-    ]
-    read = [(head, head.measures.get(name)) for head in named]
-    numbers = [(head, _column(measure, column)) for head, measure in read]
-    sign = abs if absolute(rule.subject) else float
-    present = tuple((head, sign(number)) for head, number in numbers if number is not None)
-    if not present:
-        reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
+def _match_heads(report: Report, rule: Rule, name: str, column: str) -> list[tuple[Head, float | None]]:
+    named = list(filter(rule.condition.covers, report.heads))
+    numbers: list[float | None] = []
+    for measure in (head.measures.get(name) for head in named):
+        source, field = (measure.null, "mean") if measure is not None and column == "null" else (measure, column)
+        number: float | None = getattr(source, field, None)
+        numbers.append(abs(number) if rule.absolute and number is not None else number)
+    if all(number is None for number in numbers):
         why = f"{len(named)} heads have no {column}" if named else "the rule names no head of this report"
-        raise _no_match(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
-    return Matched(present, len(named) - len(present))
+        reason = next((head.measures[name].reason for head in named if name in head.measures), None)
+        raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
+    return list(zip(named, numbers, strict=True))
 
 
-def _column(measure: Measure | None, column: str) -> float | None:
-    if measure is None or column == "null":
-        return None if measure is None or measure.null is None else measure.null.mean
-    number: float | None = getattr(measure, column)
-    return number
-
-
-def _match_field(report: Report, rule: Rule, name: str) -> Matched:
-    number = _value_at(report, name) if name.partition(".")[0] in FIELDS else _Missing
-    if number is _Missing:
-        raise _unknown_subject(report, rule, name)
+def _match_field(report: Report, rule: Rule) -> float:
+    try:
+        number = _value_at(report, rule.stem if rule.stem.partition(".")[0] in FIELDS else "")
+    except LookupError:
+        raise _unknown_subject(report, rule) from None
     if rule.condition.aggregate != "value" or rule.condition.filters:
         raise UsageError(
             f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several.",
@@ -253,7 +218,7 @@ def _match_field(report: Report, rule: Rule, name: str) -> Matched:
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
         raise _no_match(rule, f"{rule.named} {what} in this report")
-    return Matched(field=float(abs(number) if absolute(rule.subject) else number))
+    return float(abs(number) if rule.absolute else number)
 
 
 def _no_match(rule: Rule, why: str) -> UsageError:
@@ -263,37 +228,32 @@ def _no_match(rule: Rule, why: str) -> UsageError:
     )
 
 
-class _Missing:
-    """Marker of a field that the report lacks."""
-
-
-def _value_at(value: Any, path: str) -> Any:
-    """Return the value at a dotted path; `_Missing` if there is none. Keys of maps may contain dots themselves."""
-    if not path:
-        return value
-    if isinstance(value, Mapping):
-        keys = [key for key in value if path == key or path.startswith(f"{key}.")]
-        return _value_at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
+def _value_at(value: object, path: str) -> object:
+    """Return the value at a dotted path, or raise LookupError. Keys of maps may contain dots themselves."""
     name, _, remainder = path.partition(".")
-    if isinstance(value, Record) and name in type(value).model_fields:
-        return _value_at(getattr(value, name), remainder)
-    if isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and len(name) < 5:
-        return _value_at(value[int(name)], remainder) if int(name) < len(value) else _Missing
-    named = [item for item in value if getattr(item, "name", None) == name] if isinstance(value, list) else []
-    return _value_at(named[0], remainder) if named else _Missing
+    if isinstance(value, Mapping):
+        name = max((key for key in value if path == key or path.startswith(f"{key}.")), key=len, default="")
+        remainder, inner = path[len(name) + 1 :], value[name]
+    elif isinstance(value, Record) and name in type(value).model_fields:
+        inner = getattr(value, name)
+    elif isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and len(name) < 5:
+        inner = value[int(name)]
+    else:
+        items = value if isinstance(value, list) else []
+        inner = next((item for item in items if getattr(item, "name", None) == name), None)
+        if inner is None:
+            raise LookupError(path)
+    return _value_at(inner, remainder) if remainder else inner
 
 
-def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
+def _unknown_subject(report: Report, rule: Rule) -> UsageError:
     """Build the error for a subject that is neither a measure nor a field of the report."""
-    near = difflib.get_close_matches(name[:100], [*report.measure_names(), *KNOWN], n=1)
+    near = difflib.get_close_matches(rule.stem[:100], [*report.measure_names(), *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
-    curve = any(name in head.curves for head in report.heads)
+    curve = any(rule.stem in head.curves for head in report.heads)
     why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
-    return UsageError(
-        f"{rule.place}{rule.spelling} matches nothing: {why}.",
-        f"{hint}Choose from: "
-        f"{join_items(report.measure_names(), 40) or 'no measures; use fields such as swap.loss.delta'}.",
-    )
+    known = join_items(report.measure_names(), 40) or "no measures; use fields such as swap.loss.delta"
+    return UsageError(f"{rule.place}{rule.spelling} matches nothing: {why}.", f"{hint}Choose from: {known}.")
 
 
 def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
@@ -306,9 +266,11 @@ def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        values = match_rule(report, rule)
-        number = values.field if values.field is not None else aggregate(values, rule.condition)
-        broken = [] if values.field is not None else _breaking_heads(values.heads, rule.condition, number)
+        number, covered = match_rule(report, rule)
+        heads = [(head, value) for head, value in covered if value is not None]
+        if heads:
+            number = aggregate([value for _, value in heads], rule.condition)
+        broken = _breaking_heads(heads, rule.condition, number)
         passed = not broken if number is None else rule.condition.comparison.holds(number)
         checks.append(
             Check(
@@ -318,8 +280,8 @@ def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
                 wanted=rule.wanted,
                 passed=passed,
                 value=number,
-                heads=None if values.field is not None else len(values.heads),
-                without=values.without,
+                heads=len(heads) if heads else None,
+                without=len(covered) - len(heads),
                 breaches=[] if passed else [breach(head, value) for head, value in broken],
                 file=rule.file,
             )
@@ -327,15 +289,14 @@ def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     return checks
 
 
-def aggregate(match: Matched, condition: RuleCondition) -> float | None:
+def aggregate(values: Iterable[float], condition: RuleCondition) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
-    numbers = sorted(value for _, value in match.heads)
+    numbers = sorted(values)
     if condition.quantile is not None:
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
         # which may overflow
         place = condition.quantile * (len(numbers) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(numbers) - 1)
+        below, above = math.floor(place), math.ceil(place)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
     if condition.share is not None:
         return sum(map(condition.share.holds, numbers)) / len(numbers)
@@ -348,26 +309,26 @@ def _breaking_heads(
     heads: Sequence[tuple[Head, float]], condition: RuleCondition, number: float | None
 ) -> list[tuple[Head, float]]:
     """Return the heads that break the rule, the worst first; none if only all heads together do."""
-    comparison = condition.comparison
+    comparison, by = condition.comparison, condition.share or condition.comparison
     if condition.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
-        by = condition.share
         blamed = [(head, value) for head, value in heads if by.holds(value) is too_many]
-        return sorted(blamed, key=lambda pair: by.excess(pair[1]), reverse=True)
-    if condition.aggregate not in ("min", "max", "value"):
+    elif condition.aggregate in ("min", "max", "value"):
+        blamed = [(head, value) for head, value in heads if not by.holds(value) and _at_end(condition, value)]
+    else:
         return []
-    blamed = [(head, value) for head, value in heads if not comparison.holds(value) and _at_end(condition, value)]
-    return sorted(blamed, key=lambda pair: comparison.excess(pair[1]), reverse=True)
+    return sorted(blamed, key=lambda pair: by.excess(pair[1]), reverse=True)
 
 
 def _at_end(condition: RuleCondition, value: float) -> bool:
     """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
-    comparison: Criterion = condition.comparison
-    if condition.aggregate == "min":
-        return comparison.operator in (">", ">=") or (comparison.operator in ("in", "==") and value < comparison.low)
-    if condition.aggregate == "max":
-        return comparison.operator in ("<", "<=") or (comparison.operator in ("in", "==") and value > comparison.high)
-    return True
+    comparison = condition.comparison
+    if condition.aggregate == "value":
+        return True
+    lowest = condition.aggregate == "min"
+    if comparison.operator in ("in", "=="):
+        return value < comparison.low if lowest else value > comparison.high
+    return comparison.operator in ((">", ">=") if lowest else ("<", "<="))
 
 
 def breach(head: HeadId, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
@@ -375,16 +336,15 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 
-def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
+def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
     """Return the options `analyzers` and `source` of a run that measures only what is checked."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = measure_infos()
     for rule in rules:
-        name = stem(rule.subject)
-        if name.partition(".")[0] not in FIELDS and not any(
-            name == info or name.startswith(f"{info}.") for info in known
-        ):
+        name = rule.stem
+        measured = any(name == info or name.startswith(f"{info}.") for info in known)
+        if not measured and name.partition(".")[0] not in FIELDS:
             near = difflib.get_close_matches(name[:100], known, n=1)
             raise UsageError(
                 f"{rule.place}{rule.spelling} matches nothing: no analyzer computes {rule.named}.",

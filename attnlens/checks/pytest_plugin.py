@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,7 +20,7 @@ def attention_report() -> Callable[..., Report]:
     """
     known: dict[str, Report] = {}
 
-    def report_of(subject: Any, **options: Any) -> Report:
+    def report_of(subject: object, **options: object) -> Report:
         if not isinstance(subject, str | PathLike):
             return _report(subject, options)
         name = repr((fspath(subject), sorted(options.items())))
@@ -32,7 +32,12 @@ def attention_report() -> Callable[..., Report]:
 
 
 def assert_attention(
-    model_or_report: Any, rules: Any, *, baseline: Any = None, allow_partial: bool = False, **options: Any
+    model_or_report: object,
+    rules: object,
+    *,
+    baseline: str | PathLike[str] | None = None,
+    allow_partial: bool = False,
+    **options: object,
 ) -> None:
     """Fail the test if a rule is broken by a report, a report's path, or a model, which is inspected first.
 
@@ -56,7 +61,7 @@ def _assertion_fixture() -> Callable[..., None]:
     return assert_attention
 
 
-def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
+def _report(subject: object, options: dict[str, object], rules: object = None) -> Report:
     """Return a report unchanged, read it from a file, or inspect a model with the analyzers that the rules need."""
     import attnlens
     from attnlens.arguments import names_report
@@ -69,4 +74,5 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
     required = {} if rules is None or "analyzers" in options else options_for(rules_of(rules), None)
-    return attnlens.inspect(subject, **(required | options))
+    inspect: Callable[..., Report] = attnlens.inspect  # checks its arguments itself
+    return inspect(subject, **(required | options))

@@ -6,9 +6,9 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.arguments import listed_numbers
@@ -16,6 +16,9 @@ from attnlens.choices import FDR, RELATIVE, Part
 from attnlens.errors import UsageError
 from attnlens.files import format_value, read_bytes
 from attnlens.wording import clean
+
+if TYPE_CHECKING:
+    from attnlens.records import Head
 
 MOST = 1000
 """Maximum number of rules in a table."""
@@ -34,6 +37,8 @@ CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?
 WHOLE = ("min", "max", "mean", "median", "count", "value")
 """Aggregates without a number in their name; `value` compares every head, or a single field, by itself."""
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
+FILTERS = {"layers": "layer", "heads": "head", "part": "part"}
+"""Field of a head by the word after @."""
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne},
@@ -53,9 +58,8 @@ class Criterion:
 
     def holds(self, number: float) -> bool:
         """Return whether the number satisfies the comparison."""
-        if self.operator == "in":
-            return self.low <= number <= self.high
-        return OPERATORS[self.operator](number, self.low)
+        compare = OPERATORS.get(self.operator)
+        return self.low <= number <= self.high if compare is None else compare(number, self.low)
 
     def excess(self, number: float) -> float:
         """Compute the distance between the number and the allowed values; larger is worse."""
@@ -75,12 +79,8 @@ class RuleCondition:
     """Comparison for the aggregate."""
     share: Criterion | None = None
     """Comparison that heads must satisfy to be counted, for a share."""
-    layers: frozenset[int] | None = None
-    """Layers covered; None: all."""
-    heads: frozenset[int] | None = None
-    """Heads covered; None: all."""
-    part: str | None = None
-    """Part covered; None: all."""
+    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)
+    """Allowed values by key of FILTERS; heads must have one of each."""
 
     @property
     def quantile(self) -> float | None:
@@ -97,9 +97,12 @@ class RuleCondition:
     @property
     def filters(self) -> str:
         """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
-        numbers = {"layers": self.layers, "heads": self.heads}
-        parts = [f" @{name} {','.join(map(str, sorted(ids)))}" for name, ids in numbers.items() if ids is not None]
-        return "".join([*parts, f" @part {self.part}" if self.part else ""])
+        chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
+        return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
+
+    def covers(self, head: Head) -> bool:
+        """Return whether the selection contains the head."""
+        return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
 
 
 def condition(text: object) -> RuleCondition:
@@ -119,46 +122,42 @@ def condition(text: object) -> RuleCondition:
             text, "share needs a comparison in brackets, e.g. share(> 0.9) < 0.1; other aggregates must not have one."
         )
     share = None if inner is None else _comparison(text, inner)
-    return RuleCondition(aggregate, _comparison(text, comparison), share, *_filters(text, filters))
+    return RuleCondition(aggregate, _comparison(text, comparison), share, _parse_filters(text, filters))
 
 
-def _comparison(text: object, words: str) -> Criterion:
+def _comparison(text: str, words: str) -> Criterion:
     match = COMPARISON.fullmatch(words.strip())
     if match is None:
+        what = format_value(words.strip())
         raise _parse_error(
-            text,
-            f"{format_value(words.strip())} is not a comparison; write <, <=, >, >=, == or != and a number, or in "
-            "0.4..0.9.",
+            text, f"{what} is not a comparison; write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
         )
-    sign, bound, low, high = match.groups()
-    ends = [float(number) for number in (bound, low, high) if number is not None]
+    ends = [float(number) for number in match.groups()[1:] if number is not None]
     if not all(map(math.isfinite, ends)):
         raise _parse_error(text, "it contains a number that is not finite.")
     if ends[-1] < ends[0]:
         raise _parse_error(text, "its range is reversed.")
-    return Criterion(sign or "in", ends[0], ends[-1])
+    return Criterion(match[1] or "in", ends[0], ends[-1])
 
 
-def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, frozenset[int] | None, str | None]:
-    """Parse layers, heads and part."""
-    numbers: dict[str, frozenset[int]] = {}
-    part: str | None = None
+def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int | str]]:
+    filters: dict[str, frozenset[int | str]] = {}
     for word in words:
         name, _, what = word.strip().partition(" ")
-        if name in numbers or (name == "part" and part):
+        if name in filters:
             raise _parse_error(text, f"it contains @{name} twice.")
         if name in ("layers", "heads"):
             try:
-                numbers[name] = frozenset(listed_numbers(f"@{name}", what))
+                filters[name] = frozenset(listed_numbers(f"@{name}", what))
             except UsageError as error:
                 raise _parse_error(text, error.problem) from None
         elif name == "part" and what.strip() in get_args(Part):
-            part = what.strip()
+            filters[name] = frozenset([what.strip()])
         else:
             raise _parse_error(
                 text, "@ must be followed by layers, heads or part, e.g. @layers 0-3, @heads 0,5 or @part decoder."
             )
-    return numbers.get("layers"), numbers.get("heads"), part
+    return filters
 
 
 def _parse_error(text: object, why: str) -> UsageError:
@@ -189,6 +188,16 @@ class Rule:
         return clean(self.subject)
 
     @property
+    def absolute(self) -> bool:
+        """True if absolute values are compared: `|weights.symmetry.z|`."""
+        return len(self.subject) > 2 and self.subject[0] == self.subject[-1] == "|"
+
+    @property
+    def stem(self) -> str:
+        """Subject without the bars for absolute values."""
+        return self.subject[1:-1].strip() if self.absolute else self.subject
+
+    @property
     def place(self) -> str:
         """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
         return _place(self.file)
@@ -200,7 +209,11 @@ class Rule:
         return f"{self.named}: {condition.measured} {condition.comparison.operator}{condition.filters}"
 
 
-def rule(subject: str, text: object, file: str | None = None) -> Rule:
+def _place(file: str | None) -> str:
+    return "" if file is None else f"{clean(file)}: "
+
+
+def _build_rule(subject: str, text: object, file: str | None = None) -> Rule:
     """Build the rule. Raise UsageError, which names its file, if it is invalid."""
     if not subject.strip("| "):
         raise UsageError(f"{_place(file)}the rule {format_value(text)} names no measure.", f"Write, e.g., {EXAMPLE}.")
@@ -210,40 +223,36 @@ def rule(subject: str, text: object, file: str | None = None) -> Rule:
         raise UsageError(f"{_place(file)}{error.problem}", error.remedy) from None
 
 
-def _place(file: str | None) -> str:
-    return "" if file is None else f"{clean(file)}: "
-
-
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: object) -> Rule:
     """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError for anything else."""
-    subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if not colon:
+    if not isinstance(text, str) or ":" not in text:
         raise UsageError(
             f"The rule {format_value(text)} lacks a colon.", "Write e.g. --rule 'tokens.entropy: min > 0.1'."
         )
-    return rule(subject, wanted.strip())
+    subject, _, wanted = text.partition(":")
+    return _build_rule(subject, wanted.strip())
 
 
-def parse_table(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
+def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
     """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
     rules: list[Rule] = []
-    for subject, texts in _flat(table, ""):
+    for subject, texts in _flatten(table):
         if not isinstance(texts, str | list | tuple) or not texts:
             raise UsageError(
                 f"{_place(file)}{clean(subject)} has no condition: {format_value(texts)}.", f"Write, e.g., {EXAMPLE}."
             )
-        rules += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
+        rules += [_build_rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
     if len(rules) > MOST:
         raise UsageError(f"{len(rules)} rules are too many.", f"Give at most {MOST}.")
     return rules
 
 
-def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
+def _flatten(table: Mapping[str, object], before: str = "") -> Iterable[tuple[str, object]]:
     if before.count(".") > DEEPEST:
         raise UsageError(f"A table of rules is nested more than {DEEPEST} levels deep.", f"Write, e.g., {EXAMPLE}.")
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
 
@@ -263,7 +272,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
     for names in TABLES:
-        table: Any = document
+        table: object = document
         for name in names:
             table = table.get(name, {}) if isinstance(table, Mapping) else {}
         if not isinstance(table, Mapping):
@@ -282,10 +291,9 @@ def rules_of(source: object) -> list[Rule]:
         rules = parse_table(source)
     elif isinstance(source, Path) or (isinstance(source, str) and source.endswith(".toml")):
         rules = read_rules(Path(source))
-    elif isinstance(source, str):
-        rules = [parse_rule(source)]
     elif isinstance(source, Iterable):
-        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in source]
+        texts = [source] if isinstance(source, str) else source
+        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in texts]
     if not rules:
         raise UsageError(f"rules={format_value(source)} has no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules
@@ -307,14 +315,13 @@ class Tolerance:
 
     def of(self, info: MeasureInfo) -> Tolerance:
         """Set the absolute bound for one measure: 5 % of the range −1 to 1 are 0.1, so that values near 0 can vary."""
-        bounded = info.low is not None and info.high is not None
-        width = info.high - info.low if bounded else 0.0  # type: ignore[operator]  # neither is None
+        width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 
     def __post_init__(self) -> None:
         """Raise UsageError for invalid bounds."""
         for name, most in (("relative", math.inf), ("absolute", math.inf), ("fdr", 1.0)):
-            number: Any = getattr(self, name)
+            number: object = getattr(self, name)
             if name == "absolute" and number is None:
                 continue
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:

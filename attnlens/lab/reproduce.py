@@ -16,7 +16,7 @@ import torch
 
 from attnlens import requests
 from attnlens.analyzers.registry import Gatherer, Gathering, GatheringPlace, select_analyzers
-from attnlens.analyzers.selection.gatherer import Selector
+from attnlens.analyzers.selection import Selector
 from attnlens.arguments import checked_name, public, switch
 from attnlens.choices import CLAIMS, SHOWN, STUDIES, WHERE_POSED
 from attnlens.errors import UsageError

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from attnlens.analyzers import registry
-from attnlens.analyzers.selection.gatherer import Selector
+from attnlens.analyzers.selection import Selector
 from attnlens.files import make_folder, unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.lab.study.tables import Scale

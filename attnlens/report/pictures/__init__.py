@@ -6,9 +6,18 @@ Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures.
 names the pictures, and `report.render`, which encodes them.
 """
 
+from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
-from attnlens.report.pictures.maps import falls_far, fan_figure, first_step, groups_by_part, map_figure, palette
-from attnlens.report.pictures.overview import margins_figure, named_parts, overview_figure
-from attnlens.report.pictures.page import panel_figure
+from attnlens.report.pictures.maps import (
+    falls_far,
+    fan_figure,
+    first_step,
+    groups_by_part,
+    map_figure,
+    margins_figure,
+    named_parts,
+    overview_figure,
+    palette,
+)
 from attnlens.report.pictures.studies import comparison_overview, comparison_panels, study_overview, study_panels
 from attnlens.report.pictures.swaps import swap_overview, swap_panels

@@ -1,10 +1,14 @@
-"""The three charts that all pictures consist of: heat maps, fans of lines, and dots with intervals."""
+"""The charts that all pictures consist of (heat maps, fans of lines, dots with intervals), and pages of them.
+
+matplotlib's constrained layout places all axes, so that names, numbers, legends and colour bars of any size have room.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, cycle, groupby
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -12,6 +16,7 @@ from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import EllipseCollection, LineCollection
 from matplotlib.colors import Colormap, ListedColormap, Normalize
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
@@ -20,34 +25,39 @@ from attnlens.records import PARTS
 from attnlens.report.pictures.style import (
     CATEGORIES,
     CROWD,
+    DPI,
     INK,
     MISSING,
     MUTED,
     IndexTicks,
-    PlainNumbers,
     Style,
+    new_figure,
     scale_logarithmically,
+    shorten_label,
 )
+from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.colorbar import Colorbar
+    from matplotlib.figure import Figure
+
+    from attnlens.records import Report
 
 DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)), name="depth")
 """Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
-BAR = (1.03, 0, 0.03, 1)
-"""Left edge, bottom, width and height of a colour bar, as shares of its axes."""
-
 
 def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
     """Return the values as an array, NaN for missing ones."""
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
+    return np.array(list(values), dtype=float)
 
 
-# --- heat map ---------------------------------------------------------------------------------------------------------
+Colours = tuple[Colormap, Normalize, str]
+"""Colour map, norm, and the ends of the colour bar that also represent all values beyond."""
+Place = tuple[int, int, Part]  # layer, head and part of a cell
 
 
 @dataclass(frozen=True)
@@ -60,23 +70,18 @@ class HeadGrid:
     parts: Sequence[Part]  # part of each layer
 
 
-def grid_of(cells: Iterable[tuple[int, int, Part, float | None]]) -> HeadGrid:
-    """Arrange (layer, head, part, value) as a map."""
-    cells = list(cells)
-    part_of = {layer: part for layer, _, part, _ in cells}
+def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid:
+    """Arrange the values of these heads as a map."""
+    part_of = {layer: part for layer, _, part in places}
     layers = sorted(part_of, key=lambda layer: (PARTS.index(part_of[layer]), layer))
-    heads = sorted({head for _, head, _, _ in cells})
-    values = np.full((len(layers), len(heads)), np.nan)
-    for layer, head, _, value in cells:
-        values[layers.index(layer), heads.index(head)] = np.nan if value is None else value
-    return HeadGrid(values, layers, heads, [part_of[layer] for layer in layers])
+    heads = sorted({head for _, head, _ in places})
+    cells = {place[:2]: value for place, value in zip(places, values, strict=True)}
+    rows = [[cells.get((layer, head)) for head in heads] for layer in layers]
+    return HeadGrid(np.array(rows, dtype=float), layers, heads, [part_of[layer] for layer in layers])
 
 
-def heat_map(axes: Axes, grid: HeadGrid, colours: tuple[Colormap, Normalize, str]) -> Colorbar:
-    """Draw a map, layer 0 at the top, with missing values hatched, and return its colour bar.
-
-    `colours`: colour map, norm, and the ends of the colour bar that also represent all values beyond.
-    """
+def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "") -> Colorbar:
+    """Draw a map, layer 0 at the top, with missing values hatched, and return its colour bar, with this label."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(grid.values)
     image = axes.imshow(masked, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
@@ -84,16 +89,17 @@ def heat_map(axes: Axes, grid: HeadGrid, colours: tuple[Colormap, Normalize, str
     label_indices(axes.xaxis, grid.heads)
     axes.set_xlabel("head")
     label_layers(axes, grid.layers, grid.parts)
-    return _colour_bar(axes, image, extend)
+    axes.spines[:].set_visible(True)
+    return _colour_bar(axes, image, label, extend)
 
 
-def _colour_bar(axes: Axes, mappable: ScalarMappable, extend: str = "neither") -> Colorbar:
-    place = axes.inset_axes(BAR)
+def _colour_bar(axes: Axes, mappable: ScalarMappable, label: str, extend: str = "neither") -> Colorbar:
+    place = axes.inset_axes((1.03, 0, 0.03, 1))  # left, bottom, width, height, as shares of the axes
     figure = axes.get_figure(root=True)
     assert figure is not None  # noqa: S101  # for the type checker: these axes are in a figure
     bar = figure.colorbar(mappable, cax=place, extend=extend)
     bar.outline.set_linewidth(0.4)
-    bar.formatter = PlainNumbers()
+    bar.set_label(label, fontsize=6.5, labelpad=2)
     place.tick_params(labelsize=6.5, length=2, pad=1.5)
     return bar
 
@@ -101,46 +107,33 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, extend: str = "neither") -
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
     """Hatch the cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
     for row, hatched in enumerate(cells):
-        start = 0
-        for is_hatched, run in groupby(hatched):
-            length = len(list(run))
+        for is_hatched, run in groupby(enumerate(hatched), key=lambda cell: bool(cell[1])):
+            (first, _), *others = run
             if is_hatched:
-                hatch_box(axes, (start - 0.5, row - 0.5), length, 1, pattern)
-            start += length
+                hatch_box(axes, (first - 0.5, row - 0.5), 1 + len(others), 1, pattern)
 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:
     """Hatch a rectangle that has no value."""
-    style: Style = {"facecolor": MISSING, "edgecolor": MUTED, "hatch": pattern, "linewidth": 0, "zorder": 0.9}
-    axes.add_patch(Rectangle(corner, width, height, **style))
+    look: Style = {"facecolor": MISSING, "edgecolor": MUTED, "hatch": pattern, "linewidth": 0, "zorder": 0.9}
+    axes.add_patch(Rectangle(corner, width, height, **look))
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
     """Draw a dot in each cell, a quarter as wide or high as the cell; smaller if the cells are large."""
-    rows, columns = np.nonzero(cells)
+    size = [min(0.25, 0.014 * max(cells.shape))]
+    colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
+    offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
     units: Literal["x", "y"] = "x" if cells.shape[1] >= cells.shape[0] else "y"
-    size = min(0.25, 0.014 * max(cells.shape))
-    dots = EllipseCollection(
-        *([size], [size], [0]),
-        units=units,
-        offsets=np.column_stack([columns, rows]),
-        offset_transform=axes.transData,
-        facecolors=colour,
-        edgecolors=edge,
-        linewidths=0.4,
-        zorder=2,
-    )
-    axes.add_collection(dots, autolim=False)
+    axes.add_collection(EllipseCollection(size, size, [0], units=units, **offsets, **colours), autolim=False)
 
 
-def write_cells(
-    axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid, colours: tuple[Colormap, Normalize, str]
-) -> None:
+def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid, colours: Colours) -> None:
     """Write a number into each cell, black on light colours and white on dark ones."""
     colour_map, norm, _ = colours
     for (row, column), text in texts.items():
-        red, green, blue, _ = colour_map(norm(grid.values[row, column]))
-        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"  # luma
+        luma = np.dot(colour_map(norm(grid.values[row, column]))[:3], (0.299, 0.587, 0.114))
+        ink = "black" if luma > 0.55 else "white"
         axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
 
 
@@ -155,60 +148,55 @@ def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str]) -> Non
     label_indices(axes.yaxis, layers)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     groups = [(part, [row for row, of in enumerate(parts) if of == part]) for part in dict.fromkeys(parts)]
-    for _, members in groups[1:]:
-        axes.axhline(members[0] - 0.5, color="white", linewidth=2.5)
-        axes.axhline(members[0] - 0.5, color=INK, linewidth=0.6)
     if len(groups) == 1:
         axes.set_ylabel("layer")
         return
     # "layer" goes above the numbers, because the parts' names take its usual place
     axes.annotate("layer", (0, 1), (-4, 3), "axes fraction", textcoords="offset points", fontsize=6.5, ha="right")
-    for part, members in groups:
-        at, place = (0, (members[0] + members[-1]) / 2), ("axes fraction", "data")
+    for part, rows in groups:
+        if rows[0] > 0:
+            axes.axhline(rows[0] - 0.5, color="white", linewidth=2.5)
+            axes.axhline(rows[0] - 0.5, color=INK, linewidth=0.6)
+        at, place = (0, (rows[0] + rows[-1]) / 2), ("axes fraction", "data")
         axes.annotate(part, at, (-24, 0), place, "offset points", rotation=90, ha="center", va="center")
 
 
-# --- fan of lines -----------------------------------------------------------------------------------------------------
-
-Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]
-"""Steps and values of a line."""
+Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # steps and values of a line
 
 
 def fan_chart(
-    axes: Axes,
-    lines: Sequence[tuple[int, Points]],
-    summary: Sequence[tuple[Points, str]],
-    layers: int,
-    opacity: tuple[float, float, float] = (60, 0.12, 0.6),
+    axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head in the colour of its layer's row, and black lines over them.
+    """Draw one thin line per head in the colour of its layer's row, one of `layers`.
 
-    `summary`: points and line style of each black line, for example median and quartiles. `layers`: number of layers.
     `opacity`: sum over all lines, and the least and largest of one line.
     """
-    if lines:
-        # in random order, so that the last layers do not cover the first; seeded, so that the file is reproducible
-        mixed = [lines[index] for index in np.random.default_rng(0).permutation(len(lines))]
-        total, least, most = opacity
-        collection = LineCollection(
-            [np.column_stack(points) for _, points in mixed],
-            array=np.array([row for row, _ in mixed], dtype=float),
-            cmap=DEPTH,
-            norm=Normalize(0, max(1, layers - 1)),
-            linewidths=0.7,
-            alpha=float(np.clip(total / len(mixed), least, most)),
-            rasterized=len(mixed) > CROWD,
-        )
-        axes.add_collection(collection)
-    for points, style in summary:
-        draw_over(axes, points, style, 1.6 if style == "-" else 1.1)
-    axes.spines[["top", "right"]].set_visible(False)
+    if not lines:
+        return
+    # in random order, so that the last layers do not cover the first; seeded, so that the file is reproducible
+    mixed = [lines[index] for index in np.random.default_rng(0).permutation(len(lines))]
+    total, least, most = opacity
+    collection = LineCollection(
+        [np.column_stack(points) for _, points in mixed],
+        array=np.array([row for row, _ in mixed], dtype=float),
+        cmap=DEPTH,
+        norm=scale_depth(layers),
+        linewidths=0.7,
+        alpha=float(np.clip(total / len(mixed), least, most)),
+        rasterized=len(mixed) > CROWD,
+    )
+    axes.add_collection(collection)
+
+
+def scale_depth(layers: int) -> Normalize:
+    """Return the norm from a layer's row to the colours of DEPTH."""
+    return Normalize(0, max(1, layers - 1))
 
 
 def draw_over(
     axes: Axes,
     points: Points,
-    style: str,
+    dash: str,
     width: float,
     *,
     colour: str | tuple[float, ...] = "black",
@@ -217,16 +205,15 @@ def draw_over(
 ) -> None:
     """Draw a line with a white border, visible over many others; the border of a dashed line has no gaps."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
-    look: Style = {"color": colour, "linestyle": style, "linewidth": width, "marker": marker, "markersize": 2.6}
+    look: Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
 
 
 def show_depths(axes: Axes, layers: Sequence[int]) -> None:
     """Draw a colour bar of the layers next to the axes."""
-    bar = _colour_bar(axes, ScalarMappable(Normalize(0, max(1, len(layers) - 1)), DEPTH))
+    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(layers)), DEPTH), "layer")
     bar.ax.set_ylim(len(layers) - 1, 0)
     label_indices(bar.ax.yaxis, layers)
-    bar.set_label("layer", fontsize=6.5)
 
 
 def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
@@ -234,13 +221,9 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
     if logarithmic:
         scale_logarithmically(axes, "y")
         axes.set_ylim(least / 1.25, most * 1.25)
-        return
-    room = 0.05 * (most - least) or 0.5
-    axes.set_ylim(least - room, most + room)
-    axes.yaxis.set_major_formatter(PlainNumbers())
-
-
-# --- dots with intervals ----------------------------------------------------------------------------------------------
+    else:
+        room = 0.05 * (most - least) or 0.5
+        axes.set_ylim(least - room, most + room)
 
 
 @dataclass(frozen=True)
@@ -258,23 +241,165 @@ class Dot:
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
     """Draw one row of dots per name, the first at the top; the dots' intervals are thick pale lines."""
-    for row, dots in enumerate(rows):
-        for dot in dots:
-            if dot.value is None:
-                place = ("axes fraction", "data")
-                axes.annotate(
-                    dot.text, (0.99, row), xycoords=place, ha="right", va="center", color=dot.colour, style="italic"
-                )
-                continue
-            if dot.ends is not None:
-                axes.plot(dot.ends, [row, row], color=dot.colour, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
-            face = "white" if dot.hollow else dot.colour
-            look: Style = {"color": dot.colour, "markerfacecolor": face, "markersize": dot.size}
-            axes.plot([dot.value], [row], dot.marker, linestyle="none", **look)
+    for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
+        if dot.value is None:
+            place: Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
+            axes.text(0.99, row, dot.text, color=CATEGORIES[2], style="italic", **place)
+            continue
+        if dot.ends is not None:
+            axes.plot(dot.ends, [row, row], color=dot.colour, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
+        face = "white" if dot.hollow else dot.colour
+        axes.plot(dot.value, row, dot.marker, color=dot.colour, markerfacecolor=face, markersize=dot.size)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.08)
-    axes.xaxis.set_major_formatter(PlainNumbers())
-    axes.spines[["top", "right"]].set_visible(False)
     if names is not None:
         axes.set_yticks(range(len(rows)), names)
         axes.tick_params(axis="y", length=0)
+
+
+WIDTH = 10.0  # width of an overview in inches
+SIDE = 0.3  # inches free on the left and on the right of a page
+HEAD, FOOT = 0.66, 0.26  # inches of an overview's title with the line of facts, and of its footer
+AROUND, HEADING = 0.98, 0.2  # inches above and below a panel's axes for its title and axis, and of the heading of a row
+TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit in an overview's title, line of facts and footer
+MARGIN = 0.08  # inches free above a single picture
+BESIDE = 0.3  # inches of a panel's width that its title and note leave free
+TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 18, 18.5
+"""Characters of a panel's title, of its note, and of a caption that fit in an inch."""
+LINE = 0.128  # inches per line of a caption
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture, with its texts and size."""
+
+    stem: str  # file name without suffix
+    title: str  # content of the picture
+    note: str  # line under the title; empty if a legend takes its place
+    caption: str  # explanation for readers, shown if the picture has its own file
+    draw: Callable[[Axes], None]
+    rows: int = 12  # number of lines of text that its height has room for
+    width: float = 4.6  # inches of its axes if it has its own file
+    layers: Sequence[int] = ()  # the layers that colours stand for; the last such panel of a row gets a colour bar
+    parts: Sequence[Panel] = ()  # panels that are drawn instead of it, three per row
+
+    @property
+    def height(self) -> float:
+        """Height of its axes in inches if it has its own file."""
+        return float(np.clip(0.2 * self.rows, 2.0, 8.0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of panels on a page; None leaves a place empty."""
+
+    panels: Sequence[Panel | None]
+    height: float  # of the axes, in inches
+    heading: str = ""  # text above the row, under a thin line
+
+    @property
+    def total(self) -> float:
+        """Height with titles and axes, in inches."""
+        return self.height + AROUND + HEADING * bool(self.heading)
+
+
+def model_facts(report: Report) -> list[str]:
+    """Format the model's architecture and size."""
+    model = report.model
+    return [clean(model.architecture), f"{big(model.parameters)} parameters" if model.parameters else ""]
+
+
+def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:
+    """Arrange panels in rows of `across`; the last row ends with empty places."""
+    places = [*panels, *[None] * (-len(panels) % across)]
+    return [Row(places[start : start + across], height) for start in range(0, len(places), across)]
+
+
+def overview(
+    report: Report, rows: Sequence[Row], facts: Iterable[str], title: str = "", more: Iterable[str] = (), hint: str = ""
+) -> Figure:
+    """Draw a page of panels with lettered titles.
+
+    `facts` are written under the title (by default the model's name), `more` at the bottom right, before the input and
+    the tool, `hint` at the bottom left.
+    """
+    title, fed, tool = title or report.model.title, clean(report.settings.fed), report.tool
+    footnote = [*more, f"input: {fed}" * bool(fed), f"{clean(tool.name)} {clean(tool.version)}"]
+    height = HEAD + sum(row.total for row in rows) + FOOT
+    figure = new_figure(WIDTH, height, dpi=300)
+    left, right = SIDE / WIDTH, 1 - SIDE / WIDTH
+    texts: Style = {"va": "center", "color": INK}
+    figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
+    figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(filter(None, facts)), FACTS), fontsize=8, **texts)
+    small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
+    figure.text(left, 0.13 / height, hint, **small)
+    figure.text(right, 0.13 / height, shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
+    letters = cycle("abcdefghijklmnopqrstuvwxyz")
+    lettered = [
+        replace(row, panels=[panel and replace(panel, title=f"{next(letters)}  {panel.title}") for panel in row.panels])
+        for row in rows
+    ]
+    _draw_rows(figure, lettered, HEAD, FOOT)
+    return figure
+
+
+def panel_figure(report: Report, panel: Panel) -> Figure:
+    """Draw one panel, or its parts, with its caption and the model's name, size and input below it."""
+    parts = panel.parts or [panel]
+    facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
+    rows = arrange(parts, min(3, len(parts)), parts[0].height)
+    width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
+    characters = int((width - 2 * SIDE) * CAPTION_PER_INCH)
+    lines = filter(None, [*panel.caption.splitlines(), " · ".join(facts)])
+    words = "\n".join(textwrap.fill(clean(line), characters) for line in lines)
+    below = 0.15 + LINE * (words.count("\n") + 1)
+    height = MARGIN + sum(row.total for row in rows) + below
+    figure = new_figure(width, height, DPI)
+    look: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
+    figure.text(SIDE / width, (below - 0.05) / height, words, **look)
+    _draw_rows(figure, rows, MARGIN, below)
+    return figure
+
+
+def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) -> None:
+    """Draw the rows between the head and the foot, whose heights are in inches.
+
+    Consecutive rows of equally many panels form a block whose columns are aligned.
+    """
+    width, height = figure.get_size_inches()
+    above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
+    blocks = [list(block) for _, block in groupby(rows, key=lambda row: len(row.panels))]
+    totals = [sum(row.total for row in block) for block in blocks]
+    parts = figure.subfigures(len(blocks), 1, height_ratios=totals, squeeze=False)[:, 0]
+    for part, block in zip(parts, blocks, strict=True):
+        columns = len(block[0].panels)
+        heights = [size for row in block for size in (HEADING * bool(row.heading), row.height) if size]
+        grid, lines = part.add_gridspec(len(heights), columns, height_ratios=heights), count()
+        room = (width - 2 * SIDE) / columns - BESIDE
+        for row in block:
+            heading = grid[next(lines), :] if row.heading else None  # a flat row
+            line = next(lines)
+            last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
+            for column, panel in enumerate(row.panels):
+                if panel is None:
+                    continue
+                axes = part.add_subplot(grid[line, column])
+                axes.set_title(shorten_label(panel.title, int(TITLE_PER_INCH * room)))
+                note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
+                axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
+                panel.draw(axes)
+                if column == last:
+                    show_depths(axes, panel.layers)
+            if heading is not None:
+                strip = part.add_subplot(heading)
+                strip.set_axis_off()
+                strip.axhline(1, color=MUTED, linewidth=0.4, clip_on=False)
+                strip.text(0, 0, row.heading, transform=strip.transAxes, fontsize=8.5, color=MUTED, style="italic")
+    # The positions are fixed once for all file formats, and rounded, because the layout's last digits depend on the
+    # order in which its solver eliminates variables, which differs from run to run; equal reports give equal bytes.
+    rect = (SIDE / width, below / height, 1 - 2 * SIDE / width, 1 - (above + below) / height)
+    engine = ConstrainedLayoutEngine(rect=rect, h_pad=0.05, w_pad=0.05, hspace=0.03, wspace=0.03)
+    for _ in range(2):  # the first pass changes which ticks have room, and so the width of their labels
+        engine.execute(figure)
+    for axes in figure.axes:
+        axes.set_position(np.round(axes.get_position(original=False).bounds, 5).tolist())

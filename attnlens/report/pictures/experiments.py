@@ -12,9 +12,20 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report, Trajectory
-from attnlens.report.pictures.charts import Dot, as_array, dot_plot, draw_over, fan_chart, scale_values
+from attnlens.report.pictures.charts import (
+    Dot,
+    Panel,
+    Row,
+    arrange,
+    as_array,
+    dot_plot,
+    draw_over,
+    fan_chart,
+    model_facts,
+    overview,
+    scale_values,
+)
 from attnlens.report.pictures.maps import heading
-from attnlens.report.pictures.page import Panel, Row, arrange, overview
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
@@ -35,50 +46,33 @@ from attnlens.report.sentences.reports import (
     setting,
     title,
 )
-from attnlens.wording import big, clean, format_count, source_of
+from attnlens.wording import clean, format_count, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE = 20.0  # ratio of the last step to the first positive one above which the axis is logarithmic
-GAP = 0.13  # least distance between two labelled steps, as a share of the axis
-NARROW = 0.35  # width of the stretch from 0 to the first step, as a share of a decade
-MARKED = 12  # number of steps up to which each one gets a marker
-TRAJECTORY_RANGE = 30.0  # ratio of a median's largest to its least value from which its axis is logarithmic
-STRAY = 2.0  # the 1 % most extreme values may widen the axis to this many times the range of the others
-COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
-LOG_RANGE = 100.0  # ratio of the largest to the least positive value from which the curves' axis is logarithmic
-DEEPEST = 1e-16
-"""Least value on a logarithmic axis relative to the largest; float64 does not resolve smaller ones."""
-BELOW = "Not shown: 0 and what is under 1e−16 of the largest value."
-"""Note under a logarithmic axis that does not show all values."""
-EXACT = 0.03  # half the width, in tolerances, of the line if only the published value is allowed
-FARTHEST = 3.0  # tolerances from which a figure is drawn at the edge
-MOST_ROWS = 80
-"""Maximum number of figures in one picture. If there are more, only those farthest off are drawn, with a note."""
-NAME = 44  # characters of a figure's name next to its row
-ACROSS, HEIGHT = 3, 1.9  # panels per row, and height of one in inches
-ACROSS_FOLLOWED, HEIGHT_FOLLOWED = 4, 1.35  # panels per row and height if heads are followed
 MOST = 12  # largest number of followed measures on one page
+MARKED = 12  # number of steps up to which each one gets a marker
+COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
+COMPARED = "published"  # stem of the picture of our figures against published ones
+MOST_ROWS = 80  # maximum number of figures in it; if there are more, only those farthest off are drawn, with a note
+FARTHEST = 3.0  # tolerances from which a figure is drawn at the edge
 
 
 def experiment_overview(report: Report) -> Figure:
     """Draw all panels on a page, three per row; four if heads are followed."""
     panels = experiment_panels(report)
-    model, settings, tool, experiments = report.model, report.settings, report.tool, report.experiments
-    followed = any(experiment.trajectories for experiment in experiments)
+    followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
-    across = max(1, min(ACROSS_FOLLOWED if followed else ACROSS, len(curves)))
-    height = HEIGHT_FOLLOWED if followed else HEIGHT
-    rows = arrange(curves, across, height)
+    across, height = (4, 1.35) if followed else (3, 1.9)  # panels per row, and their height in inches
+    rows = arrange(curves, max(1, min(across, len(curves))), height)
     rows += [Row([panel], max(0.5, 0.15 * panel.rows)) for panel in panels if panel.stem == COMPARED]
-    steps = [len(curve.steps) for e in experiments if e.trajectories for curve in e.curves.values()]
+    steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     checkpoints = [format_count(max(steps), "checkpoint")] if steps else []
-    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", outcome(report)[0], *checkpoints]
-    made = [ran_on(report), clean(settings.fed), f"{clean(tool.name)} {clean(tool.version)}", f"seed {settings.seed}"]
-    return overview(rows, title(report), facts, made)
+    facts = [*model_facts(report), outcome(report)[0], *checkpoints]
+    return overview(report, rows, facts, title(report), [ran_on(report), f"seed {report.settings.seed}"])
 
 
 def experiment_panels(report: Report) -> list[Panel]:
@@ -90,11 +84,7 @@ def experiment_panels(report: Report) -> list[Panel]:
             panels += [_trajectory_panel(experiment, name) for name in names]
         else:
             panels += _curve_panels(experiment)
-    rows, total = comparable_figures(report)
-    return [*panels, _compared_panel(rows, total)] if rows else panels
-
-
-# --- axes -------------------------------------------------------------------------------------------------------------
+    return [*panels, *_compared_panels(report)]
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
@@ -105,9 +95,9 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]
     positive = [step for step in present if step > 0]
-    linear = low < 0 or len(positive) < 3 or high < WIDE * positive[0]
-    if not linear and low == 0:
-        axes.set_xscale("symlog", linthresh=positive[0], linscale=NARROW)
+    linear = low < 0 or len(positive) < 3 or high < 20 * positive[0]
+    if not linear and low == 0:  # the stretch from 0 to the first step is 0.35 of a decade wide
+        axes.set_xscale("symlog", linthresh=positive[0], linscale=0.35)
     elif not linear:
         axes.set_xscale("log")
     axes.set_xlim(low, high if high > low else low + 1)
@@ -116,20 +106,16 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
         whole = all(step == int(step) for step in present)
         numbers = MaxNLocator(6, integer=whole).tick_values(low, high) if linear else 10.0 ** np.arange(-6, 10)
         labelled = [low, *(float(number) for number in numbers if low < number < high), high]
-    thin_ticks(axes.xaxis, labelled, GAP)
+    thin_ticks(axes.xaxis, labelled, 0.13)
     axes.xaxis.set_major_formatter(Powers())
-    axes.set_xlabel(name)
-
-
-# --- trajectories of heads --------------------------------------------------------------------------------------------
+    axes.set_xlabel(clean(shorten_label(name, 30)))
 
 
 def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     info, curve, lines = find_measure(name), experiment.curves[name], _trajectories(experiment, name)
     layers = {line.layer for line in experiment.trajectories}
-    rows_of_layers = range(max(layers) + 1) if len(layers) > 1 else ()
+    rows_of_layers = range(max(layers) + 1) if len(layers) > 1 and lines else ()
     has_null = experiment.null(name) is not None
-    beyond = _count_beyond(experiment, name)
     note = clean(shorten_label(curve.quantity or source_of(name), 30)) + "; grey: null ± sd" * has_null
     heads = "One number per step"
     if len(lines) == 1:
@@ -138,30 +124,34 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
         heads = f"{format_count(len(lines), 'head')}{', coloured by layer' * bool(rows_of_layers)}. Black: their median"
     sentences = [f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}."] if info.meaning else []
     sentences.append(f"{heads}{'; grey: null, mean ± sd' * has_null}.")
-    if beyond:
-        note += f"; {format_count(beyond, 'head')} cut"
-        sentences.append(f"{format_count(beyond, 'head')} of {len(lines)} partly beyond the frame.")
+    limits = _limits(experiment, name)
+    if limits is not None and not limits[2]:
+        low, high, _ = limits
+        room = 0.05 * (high - low)  # the frame is wider by so much on each side
+        rows = [as_array(line.values) for line in lines]
+        beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
+        if beyond:
+            note += f"; {format_count(beyond, 'head')} cut"
+            sentences.append(f"{format_count(beyond, 'head')} of {len(lines)} partly beyond the frame.")
     draw = partial(draw_trajectories, experiment=experiment, name=name)
-    return Panel(name, heading(info), note, " ".join(sentences), draw, layers=rows_of_layers if lines else ())
+    return Panel(name, heading(info), note, " ".join(sentences), draw, layers=rows_of_layers)
 
 
 def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
     """Draw the null as a grey band, one thin line per head in its layer's colour, and their median thick and black."""
     curve, lines, null = experiment.curves[name], _trajectories(experiment, name), experiment.null(name)
-    steps = np.asarray(curve.steps, dtype=float)
+    steps = as_array(curve.steps)
     layers = 1 + max((line.layer for line in experiment.trajectories), default=0)
     if null is not None and null.low is not None and null.high is not None:
         axes.fill_between(steps, as_array(null.low), as_array(null.high), color="#dcdcdc", linewidth=0, zorder=0)
         axes.plot(steps, as_array(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
     heads = [(line.layer, (steps, as_array(line.values))) for line in lines] if len(lines) > 1 else []
-    fan_chart(axes, heads, [], layers, opacity=(40, 0.25, 0.75))
-    marker = "o" if len(steps) <= MARKED else ""
-    draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker=marker)
-    scale_steps(axes, curve.steps, clean(shorten_label(experiment.axis, 30)))
+    fan_chart(axes, heads, layers, opacity=(40, 0.25, 0.75))
+    draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker="o" if len(steps) <= MARKED else "")
+    scale_steps(axes, curve.steps, experiment.axis)
     limits = _limits(experiment, name)
     if limits is not None:
-        low, high, logarithmic = limits
-        scale_values(axes, low, high, logarithmic=logarithmic)
+        scale_values(axes, *limits[:2], logarithmic=limits[2])
 
 
 def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
@@ -179,27 +169,12 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
     if not values.size:
         return None
     least, most = float(np.nanmin(middle)), float(np.nanmax(middle))
-    if values.min() > 0 and most >= TRAJECTORY_RANGE * least:
-        return float(values.min()), float(values.max()), True
+    lowest, highest = float(values.min()), float(values.max())
+    if lowest > 0 and most >= 30 * least:
+        return lowest, highest, True
     low, high = np.percentile(values, [0.5, 99.5])
     low, high = min(float(low), least), max(float(high), most)
-    if values.max() - values.min() <= STRAY * (high - low):
-        low, high = float(values.min()), float(values.max())
-    return low, high, False
-
-
-def _count_beyond(experiment: Experiment, name: str) -> int:
-    """Count the heads whose lines leave the frame, which is 5 % wider than the limits on each side."""
-    limits = _limits(experiment, name)
-    if limits is None or limits[2]:
-        return 0
-    low, high, _ = limits
-    room = 0.05 * (high - low)
-    rows = [as_array(line.values) for line in _trajectories(experiment, name)]
-    return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
-
-
-# --- curves -----------------------------------------------------------------------------------------------------------
+    return (lowest, highest, False) if highest - lowest <= 2 * (high - low) else (low, high, False)
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
@@ -220,30 +195,26 @@ def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
 
 
 def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
-    pictures = groups(experiment)
-    for group, curves in pictures.items():
-        picture = group if len(experiment.curves) > 1 else ""
-        name = f"{experiment.name}: {picture}" if picture else experiment.name
-        stem = f"{experiment.name}-{picture}" if picture else experiment.name
+    for picture, curves in groups(experiment).items():
+        names = [experiment.name, picture] if len(experiment.curves) > 1 and picture else [experiment.name]
         banded = any(curve.low is not None for curve in curves.values())
-        note = "median, quartiles" if banded and len(curves) == 1 else ""
-        floor = _least_shown(list(curves.values()))
-        cut = bool(floor is not None and _finite_values(list(curves.values())).min() < floor)
+        _, cut = _least_shown(list(curves.values()))
+        below = "Not shown: 0 and what is under 1e−16 of the largest value." * cut
         facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
-        sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, BELOW * cut]
+        sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, below]
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
+        note = "median, quartiles" if banded and len(curves) == 1 else ""
         draw = partial(draw_curves, experiment=experiment, curves=curves)
-        yield Panel(clean(stem).replace(" ", "-"), clean(shorten_label(name, 60)), note, caption, draw)
+        stem, title = clean("-".join(names)).replace(" ", "-"), clean(shorten_label(": ".join(names), 60))
+        yield Panel(stem, title, note, caption, draw)
 
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
     """Draw a line and a band of quartiles for each curve."""
     shown = list(curves.values())
-    floor = _least_shown(shown)
-    # a line to a value that a logarithmic axis lacks would leave the frame
-    cut = bool(floor is not None and _finite_values(shown).min() < floor)
+    floor, cut = _least_shown(shown)
     for colour, (name, curve) in zip(cycle(COLOURS), curves.items(), strict=False):
-        steps, middle = np.asarray(curve.steps, dtype=float), as_array(curve.median)
+        steps, middle = as_array(curve.steps), as_array(curve.median)
         order = np.argsort(steps, kind="stable")
         if curve.low is not None and curve.high is not None:
             low, high = as_array(curve.low), as_array(curve.high)
@@ -256,12 +227,11 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             linewidth=1.4,
             marker="o" if len(steps) <= MARKED else "",
             markersize=3,
-            clip_on=cut,
+            clip_on=cut,  # a line to a value that a logarithmic axis lacks would leave the frame
             label=shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
-    scale_steps(axes, [step for curve in shown for step in curve.steps], clean(shorten_label(experiment.axis, 30)))
+    scale_steps(axes, [step for curve in shown for step in curve.steps], experiment.axis)
     axes.set_ylabel(shorten_label(clean(shown[0].quantity or ""), 30))
-    axes.spines[["top", "right"]].set_visible(False)
     values = _finite_values(shown)
     if values.size:
         least, most = float(values.min()), float(values.max())
@@ -274,17 +244,20 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
         legend_above(axes, 46)
 
 
-def _least_shown(curves: list[Curve]) -> float | None:
-    """Return the least value shown on a logarithmic axis; None if the axis is linear.
+def _least_shown(curves: list[Curve]) -> tuple[float | None, bool]:
+    """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear.
 
     The axis is logarithmic if positive values span a factor of 100 and no curve is bounded by 1.
     """
     values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves) or 2 * above.size <= values.size or np.any(values < 0):
-        return None
+        return None, False
     least, most = float(above.min()), float(above.max())
-    return max(least, DEEPEST * most) if most >= LOG_RANGE * least else None
+    if most < 100 * least:
+        return None, False
+    floor = max(least, 1e-16 * most)  # float64 does not resolve smaller ones
+    return floor, bool(values.min() < floor)
 
 
 def _finite_values(curves: list[Curve]) -> Float[np.ndarray, " values"]:
@@ -293,43 +266,35 @@ def _finite_values(curves: list[Curve]) -> Float[np.ndarray, " values"]:
     return np.asarray(values[np.isfinite(values)])
 
 
-# --- figures against published ones -----------------------------------------------------------------------------------
-
-COMPARED = "published"
-"""Stem of the picture."""
-
-
-def comparable_figures(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
-    """Return the figures with a published counterpart (at most MOST_ROWS, the farthest off), and their total number."""
+def _compared_panels(report: Report) -> list[Panel]:
+    """Build the panel of the figures with a published counterpart; none if there are none."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
+    if not figures:
+        return []
     worst = sorted(
         range(len(figures)),
         key=lambda number: (figures[number][0].meets(figures[number][1]), -abs(deviation(*figures[number]))),
     )
-    return [figures[number] for number in sorted(worst[:MOST_ROWS])], len(figures)
-
-
-def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − published) / tolerance, cut at ±3; without tolerance 0 or ±3, a missing value −3."""
-    ours = experiment.final.get(figure)
-    expected = (experiment.published or {}).get(figure, 0.0)
-    slack = (experiment.tolerance or {}).get(figure, 0.0)
-    if ours is None:
-        return -FARTHEST
-    if slack == 0:
-        return float(np.clip(np.sign(ours - expected) * FARTHEST, -FARTHEST, FARTHEST))
-    return float(np.clip((ours - expected) / slack, -FARTHEST, FARTHEST))
-
-
-def _compared_panel(rows: list[tuple[Experiment, str]], total: int) -> Panel:
+    rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
         "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: what is allowed; a bound is "
         "open to one side, and a mere line allows nothing but the published value. At the edge: three tolerances or "
         "more."
     )
-    note = "shaded: what is allowed" + (f"; {len(rows)} of {total}, farthest off" if len(rows) < total else "")
+    left_out = f"; {len(rows)} of {len(figures)}, farthest off" * (len(rows) < len(figures))
     draw = partial(draw_compared, rows=rows)
-    return Panel(COMPARED, "ours against the published", note, caption, draw, len(rows), width=6.0)
+    title, note = "ours against the published", f"shaded: what is allowed{left_out}"
+    return [Panel(COMPARED, title, note, caption, draw, len(rows), width=6.0)]
+
+
+def deviation(experiment: Experiment, figure: str) -> float:
+    """Compute (ours − published) / tolerance, cut at ±3; without tolerance 0 or ±3, a missing value −3."""
+    ours = experiment.final.get(figure)
+    if ours is None:
+        return -FARTHEST
+    away = ours - (experiment.published or {}).get(figure, 0.0)
+    slack = (experiment.tolerance or {}).get(figure, 0.0)
+    return float(np.clip(away / slack if slack else np.sign(away) * FARTHEST, -FARTHEST, FARTHEST))
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
@@ -338,7 +303,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
     dots = []
     for row, (experiment, figure) in enumerate(rows):
         bound, slack = experiment.bounds.get(figure, "within"), (experiment.tolerance or {}).get(figure)
-        reach = 1.0 if slack else EXACT
+        reach = 1.0 if slack else 0.03  # a mere line if only the published value is allowed
         low, high = -edge if bound == "at most" else -reach, edge if bound == "at least" else reach
         axes.fill_between([low, high], row - 0.38, row + 0.38, color="#e3edf6", linewidth=0, zorder=0)
         at, met = deviation(experiment, figure), experiment.meets(figure)
@@ -350,10 +315,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
             place: Style = {"textcoords": "offset points", "ha": align, "va": "center"}
             axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=CATEGORIES[2], **place)
     axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
-    names = [
-        shorten_label(f"{clean(experiment.name)}: {format_label(experiment, figure)}", NAME)
-        for experiment, figure in rows
-    ]
+    names = [shorten_label(f"{clean(e.name)}: {format_label(e, figure)}", 44) for e, figure in rows]
     dot_plot(axes, dots, names)
     axes.tick_params(axis="y", labelsize=6.5, labelcolor=INK)
     axes.set_xlim(-edge, edge)

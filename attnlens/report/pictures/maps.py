@@ -1,42 +1,61 @@
-"""Maps of layers × heads and fans of one curve per head, with their colours and captions."""
+"""Pictures of heads: maps of layers × heads, fans of one curve per head, shares, margins, and the overview."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.colors import BoundaryNorm, CenteredNorm, Colormap, ListedColormap, Normalize, to_hex
+from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normalize, to_hex
 
 from attnlens.analyzers.registry import MeasureInfo
+from attnlens.choices import WHERE_POSED
+from attnlens.errors import UsageError
 from attnlens.report.pictures.charts import (
     DEPTH,
+    Colours,
     HeadGrid,
-    Points,
+    Panel,
+    arrange,
     draw_over,
     fan_chart,
+    hatch_box,
     heat_map,
+    label_layers,
+    model_facts,
+    overview,
+    panel_figure,
+    scale_depth,
     scale_values,
     write_cells,
 )
-from attnlens.report.pictures.page import Panel, panel_figure
-from attnlens.report.pictures.style import CATEGORIES, IndexTicks, Style, legend_above, shorten_label, typeset
+from attnlens.report.pictures.style import (
+    CATEGORIES,
+    INK,
+    PART_COLOURS,
+    IndexTicks,
+    legend_above,
+    scale_logarithmically,
+    shorten_label,
+    typeset,
+)
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, title_of
+from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Curve = tuple[int, "Float[np.ndarray, ' steps']"]
-"""Row of a head's layer, and the head's curve."""
-SIDE = 40
-"""Characters of a formula that fit along the side of a picture."""
+    from attnlens.records import Report, Selection
+    from attnlens.report.pictures.charts import Points
+
+SIDE = 40  # characters of a formula that fit along the side of a picture
 WIDE_RANGE = 20.0
 """Ratio of the largest number to the end of a falling median curve above which the axis is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the medians of encoder, decoder and cross on shared axes
@@ -46,30 +65,30 @@ STEPS = 64  # samples of a colour map passed to pages that draw their own maps
 THIRDS = 3
 
 
-# --- captions ---------------------------------------------------------------------------------------------------------
-
-
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
-    info = reading.info
-    notes = [text for text in (short_caption(reading), null_mark(reading)) if text]
+    notes = ", ".join(filter(None, [short_caption(reading), null_mark(reading)]))
     missing = [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
-    lines = [_meaning(info), info.caution, _range(reading), _capitalise(", ".join(notes)), *missing]
-    return "\n".join(line for line in [*lines, layout_line(shapes)] if line)
+    return _caption(shapes, reading.info, [_range(reading), _capitalise(notes), *missing])
 
 
 def curve_caption(shapes: Shapes, name: str) -> str:
     """Format the caption of a fan of curves; one line per statement."""
-    info, groups = shapes.info(name), groups_by_part(shapes, name)
+    groups = groups_by_part(shapes, name)
     alone = ", each part by itself" if len(groups) > 1 else ""
-    lines = [_meaning(info), info.caution]
-    lines.append(f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
+    lines = [f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}."]
     for group in groups:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
             whose = f"{heads} of {len(group.curves)} heads with {steps} steps or more"
             lines.append(f"{_capitalise(group.title)}: those of the {whose}.")
-    return "\n".join(line for line in [*lines, layout_line(shapes)] if line)
+    return _caption(shapes, shapes.info(name), lines)
+
+
+def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
+    """Put the measure's meaning and caveat before the lines, and the coverage after them."""
+    meaning = _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
+    return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
@@ -123,10 +142,6 @@ def source_heading(shapes: Shapes, name: str) -> str:
     return f"{group} – {clean(settings.fed)}" if group == "tokens" and settings.fed else group
 
 
-def _meaning(info: MeasureInfo) -> str:
-    return _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
-
-
 def _capitalise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -146,9 +161,6 @@ def _range(reading: MeasureMap) -> str:
     return f"{shown}."
 
 
-# --- maps -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Palette:
     """Colours of a map, for renderers without matplotlib."""
@@ -162,8 +174,7 @@ class Palette:
 
 def map_figure(shapes: Shapes, name: str) -> Figure:
     """Draw one measure over the whole model, with colour bar, numbers if they fit, and a caption."""
-    panel = map_panel(shapes, name, source_heading(shapes, name), numbers=True)
-    return panel_figure(shapes.report, panel)
+    return panel_figure(shapes.report, map_panel(shapes, name, source_heading(shapes, name), numbers=True))
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
@@ -174,7 +185,7 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
     return Panel(name, heading(reading.info), note, full_caption(shapes, reading), draw, 2 * len(shapes.layers), width)
 
 
-def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool = False) -> None:
+def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
     """Draw the map: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
@@ -188,25 +199,22 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool =
         bar.set_ticks([float(reading.present[0])])
     if reading.null is not None:
         _mark_null(bar.ax, *reading.null)
-    if numbers:
+    if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
         write_cells(axes, _numbers_that_fit(reading), grid, colours)
 
 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
     """Format the value of every cell, if cells have room for three decimals' digits or fewer; else none."""
-    rows, columns = reading.values.shape
-    if rows * CELL > 8 or columns * CELL > 8:  # the largest map on a page, in inches
-        return {}
-    full = decimals_for(reading.present)
+    full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
         texts = {at: typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)}
-        if max(map(len, texts.values())) <= 5 + (columns * CELL < 3.4):
+        if max(map(len, texts.values())) <= most:
             return texts
     return {}
 
 
-def scale(reading: MeasureMap) -> tuple[Colormap, Normalize, str]:
+def scale(reading: MeasureMap) -> Colours:
     """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative.
 
     Values beyond the 1st–99th percentile by more than its width get the last colour, and the colour bar marks that end
@@ -236,10 +244,9 @@ def palette(reading: MeasureMap) -> Palette:
 
 def _limits(reading: MeasureMap) -> tuple[float, float, str]:
     values = reading.present
-    least, most = float(values.min()), float(values.max())
-    low, high = (float(value) for value in np.percentile(values, [1, 99]))
+    least, low, high, most = map(float, np.percentile(values, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
-    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get((cut_low, cut_high), "neither")
+    extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     return (low if cut_low else least), (high if cut_high else most), extend
 
 
@@ -253,16 +260,13 @@ def _mark_null(place: Axes, mean: float, sd: float) -> None:
             place.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
 
 
-# --- fans -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CurveGroup:
     """Heads of one part, or of some neighbouring layers, with one curve each."""
 
     title: str  # encoder, decoder or cross; or `layers 0–3`
     rows: Sequence[int]  # rows of their layers in `Shapes.layers`
-    curves: Sequence[Curve]  # layer row and curve of each head
+    curves: Sequence[tuple[int, Float[np.ndarray, " steps"]]]  # row of its layer, and curve, of each head
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
@@ -287,8 +291,7 @@ class CurveGroup:
 def groups_by_part(shapes: Shapes, name: str) -> list[CurveGroup]:
     """Group a curve's heads by part; parts see different inputs, so their heads are not pooled."""
     rows = sorted({row for row, _ in shapes.curves[name]})
-    by_part = group_pairs((shapes.parts[row], row) for row in rows)
-    return [_group(shapes, name, part, members) for part, members in by_part.items()]
+    return _groups(shapes, name, group_pairs((shapes.parts[row], row) for row in rows))
 
 
 def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
@@ -296,15 +299,16 @@ def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
     parts = groups_by_part(shapes, name)
     if len(parts) > 1:
         return parts
-    (whole,) = parts
-    split = [list(map(int, rows)) for rows in np.array_split(whole.rows, min(THIRDS, len(whole.rows)))]
-    ends = [(shapes.layers[rows[0]], shapes.layers[rows[-1]]) for rows in split]
-    titles = [f"layer {first}" if first == last else f"layers {first}–{last}" for first, last in ends]
-    return [_group(shapes, name, title, rows) for title, rows in zip(titles, split, strict=True)]
+    thirds: dict[str, list[int]] = {}
+    for rows in np.array_split(parts[0].rows, min(THIRDS, len(parts[0].rows))):
+        first, last = shapes.layers[rows[0]], shapes.layers[rows[-1]]
+        thirds[f"layer {first}" if first == last else f"layers {first}–{last}"] = rows.tolist()
+    return _groups(shapes, name, thirds)
 
 
-def _group(shapes: Shapes, name: str, title: str, rows: Sequence[int]) -> CurveGroup:
-    return CurveGroup(title, rows, [(row, curve) for row, curve in shapes.curves[name] if row in rows])
+def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> list[CurveGroup]:
+    curves = shapes.curves[name]
+    return [CurveGroup(title, rows, [pair for pair in curves if pair[0] in rows]) for title, rows in members.items()]
 
 
 def first_step(info: MeasureInfo) -> int:
@@ -316,10 +320,10 @@ def fan_figure(shapes: Shapes, name: str) -> Figure:
     """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
     panel, groups = fan_panel(shapes, name, source_heading(shapes, name)), groups_by_part(shapes, name)
     if len(groups) > 1:
-        titled = [(f"{panel.title}: {group.title}", partial(draw_fan, groups=[group])) for group in groups]
+        draw = partial(draw_fan, shapes=shapes, name=name)
         parts = [
-            replace(panel, title=title, draw=partial(draw, shapes=shapes, name=name), width=2.9)
-            for title, draw in titled
+            replace(panel, title=f"{panel.title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
+            for group in groups
         ]
         panel = replace(panel, parts=parts)
     return panel_figure(shapes.report, panel)
@@ -338,10 +342,8 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     A single group also gets its median (black) and quartiles (dashed); several groups get only their medians.
     """
     info = shapes.info(name)
-    lines = [(row, _points(shapes, name, curve)) for group in groups for row, curve in group.curves]
-    quartiles = list(groups[0].quartiles) if len(groups) == 1 else []
-    styled = zip(quartiles, ("--", "-", "--"), strict=False)
-    fan_chart(axes, lines, [(_points(shapes, name, line), style) for line, style in styled], len(shapes.layers))
+    lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
+    fan_chart(axes, lines, len(shapes.layers))
     values = np.concatenate([curve for _, curve in shapes.curves[name]])
     logarithmic = falls_far(values, [group.quartiles[1] for group in groups_by_part(shapes, name)])
     # on a logarithmic axis, values below a millionth of the largest are rounding and would squeeze the visible range
@@ -353,15 +355,20 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     axes.set_xlabel("index k" if info.steps == "index" else info.steps)
     formula = clean(info.formula)
     axes.set_ylabel(formula if 0 < len(formula) <= SIDE else title_of(name))
-    if len(groups) > 1:
-        for group, style in zip(groups, PART_LINES, strict=False):
-            label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
-            draw_over(axes, _points(shapes, name, group.quartiles[1]), style, 1.4, label=label)
-        legend_above(axes, 60, handlelength=2.2)
+    if len(groups) == 1:
+        low, middle, high = (_points(info, line) for line in groups[0].quartiles)
+        draw_over(axes, low, "--", 1.1, label="quartiles")
+        draw_over(axes, middle, "-", 1.6, label="median")
+        draw_over(axes, high, "--", 1.1)
+        return
+    for group, dash in zip(groups, PART_LINES, strict=False):
+        label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
+        draw_over(axes, _points(info, group.quartiles[1]), dash, 1.4, label=label)
+    legend_above(axes, 60, handlelength=2.2)
 
 
-def _points(shapes: Shapes, name: str, curve: Float[np.ndarray, " steps"]) -> Points:
-    return first_step(shapes.info(name)) + np.arange(len(curve)), curve
+def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
+    return first_step(info) + np.arange(len(curve)), curve
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
@@ -373,24 +380,188 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
 def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
     """Build one panel per third of the layers, or per part."""
     groups = groups_by_depth(shapes, name)
-    draws = [partial(draw_depth, shapes=shapes, name=name, number=number) for number in range(len(groups))]
+    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
     return [
-        Panel(name, group.title, group.note, "", draw, layers=shapes.layers)
-        for group, draw in zip(groups, draws, strict=True)
+        Panel(name, group.title, group.note, "", partial(draw, group=group), layers=shapes.layers) for group in groups
     ]
 
 
-def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int) -> None:
+def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
     """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
-    groups = groups_by_depth(shapes, name)
-    draw_fan(axes, shapes, name, [groups[number]])
-    depth = Normalize(0, max(1, len(shapes.layers) - 1))
-    for group in groups[:number] + groups[number + 1 :]:
-        colour = DEPTH(depth(float(np.mean(group.rows))))
-        draw_over(axes, _points(shapes, name, group.quartiles[1]), ":", 1.5, colour=colour)
-    if number == 0:
-        lower, median = axes.lines[1], axes.lines[3]  # each black line follows its white border
-        dotted = axes.lines[-1:] if len(groups) > 1 else []
-        names = ["median", "quartiles", "other groups' medians"][: 2 + len(dotted)]
-        style: Style = {"frameon": False, "fontsize": 6.5, "handlelength": 2.6}
-        axes.legend([median, lower, *dotted], names, loc="lower right", **style)
+    draw_fan(axes, shapes, name, [group])
+    labels = iter(["other groups' medians"])
+    for other in groups:
+        if other is not group:
+            colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+            line = _points(shapes.info(name), other.quartiles[1])
+            draw_over(axes, line, ":", 1.5, colour=colour, label=next(labels, ""))
+    if group is groups[0]:
+        axes.legend(loc="lower right", handlelength=2.6)
+
+
+CROWDED = 24  # number of layers above which they touch, since gaps between thinner ones would dominate
+ACROSS = 3
+NOTE = 54  # characters that fit under a panel's title
+HEIGHT = 2.0  # inches of a panel's axes
+SELECTION_CAPTION = (
+    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending; "
+    "a single query may exceed 1. "
+    "Null: the head turned by random rotations on both sides, with its own selection and its own best. "
+    "Posed {where}."
+)
+
+
+def overview_figure(shapes: Shapes) -> Figure:
+    """Draw a page of up to six pictures: one row per source, or two rows for a single source."""
+    rows = page_rows(shapes)
+    if not rows:
+        raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
+    names = [panel.stem for row in rows for panel in row]
+    hatched = not all(shapes.readings[name].full for name in names if name in shapes.readings)
+    hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
+    headings = [_row_heading(shapes, row) for row in rows]
+    page = [
+        replace(arrange(row, ACROSS, HEIGHT)[0], heading=shorten_label(text, 120) * (text != before))
+        for row, text, before in zip(rows, headings, ["", *headings], strict=False)
+    ]
+    facts = [*model_facts(shapes.report), layout_line(shapes)]
+    return overview(shapes.report, page, facts, hint="hatched: no value" * hatched)
+
+
+def _row_heading(shapes: Shapes, row: Sequence[Panel]) -> str:
+    """Format the source of a row; for a curve that is shown by depth, its meaning."""
+    name = row[0].stem
+    if len({panel.stem for panel in row}) < len(row):
+        return f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
+    return source_heading(shapes, name)
+
+
+def page_rows(shapes: Shapes) -> list[list[Panel]]:
+    """Arrange the panels in rows: one row per source, or two rows for a single source if it has enough to show.
+
+    If the single source has a curve to be shown by depth, its thirds form the first row and maps the second. If it has
+    measures of two spaces, each space forms a row.
+    """
+    names = [*shapes.readings, *shapes.curves]
+    sources = list(dict.fromkeys(source_of(name) for name in names))
+    groups = [_split_by_space(shapes, [name for name in names if source_of(name) == source]) for source in sources]
+    if len(sources) > 1:
+        rows = [_choose_panels(shapes, spaces[0], ACROSS) for spaces in groups[:2]]
+    elif deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
+        parts = {name for names in shapes.shares.values() for name in names}
+        maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
+        rows = [depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
+    elif len(groups[0]) > 1:
+        rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
+    else:
+        panels = _choose_panels(shapes, groups[0][0], 2 * ACROSS)
+        rows = [panels[:ACROSS], panels[ACROSS:]]
+    return [row for row in rows if row]
+
+
+def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
+    """Split one source's measures and curves by space; those without a space join the first."""
+    spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
+    return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
+
+
+def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
+    """Choose panels: the first shares, then maps, then the first curves, up to `room`; each kind gets a place.
+
+    If there is room for more maps than measures, the parts of the shares fill it.
+    """
+    of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
+    wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
+    parts = {name for whole in wholes for name in shapes.shares[whole]}
+    curves = [name for name in names if name in shapes.curves][: max(1, room // ACROSS)]
+    shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
+    # except for headlines, measures that cannot be distinguished from chance come last
+    maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
+    maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
+    return [
+        *(_shares_panel(shapes, whole) for whole in wholes),
+        *(_noted_map(shapes, name) for name in maps),
+        *(fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves),
+    ]
+
+
+def _noted_map(shapes: Shapes, name: str) -> Panel:
+    reading = shapes.readings[name]
+    return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
+
+
+def _shares_panel(shapes: Shapes, whole: str) -> Panel:
+    unidentified = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
+    title = heading(shapes.info(whole)) + " (not identified)" * unidentified
+    return Panel(whole, title, "", "", partial(draw_shares, shapes=shapes, whole=whole))
+
+
+def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
+    """Draw one line per head of its parts, which sum to 1, sorted by the first part per layer; hatch missing values."""
+    names = shapes.shares[whole]
+    height = 1.0 if len(shapes.layers) > CROWDED else 0.86
+    # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
+    ends, heads = [], []
+    for row, shares in enumerate(_complete_heads(shapes, names)):
+        count = shares.shape[1]
+        if count:
+            order = [*np.argsort(-shares[0], kind="stable")]
+            ends += [*np.linspace(row - height / 2, row + height / 2, count + 1), np.nan]
+            heads.append(np.pad(shares[:, [*order, order[-1]]], ((0, 0), (0, 1)), constant_values=np.nan))
+        else:
+            hatch_box(axes, (0, row - height / 2), 1, height)
+    rights = np.cumsum(np.concatenate(heads, axis=1), axis=0)
+    for (label, colour), left, right in zip(named_parts(names), [0 * rights[0], *rights], rights, strict=False):
+        axes.fill_betweenx(ends, left, right, step="post", color=colour, label=label, linewidth=0)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
+    axes.set_xlabel("share, one line per head")
+    label_layers(axes, shapes.layers, shapes.parts)
+    legend_above(axes, 56, handlelength=0.8)
+
+
+def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the label of each part, without the words shared by all, and its colour."""
+    shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
+    labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
+    return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
+
+
+def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
+    """Return for each layer the parts of the heads that have all of them."""
+    stack = np.stack([shapes.readings[name].values for name in names], axis=1)
+    return [layer[:, ~np.isnan(layer).any(axis=0)] for layer in stack]
+
+
+def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
+    """Check whether every layer has a head with all of these parts."""
+    return all(layer.size for layer in _complete_heads(shapes, names))
+
+
+def margins_figure(report: Report, selection: Selection) -> Figure:
+    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
+    title = f"layer {selection.layer} head {selection.head}: margins of its selection"
+    caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(Shapes(report))}"
+    draw = partial(draw_margins, selection=selection)
+    return panel_figure(report, Panel("margins", title, "", caption, draw, rows=14, width=5.4))
+
+
+def draw_margins(axes: Axes, selection: Selection) -> None:
+    """Draw one line per head: its margins, sorted, over the share of queries with at most that margin."""
+    head_margins = [pick.margin for pick in selection.picks]
+    labels = iter(["null heads"])
+    for margins in selection.null_margins:
+        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label=next(labels, ""))
+    axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
+    if min(map(min, [head_margins, *selection.null_margins])) > 0:
+        scale_logarithmically(axes, "y")
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the posed queries with no larger margin")
+    axes.set_ylabel("margin over the best least margin")
+    axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
+    legend_above(axes, 100)
+
+
+def _sort_margins(margins: list[float]) -> Points:
+    return np.arange(1, len(margins) + 1) / len(margins), np.sort(margins)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, ScalarFormatter
 
-from attnlens.records import Comparison, Report, StudyCell, StudyColumn
-from attnlens.report.pictures.charts import Dot, as_array, dot_plot, grid_of, heat_map, mark_cells
-from attnlens.report.pictures.page import Panel, Row, overview
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    INK,
-    MUTED,
-    PlainNumbers,
-    Powers,
-    Style,
-    legend_above,
-    scale_logarithmically,
-)
+from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyTable
+from attnlens.report.pictures.charts import Dot, Panel, Row, as_array, dot_plot, grid_of, heat_map, mark_cells, overview
+from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, Style, legend_above, scale_logarithmically
 from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
 from attnlens.wording import clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -39,16 +30,10 @@ WIDE = 3  # ratio of largest to smallest perplexity above which the axis is loga
 DASHES = ("-", "--", ":", "-.")
 
 
-# --- comparison of two models -----------------------------------------------------------------------------------------
-
-
 def comparison_overview(report: Report) -> Figure:
     """Draw both panels of a comparison on one page."""
-    model, tool, comparison = report.model, report.tool, report.comparison
-    against = [f"against {comparison.base.title}"] if comparison is not None else []
-    facts = [*against, clean(report.coverage.sentence)]
-    made = [clean(report.settings.fed), f"{clean(tool.name)} {clean(tool.version)}"]
-    return overview([Row(comparison_panels(report), 2.6)], model.title, facts, made)
+    against = [f"against {report.comparison.base.title}"] if report.comparison is not None else []
+    return overview(report, [Row(comparison_panels(report), 2.6)], [*against, clean(report.coverage.sentence)])
 
 
 def comparison_panels(report: Report) -> list[Panel]:
@@ -79,23 +64,16 @@ def comparison_panels(report: Report) -> list[Panel]:
 def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
     """Draw a map of a distance between the heads of two models, on a logarithmic scale."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
-    ids = [(head.layer, head.head) for head in comparison.heads]
-    grid = grid_of(
-        (head.layer, head.head, head.part, rows[at].delta if at in rows else None)
-        for at, head in zip(ids, comparison.heads, strict=True)
-    )
-    present = grid.values[np.isfinite(grid.values)]
-    most = float(present.max(initial=0.0)) or 1.0
-    least = max(float(present.min(initial=most)), most / WHOLE_RANGE)
+    places = [(head.layer, head.head, head.part) for head in comparison.heads]
+    found = [rows.get(place[:2]) for place in places]
+    grid = grid_of(places, (None if row is None else row.delta for row in found))
+    most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
+    least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
     bar = heat_map(axes, grid, (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min"))
     bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
     bar.formatter = Powers()
     bar.minorticks_off()
-    named = grid_of(
-        (head.layer, head.head, head.part, float(at in rows and rows[at].named))
-        for at, head in zip(ids, comparison.heads, strict=True)
-    )
-    mark_cells(axes, named.values > 0, "white", INK)
+    mark_cells(axes, grid_of(places, (row is not None and row.named for row in found)).values > 0, "white", INK)
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
@@ -115,15 +93,11 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     axes.axhline(-np.log10(comparison.fdr), color=MUTED, linewidth=0.6, linestyle="--", label=level)
     axes.axvline(0, color=MUTED, linewidth=0.4)
     axes.set_xscale("symlog", linthresh=0.1)
-    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
     axes.set_ylabel("−log₁₀ q")
     axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
-    axes.spines[["top", "right"]].set_visible(False)
     legend_above(axes, 80, handlelength=0.8)
-
-
-# --- study ------------------------------------------------------------------------------------------------------------
 
 
 def study_overview(report: Report) -> Figure:
@@ -131,49 +105,36 @@ def study_overview(report: Report) -> Figure:
     facts = [f"{study.name}: scale {study.scale}, {format_count(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
     rows = [Row(panels[n : n + 2], max(1.9, 0.16 * panels[n].rows)) for n in range(0, len(panels), 2)]
-    return overview(rows, title(report), facts, dict.fromkeys(study.source for study in report.studies))
+    return overview(report, rows, facts, title(report), dict.fromkeys(study.source for study in report.studies))
 
 
 def study_panels(report: Report) -> list[Panel]:
     """Build two panels per task, results and validation loss during training, and one per measure of its heads."""
-    panels = []
-    for study in report.studies:
-        for task in study.tasks:
-            cells = [cell for cell in study.cells if cell.task == task.name]
-            stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
-            rows = max(10, 2 * len(cells))
-            published = f"; published on {task.published}." if task.published else "."
-            panels += [
-                Panel(
-                    f"{stem}-reached",
-                    f"{task.name}: {task.metric}",
-                    "dots: seeds; line: mean ± se",
-                    f"{study.question} {study.source}{published}",
-                    partial(draw_results, task=task, cells=cells),
-                    rows,
-                    width=6.0,
-                ),
-                Panel(
-                    f"{stem}-learned",
-                    f"{task.name}: validation loss, nats",
-                    "median over seeds",
-                    f"{study.question} Validation loss against training steps, median over seeds.",
-                    partial(draw_losses, cells=cells),
-                    rows,
-                ),
-            ]
-            panels += [
-                Panel(
-                    f"{stem}-{name}",
-                    f"{task.name}: {name}",
-                    "median over heads, first seed",
-                    f"{study.question} {name} while each cell is trained, median over heads, first seed.",
-                    partial(draw_measure, name=name, cells=cells),
-                    rows,
-                )
-                for name in dict.fromkeys(name for cell in cells for name in cell.heads)
-            ]
-    return panels
+    return [panel for study in report.studies for task in study.tasks for panel in _task_panels(study, task)]
+
+
+def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
+    cells = [cell for cell in study.cells if cell.task == task.name]
+    stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
+    rows = max(10, 2 * len(cells))
+    caption = f"{study.question} {study.source}{f'; published on {task.published}' if task.published else ''}."
+    title, note = f"{task.name}: {task.metric}", "dots: seeds; line: mean ± se"
+    draw = partial(draw_results, task=task, cells=cells)
+    yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)
+    losses = []
+    for cell in cells:  # up to the shortest of its runs
+        length = min(len(run.losses) for run in cell.runs)
+        median = np.median([run.losses[:length] for run in cell.runs], axis=0)
+        losses.append((cell.name, cell.runs[0].steps[:length], median))
+    title, note = f"{task.name}: validation loss, nats", "median over seeds"
+    caption = f"{study.question} Validation loss against training steps, median over seeds."
+    yield Panel(f"{stem}-learned", title, note, caption, partial(draw_lines, lines=losses), rows)
+    for name in dict.fromkeys(name for cell in cells for name in cell.heads):
+        curves = [(cell.name, cell.heads[name]) for cell in cells if name in cell.heads]
+        draw = partial(draw_lines, lines=[(cell, curve.steps, as_array(curve.median)) for cell, curve in curves])
+        note = "median over heads, first seed"
+        caption = f"{study.question} {name} while each cell is trained, {note}."
+        yield Panel(f"{stem}-{name}", f"{task.name}: {name}", note, caption, draw, rows)
 
 
 def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
@@ -183,7 +144,7 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     for row, cell in enumerate(cells):
         values = [run.scores[task.metric] * factor for run in cell.runs if task.metric in run.scores]
         if cell.mean is None:
-            rows.append([Dot(None, colour=PUBLISHED, text="did not converge")])
+            rows.append([Dot(None, text="did not converge")])
             continue
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
         mean, se = cell.mean * factor, (cell.se or 0.0) * factor
@@ -204,27 +165,10 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
         axes.text(1.02, height, text, color=PUBLISHED, fontsize=6, **place)
 
 
-def draw_losses(axes: Axes, cells: list[StudyCell]) -> None:
-    """Draw one line per cell, up to the shortest of its runs."""
-    lines = []
-    for cell in cells:
-        length = min(len(run.losses) for run in cell.runs)
-        lines.append((cell.runs[0].steps[:length], np.median([run.losses[:length] for run in cell.runs], axis=0)))
-    _draw_lines(axes, cells, lines)
-
-
-def draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
-    """Draw one line per cell that has the measure."""
-    measured = [cell for cell in cells if name in cell.heads]
-    lines = [(cell.heads[name].steps, as_array(cell.heads[name].median)) for cell in measured]
-    _draw_lines(axes, measured, lines)
-
-
-def _draw_lines(axes: Axes, cells: Sequence[StudyCell], lines: Sequence[tuple[Sequence[float], np.ndarray]]) -> None:
-    for number, (cell, (steps, values)) in enumerate(zip(cells, lines, strict=True)):
-        colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
-        axes.plot(steps, values, dash, color=colour, lw=1.1, label=shorten_line(clean(cell.name), NAME))
+def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.ndarray, " steps"]]]) -> None:
+    """Draw one line per cell: name, steps and values."""
+    axes.set_prop_cycle(color=len(DASHES) * CATEGORIES, linestyle=np.repeat(DASHES, len(CATEGORIES)))
+    for name, steps, values in lines:
+        axes.plot(steps, values, lw=1.1, label=shorten_line(clean(name), NAME))
     axes.set_xlabel("step")
-    axes.yaxis.set_major_formatter(PlainNumbers())
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="best", frameon=False, fontsize=6, handlelength=1.6)
+    axes.legend(loc="best", fontsize=6, handlelength=1.6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
 
-from attnlens.wording import SCIENTIFIC, clean, format_number
+from attnlens.wording import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +26,17 @@ SETTINGS = {
     "font.size": 7.5,
     "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlecolor": "#222222",
+    "axes.titlepad": 15,  # room for a note or a legend
     "axes.linewidth": 0.6,
     "axes.edgecolor": "#555555",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-8, 8),  # numbers in full, without a factor at the end of the axis
+    "legend.frameon": False,
+    "legend.fontsize": 6.5,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "xtick.major.size": 2.5,
@@ -40,10 +48,9 @@ SETTINGS = {
 }
 """Settings over matplotlib's defaults; the user's matplotlibrc is ignored."""
 
-Style = dict[str, Any]
-"""Keywords of a matplotlib artist."""
+Style = dict[str, Any]  # keywords of a matplotlib artist
 
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
@@ -60,12 +67,10 @@ PARTS_OF_SCORES = ("positive", "negative", "skew", "key", "distance", "interacti
 PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
 """Colour of each part of the scores, the same in every picture; other parts take CATEGORIES in turn."""
 
-DPI = 200
-"""Dots per inch of a picture on its own; the overview, meant for print, has 300."""
+DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as superscripts
-CROWD = 400
-"""Number of lines above which a vector picture rasterizes them, to keep the file small."""
+CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 
 
 @contextmanager
@@ -103,31 +108,9 @@ def shorten_label(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def wrap_lines(text: str, width: int) -> str:
-    """Wrap each line at `width` characters and drop empty ones."""
-    return "\n".join(textwrap.fill(clean(line), width) for line in text.splitlines() if line)
-
-
 def typeset(number: float, decimals: int) -> str:
     """Format a number with a true minus sign."""
     return format_number(number, decimals).replace("-", "−")
-
-
-class PlainNumbers(Formatter):
-    """Formatter of ticks in full, with as many decimals as distinguish them: never `+9.99e−1` or an offset `1e−3`."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        """Format one tick."""
-        return self.format_ticks([x])[0]
-
-    def format_ticks(self, values: Sequence[float]) -> list[str]:
-        """Format all ticks with the same decimals; extreme ones as 1.2e−07."""
-        ticks = np.asarray(values, dtype=float)
-        apart = float(np.min(np.diff(np.unique(ticks)), initial=max(1.0, float(np.max(np.abs(ticks), initial=0.0)))))
-        extreme = apart < 1e-7 or float(np.max(np.abs(ticks), initial=0.0)) >= 1e6
-        near = (n for n in range(8) if np.all(np.abs(np.round(ticks, n) - ticks) <= 1e-3 * apart))
-        decimals = SCIENTIFIC if extreme else next(near, 8)
-        return [format_number(float(tick), decimals).replace("-", "−") for tick in ticks]
 
 
 class Powers(Formatter):
@@ -201,32 +184,14 @@ def scale_logarithmically(axes: Axes, which: Literal["x", "y"], subs: Sequence[f
 LEGEND_LINE = 9.4  # points per line of a legend in small print
 
 
-def title_panel(axes: Axes, title: str, note: str) -> None:
-    """Write the title above a note on how to read the picture; `legend_above` puts a legend in the note's place."""
-    axes.set_title(title, pad=15, weight="bold", color=INK)
-    place: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
-    axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **place)
-
-
 def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None:
-    """Draw the legend between the axes and their title, in lines of at most so many characters."""
-    handles, labels = axes.get_legend_handles_labels()
+    """Draw the legend between the axes and their title, in place of a note, in lines of at most so many characters."""
+    labels = axes.get_legend_handles_labels()[1]
     if not labels:
         return
     columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 5)))  # 5 characters for handle and gap
-    legend = axes.legend(
-        handles,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(-0.02, 0.985),
-        ncols=columns,
-        frameon=False,
-        fontsize=6.5,
-        handlelength=handlelength,
-        handletextpad=0.4,
-        columnspacing=0.9,
-        borderpad=0.2,
-    )
+    spaces: Style = {"handlelength": handlelength, "handletextpad": 0.4, "columnspacing": 0.9, "borderpad": 0.2}
+    legend = axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=columns, **spaces)
     legend.set_in_layout(False)  # the title's distance makes room for it
-    pad = 15 + LEGEND_LINE * (-(-len(labels) // columns) - 1)
-    axes.set_title(axes.get_title(loc="left"), pad=pad, weight="bold", color=INK)
+    lines = -(-len(labels) // columns)
+    axes.set_title(axes.get_title(loc="left"), pad=15 + LEGEND_LINE * (lines - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import CenteredNorm, Normalize
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attnlens.records import PARTS, Effect, Outcome, Report, Swap
+from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
 from attnlens.report.pictures.charts import (
     DEPTH,
     Dot,
+    Panel,
+    Row,
     as_array,
     dot_plot,
     grid_of,
@@ -26,22 +28,27 @@ from attnlens.report.pictures.charts import (
     heat_map,
     label_layers,
     mark_cells,
+    model_facts,
+    overview,
+    scale_depth,
+    write_cells,
 )
-from attnlens.report.pictures.page import Panel, Row, overview
-from attnlens.report.pictures.plans import healing_panel, ranks_panel
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
     MUTED,
-    PlainNumbers,
     Style,
     label_powers,
     legend_above,
     shorten_label,
+    thin_ticks,
     typeset,
 )
+from attnlens.report.sentences.plans import UNITS as UNITS_OF
+from attnlens.report.sentences.plans import share
 from attnlens.report.sentences.swaps import (
     EFFECTS,
+    UNITS,
     cautions,
     distance,
     distance_ci95,
@@ -72,27 +79,21 @@ CROWDED = 24  # number of layers above which bars touch
 
 def swap_overview(report: Report) -> Figure:
     """Draw all panels on a page; a comparison of kernels is placed above the others."""
-    model, swap, tool = report.model, report.swaps[0], report.tool
+    swap, several = report.swaps[0], len(report.swaps) > 1
     panels = _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
-    if len(report.swaps) > 1:
+    if several:
         rows = [row for row in (panels[:1], panels[1:]) if row]
-    what, how = ("several kernels", "") if len(report.swaps) > 1 else (clean(swap.kernel), formula(swap))
+    what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
-    size = f"{big(model.parameters)} parameters"
-    facts = [clean(model.architecture), size, what, clean(report.coverage.sentence), how]
-    made = [clean(report.settings.fed), f"{clean(tool.name)} {clean(tool.version)}"]
-    page = [Row(row, _row_height(row, alone=len(rows) == 1)) for row in rows]
-    return overview(page, model.title, facts, made)
-
-
-def _row_height(row: Sequence[Panel], *, alone: bool) -> float:
-    """Return the height of a row in inches: more for many layers, less for few kernels."""
-    rows = max(panel.rows for panel in row)
-    if len(row) == 1:
-        return 0.19 * rows
-    return float(np.clip(0.115 * rows, 2.6 if alone else 2.3, 3.4))
+    facts = [*model_facts(report), what, clean(report.coverage.sentence), how]
+    page = []
+    for row in rows:
+        lines = max(panel.rows for panel in row)  # more height for many layers, less for few kernels
+        several_panels = float(np.clip(0.115 * lines, 2.6 if len(rows) == 1 else 2.3, 3.4))
+        page.append(Row(row, 0.19 * lines if len(row) == 1 else several_panels))
+    return overview(report, page, facts)
 
 
 def swap_panels(report: Report) -> list[Panel]:
@@ -109,7 +110,9 @@ def _overview_panels(report: Report) -> list[Panel]:
     if len(report.swaps) > 1:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
-    panels = [_stages_panel(swap), _sites_panel(swap)]
+    note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap)
+    sites = Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
+    panels = [_stages_panel(swap), sites]
     panels += [ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
     panels += [_predictor_panel(swap)] if swap.predictors else []
@@ -117,21 +120,11 @@ def _overview_panels(report: Report) -> list[Panel]:
     return panels
 
 
-# --- effect of one or several kernels ---------------------------------------------------------------------------------
-
-
-def effect_of(swap: Swap, outcome: Outcome) -> float | None:
-    """Return Δ of the loss, or the distance if the swap has no loss."""
+def _effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
+    """Return Δ of the loss, or the distance if the swap has no loss, and its 95 % interval."""
     if swap.judged_by != "loss":
-        return distance(swap, outcome)
-    return None if outcome.loss is None else outcome.loss.delta
-
-
-def _effect_ends(swap: Swap, outcome: Outcome) -> tuple[float, float] | None:
-    """Return the 95 % interval of the effect."""
-    if swap.judged_by != "loss":
-        return distance_ci95(swap, outcome)
-    return None if outcome.loss is None else outcome.loss.ci95
+        return distance(swap, outcome), distance_ci95(swap, outcome)
+    return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
 
 
 def drawn_controls(swap: Swap) -> list[Control]:
@@ -139,28 +132,16 @@ def drawn_controls(swap: Swap) -> list[Control]:
     return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
 
 
-MARKS: dict[ControlRole, tuple[str, str]] = {
-    "same size": ("D", "◆"),
-    "one key": ("v", "▼"),
-    "floor": ("X", "✖"),
-    "filter alone": ("<", "◀"),
-    "without filter": (">", "▶"),
-    "far part, healed": ("^", "▲"),
+MARKS: dict[ControlRole, tuple[str, str, str, str]] = {
+    "same size": ("D", "◆", "sinks and window of its size", ""),
+    "one key": ("v", "▼", "one key", ""),
+    "floor": ("X", "✖", "all keys alike", ""),
+    "filter alone": ("<", "◀", "filter alone", "window alone"),
+    "without filter": (">", "▶", "without its filter", "far part alone"),
+    "far part, healed": ("^", "▲", "its far part, healed", ""),
 }
-"""Marker of each kind of control, and the same sign as text."""
-ROLES: dict[ControlRole, str] = {
-    "same size": "sinks and window of its size",
-    "one key": "one key",
-    "floor": "all keys alike",
-    "filter alone": "filter alone",
-    "without filter": "without its filter",
-    "far part, healed": "its far part, healed",
-}
-"""Short description of each kind of control."""
-OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without filter": "far part alone"}
-"""Short descriptions for hybrids, if different."""
-WIDE = 30.0
-"""Ratio of the largest to the smallest effect from which the axis is logarithmic."""
+"""Marker of each kind of control, the same sign as text, and its description; for hybrids, if different."""
+WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
 KERNEL_NAME, CONTROL_NAME = 40, 30  # characters of a name
 
@@ -173,7 +154,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     intervals = f"Bars: {paired}bootstrap 95 % intervals over {units}."
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. {intervals}"
     caption = " ".join([caption, *cautions(swaps)])
-    measured = any(effect_of(swap, swap) is not None for swap in swaps)
+    measured = any(_effect(swap, swap)[0] is not None for swap in swaps)
     note = _controls_legend(swaps) if measured else "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
@@ -194,17 +175,24 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     for swap in swaps:
         # controls are grey markers in the kernel's row, one shape per kind
         dots = [
-            Dot(effect_of(swap, control), colour=GREY, marker=MARKS[control.role][0], size=4)
+            Dot(_effect(swap, control)[0], colour=GREY, marker=MARKS[control.role][0], size=4)
             for control in drawn_controls(swap)
         ]
-        text = "diverged" if swap.diverged else "no value"
-        rows.append([*dots, Dot(effect_of(swap, swap), _effect_ends(swap, swap), text=text)])
+        rows.append([*dots, _dot(swap, swap)])
     names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
     dot_plot(axes, rows, names)
-    _scale_effects(axes, [dot.value for row in rows for dot in row if dot.value is not None])
+    sizes = sorted(abs(dot.value) for row in rows for dot in row if abs(dot.value or 0) >= FINEST)
+    if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
+        border = 10.0 ** math.floor(math.log10(sizes[0]))
+        axes.set_xscale("symlog", linthresh=border, linscale=0.6)
+        label_powers(axes.xaxis, border)
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]))
+
+
+def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> Dot:
+    return Dot(*_effect(swap, outcome), colour, size=size, text="diverged" if outcome.diverged else "no value")
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
@@ -219,21 +207,10 @@ def _controls_legend(swaps: Sequence[Swap]) -> str:
     """Describe the grey markers that are drawn; empty if there are none."""
     of = {swap.kernel: {control.role for control in swap.controls if control.loss is not None} for swap in swaps}
     drawn = {role for roles in of.values() for role in roles}
-    words = ROLES | (OF_HYBRIDS if all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel]) else {})
-    entries = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in drawn)
+    hybrids = all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel])
+    marks = ((sign, words, hybrid) for role, (_, sign, words, hybrid) in MARKS.items() if role in drawn)
+    entries = ", ".join(f"{sign} {(hybrids and hybrid) or words}" for sign, words, hybrid in marks)
     return f"grey: {entries}" if entries else ""
-
-
-def _scale_effects(axes: Axes, effects: Sequence[float]) -> None:
-    """Scale the axis: linear if effects are of similar size, else logarithmic on both sides of a linear part at 0."""
-    sizes = sorted(abs(effect) for effect in effects if abs(effect) >= FINEST)
-    if sizes and sizes[-1] >= WIDE * sizes[0]:
-        border = 10.0 ** math.floor(math.log10(sizes[0]))
-        axes.set_xscale("symlog", linthresh=border, linscale=0.6)
-        label_powers(axes.xaxis, border)
-
-
-# --- stages of one kernel ---------------------------------------------------------------------------------------------
 
 
 def _stages_panel(swap: Swap) -> Panel:
@@ -248,29 +225,33 @@ def _stages_panel(swap: Swap) -> Panel:
 def draw_stages(axes: Axes, swap: Swap) -> None:
     """Draw the loss of the original, each stage and (grey) each control; without a loss, the distance."""
     lossy, controls = swap.judged_by == "loss", drawn_controls(swap)
-    first = next((stage for stage in swap.stages if stage.loss is not None), None)
-    decimals = min(3, loss_decimals([stage.loss for stage in swap.stages if stage.loss is not None]))
-    original = 0.0 if not lossy else first.loss.before if first is not None and first.loss is not None else None
+    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
+    original = (losses[0].before if losses else None) if lossy else 0.0
+    outcomes, own = [*swap.stages, *controls], len(swap.stages)
     dots = [Dot(original, colour=INK, size=5)]
-    dots += [_stage_dot(swap, outcome, OWN) for outcome in swap.stages]
-    dots += [_stage_dot(swap, outcome, GREY) for outcome in controls]
+    for number, outcome in enumerate(outcomes):
+        dot = _dot(swap, outcome, OWN if number < own else GREY, size=5)
+        if lossy and outcome.loss is not None:  # the interval is that of the difference, shifted by the original loss
+            before, ends = outcome.loss.before, outcome.loss.ci95
+            dot = replace(dot, value=outcome.loss.after, ends=ends and (before + ends[0], before + ends[1]))
+        dots.append(dot)
     if original is not None:
         axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
-    labels: list[str] = [stage.name for stage in swap.stages]
+    labels = [stage.name for stage in swap.stages]
     labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
-    changed = [*swap.stages, *controls]
-    names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, changed, strict=True)]
+    names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
     known = f"\nperplexity {figures(perplexity)}" if perplexity is not None and lossy else ""
     dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
-    for label in axes.get_yticklabels()[1 + len(swap.stages) :]:
+    for label in axes.get_yticklabels()[1 + own :]:
         label.set_color(MUTED)
+    decimals = min(3, loss_decimals(losses))
+    above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK}
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     for row, dot in enumerate(dots):
         if dot.value is not None:
-            above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK, "bbox": white}
-            axes.annotate(typeset(dot.value, decimals), (dot.value, row), (0, 7), **above)
+            axes.annotate(typeset(dot.value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
     axes.margins(x=0.16)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlabel(effect_name(swap))
@@ -278,35 +259,16 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
         axes.set_xticks([])
 
 
-def _stage_dot(swap: Swap, outcome: Outcome, colour: str) -> Dot:
-    """Build the dot of a stage; the interval of a loss is that of the difference, shifted by the original loss."""
-    value, ends, loss = effect_of(swap, outcome), _effect_ends(swap, outcome), outcome.loss
-    if value is None:
-        return Dot(None, colour=OTHER, text="diverged" if outcome.diverged else "no value")
-    if swap.judged_by == "loss" and loss is not None:
-        value = loss.after
-        ends = None if ends is None else (loss.before + ends[0], loss.before + ends[1])
-    return Dot(value, ends, colour, size=5)
-
-
-# --- sites and layers -------------------------------------------------------------------------------------------------
-
-LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
-MARKERS = "osD^vPX*"  # kernels differ in marker as well as in colour
+LINES = {"color": [*(CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), INK, "#999999"], "marker": list("osD^vPX*")}
+"""Kernels differ in marker as well as in colour."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
 LEGEND_NAME = 22  # largest number of characters of a kernel's name in a legend
 
 
-def _sites_panel(swap: Swap) -> Panel:
-    note = "on the original's queries, keys and values"
-    draw = partial(draw_sites, swap=swap)
-    return Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
-
-
 def draw_sites(axes: Axes, swap: Swap) -> None:
     """Draw ‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
-    sites = sorted(swap.sites, key=lambda site: (PARTS.index(site.part), site.layer))
+    sites = sorted(swap.sites, key=_order)
     errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
     colours = [CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
     height = 1.0 if len(rows) > CROWDED else 0.78
@@ -315,9 +277,7 @@ def draw_sites(axes: Axes, swap: Swap) -> None:
     for row in rows[np.isnan(errors)]:
         hatch_box(axes, (0, row - 0.4), reach, 0.8)
     axes.set_xlim(0, 1.06 * reach)
-    axes.xaxis.set_major_formatter(PlainNumbers())
     axes.set_xlabel("‖new − own‖ / ‖own‖ of the output")
-    axes.spines[["top", "right"]].set_visible(False)
     label_layers(axes, [site.layer for site in sites], [site.part for site in sites])
 
 
@@ -326,21 +286,21 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
     bare = [clean(PARAMETERS.sub("", name)) for name, _ in lines]
     names = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
-    for number, (name, (_, values)) in enumerate(zip(names, lines, strict=True)):
-        colour, mark = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
-        axes.plot(values, color=colour, marker=mark, markersize=3, linewidth=1, label=shorten_label(name, LEGEND_NAME))
+    axes.set_prop_cycle(**LINES)
+    for name, (_, values) in zip(names, lines, strict=True):
+        axes.plot(values, markersize=3, linewidth=1, label=shorten_label(name, LEGEND_NAME))
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_formatter(PlainNumbers())
-    axes.spines[["top", "right"]].set_visible(False)
     legend_above(axes, 75)
 
 
-# --- sweep over heads or layers ---------------------------------------------------------------------------------------
+OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
 
-OUTLYING = 3.0
-"""Ratio to the 98th percentile above which a head's effect is drawn in the last colour."""
+
+def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
+    """Return the sort key of a layer: its part, then its number."""
+    return PARTS.index(unit.part), unit.layer
 
 
 def _of_heads(swap: Swap) -> bool:
@@ -376,16 +336,14 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
     if _of_heads(swap):
         _draw_heads(axes, swap)
         return
-    effects = sorted(swap.sweep, key=lambda effect: (PARTS.index(effect.part), effect.layer))
+    effects = sorted(swap.sweep, key=_order)
     axes.axvline(0, color=MUTED, linewidth=0.6, zorder=0)
     size = 4.5 if len(effects) <= 16 else 3.2
     dots = []
     for effect in effects:
-        if effect.delta is None:
-            dots.append([Dot(None, colour=OTHER, text="diverged")])
-        else:
-            quiet = _is_quiet(effect)
-            dots.append([Dot(effect.delta, effect.ci95, MUTED if quiet else OWN, size=size, hollow=quiet)])
+        quiet = _is_quiet(effect)
+        colour = MUTED if quiet else OWN
+        dots.append([Dot(effect.delta, effect.ci95, colour, size=size, hollow=quiet, text="diverged")])
     dot_plot(axes, dots)
     axes.set_xlabel(f"Δ of the {effect_name(swap)}, that layer alone")
     label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects])
@@ -394,18 +352,15 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
 def _draw_heads(axes: Axes, swap: Swap) -> None:
     effects = [effect for effect in swap.sweep if effect.head is not None]
     places = [(effect.layer, effect.head or 0, effect.part) for effect in effects]
-    grid = grid_of((*place, effect.delta) for place, effect in zip(places, effects, strict=True))
-    lost = grid_of((*place, float(effect.delta is None)) for place, effect in zip(places, effects, strict=True))
-    quiet = grid_of((*place, float(_is_quiet(effect))) for place, effect in zip(places, effects, strict=True))
+    grid = grid_of(places, (effect.delta for effect in effects))
     half, extend = limit(grid.values)
     signed = any(effect.p_value is not None for effect in effects)  # a distance has no sign, and no test
     colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
-    bar = heat_map(axes, grid, (colormaps[colours], norm, extend))
-    bar.set_label(f"Δ of the {effect_name(swap)}", fontsize=6.5, labelpad=2)
-    hatch(axes, lost.values > 0, "xxxxx")
-    mark_cells(axes, quiet.values > 0, MUTED)
+    heat_map(axes, grid, (colormaps[colours], norm, extend), f"Δ of the {effect_name(swap)}")
+    hatch(axes, grid_of(places, (effect.delta is None for effect in effects)).values > 0, "xxxxx")
+    mark_cells(axes, grid_of(places, map(_is_quiet, effects)).values > 0, MUTED)
     above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
-    for row, column in np.argwhere(np.abs(np.nan_to_num(grid.values)) > half):
+    for row, column in np.argwhere(np.abs(grid.values) > half):
         number = grid.values[row, column]
         text = typeset(number, decimals_for([number], 2))
         axes.annotate(text, (column, row), (0, 3), color="white" if signed else "black", **above)
@@ -422,13 +377,10 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     return usual, "both" if over and under else "max" if over else "min"
 
 
-# --- predictors of harm -----------------------------------------------------------------------------------------------
-
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Measures that are always drawn if the model has them."""
 PICTURES = 6  # number of drawn measures, filled up with the strongest others
-SQUASHED = 30.0
-"""Ratio of the largest to the median effect above which the axis of effects is asinh."""
+SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
 
 
 def _predictor_panel(swap: Swap) -> Panel:
@@ -475,11 +427,8 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     x, y = as_array(predictor.values), as_array(effect.delta for effect in swap.sweep)
     layers = [effect.layer for effect in swap.sweep]
     axes.axhline(0, color=MUTED, linewidth=0.6, zorder=0)
-    depth = Normalize(0, max(1, max(layers)))
-    axes.scatter(x, y, c=layers, cmap=DEPTH, norm=depth, s=11, linewidth=0.3, edgecolor="white")
+    axes.scatter(x, y, c=layers, cmap=DEPTH, norm=scale_depth(1 + max(layers)), s=11, linewidth=0.3, edgecolor="white")
     axes.margins(0.06)
-    axes.xaxis.set_major_formatter(PlainNumbers())
-    axes.yaxis.set_major_formatter(PlainNumbers())
     axes.locator_params(axis="x", nbins=5)
     usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
     if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
@@ -487,4 +436,114 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
         label_powers(axes.yaxis, 2 * usual)
     axes.set_xlabel(clean(predictor.measure))
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
+
+
+def ranks_panel(plan: Plan) -> Panel:
+    """Build the map of the plan's ranks."""
+    caption = (
+        f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
+        f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
+        + " Promised: on calibration text that neither fitted nor chose them."
+        * (plan.promised is not None)
+    )
+    layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
+    wide = float(np.clip(0.4 * heads, 3.4, 8))
+    title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
+    draw = partial(draw_ranks, plan=plan)
+    return Panel("ranks", title, budget_note(plan), caption, draw, 2 * layers, wide)
+
+
+def budget_note(plan: Plan) -> str:
+    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
+    rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
+    known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
+    return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
+
+
+def draw_ranks(axes: Axes, plan: Plan) -> None:
+    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
+    cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
+    grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
+    top = max(key.head_dim / key.keys for key in plan.ranks)
+    colours = (colormaps["viridis"], Normalize(0, top), "neither")
+    heat_map(axes, grid, colours, "rank r of head_dim")
+    if max(grid.values.shape) <= MOST_WRITTEN:
+        texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
+        write_cells(axes, texts, grid, colours)
+
+
+KEPT_BACK = "on calibration text kept back from training"
+STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
+
+
+def healing_panel(swap: Swap, healing: Healing) -> Panel:
+    """Build the picture of perplexity and distance while the swapped heads are trained."""
+    transferred = any(stage.stage == "transfer" and stage.steps for stage in healing.stages)
+    note = "hollow: transfer" if transferred else "dotted: step kept"
+    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
+    goal = " on the text" if healing.goal == "text" else " towards the original model"
+    quantity = f"KL: to the original, {KEPT_BACK}, in {UNITS[swap.task]}"
+    if swap.task == "hidden":
+        quantity = f"1 − cosine of the last hidden states and the original's, {KEPT_BACK}"
+    elif healing.goal == "text":
+        quantity = f"Loss: {KEPT_BACK}, in {UNITS[swap.task]}"
+    has_perplexity = swap.task != "hidden" and swap.judged_by == "loss"
+    caption = (
+        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
+        f"{'Perplexity: of the evaluation text. ' * has_perplexity}{quantity}. "
+        f"Step {healing.best} was kept (dotted line).{' Hollow: attention transfer.' * transferred}"
+    )
+    return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
+
+
+def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
+    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
+
+    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
+    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
+    """
+    by_tokens = all(step.tokens is not None for step in healing.curve)
+    position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
+    transfer = {position[step.step] for step in healing.curve if step.stage == "transfer"}
+    losses = [(position[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
+    distances = [(position[step.step], step.validation) for step in healing.curve if step.validation is not None]
+    places = [axes]
+    figure, spec = axes.get_figure(), axes.get_subplotspec()
+    if losses and distances and figure is not None and spec is not None:
+        halves = spec.subgridspec(2, 1)
+        axes.set_subplotspec(halves[0])
+        axes.tick_params(labelbottom=False)
+        places = [axes, figure.add_subplot(halves[1], sharex=axes)]
+        figure.align_ylabels(places)
+    if losses:
+        _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
+        original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
+        if original is not None:
+            places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
+    if distances:
+        name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
+        _plot(places[-1], distances, name, CATEGORIES[2], transfer)
+    for place in places:
+        place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
+    last = max(position.values(), default=healing.steps) or 1
+    # the square root stretches the first steps, which have the largest effect
+    axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
+    axes.set_xlim(0, last * 1.03)
+    round_steps = [float(digit * 10**power) for power in range(len(str(last))) for digit in (1, 2, 5)]
+    thin_ticks(axes.xaxis, [0, *(step for step in round_steps if step < last), last], STEP_GAP)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: big(int(step)) if last >= 20_000 else f"{step:g}"))
+    places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale")
+
+
+def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
+    axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
+    inside = [point for point in points if point[0] in hollow]
+    if inside:
+        look: Style = {"color": colour, "markerfacecolor": "white", "markersize": 3, "clip_on": False, "zorder": 3}
+        axes.plot(*zip(*inside, strict=True), "o", **look)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_ylabel(name)

@@ -1,16 +1,17 @@
-"""Store the sequences that a head reads, pose and solve its selection problem and nulls, and compute the measures."""
+"""Att-SVM measures: how close a head's token selection is to its max-margin SVM."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from attnlens import records
-from attnlens.analyzers.registry import Answer, GatheringPlace
-from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualify_name
-from attnlens.choices import Space
+from attnlens.analyzers.registry import Answer, GatheringPlace, MeasureInfo, gathering
+from attnlens.choices import WHERE_POSED, Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 
@@ -28,6 +29,120 @@ else:
     head_svm = LazyModule("attnlens.maths.attsvm.head")
     linalg = LazyModule("attnlens.maths.linalg")
     torch = LazyModule("torch")
+
+MOST_QUERIES = 64  # most queries posed per head
+SPACES: tuple[Space, ...] = ("input", "projected")
+"""On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
+WORDS: dict[Space, dict[str, str]] = {
+    "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
+    "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
+}
+"""Replacements for the names in braces in OF_SPACE."""
+PAPER = "Tarzanagh et al. 2023"
+selection_measure = partial(MeasureInfo, self_only=False)
+posed_measure = partial(selection_measure, low=0, sized_by="how many windows were read")
+DECIDED = selection_measure(
+    "selection.decided",
+    "share of the queries whose largest attention weight is at least ½",
+    "share of queries with p_max ≥ ½",
+    low=0,
+    high=1,
+    missing="no query may see a key",
+    ends="largest",
+    series=1,
+    use="Read it first: where few queries are decided, an SVM of selections tells little of the head.",
+)
+POSED = (
+    posed_measure(
+        "selection.queries",
+        "queries posed: the most decided ones, over all sequences",
+        "|{i: p_max largest}|",
+        high=MOST_QUERIES,
+        use="How much the head's other selection numbers stand on; compare heads of about equal numbers.",
+    ),
+    posed_measure(
+        "selection.least_decided",
+        "largest attention weight of the least decided query that was posed",
+        "min over posed queries of p_max",
+        high=1,
+        use="Below ½, some of the choices that the SVM is held to were hardly made.",
+    ),
+)
+"""Measures of what was posed, which is chosen once for all spaces."""
+OF_SPACE = (
+    selection_measure(
+        "margin",
+        "least margin {where} of the selected tokens over the others, at unit norm, without W_fin; below 0 only for "
+        "top-p",
+        "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
+        use="In units of the tokens' own norms: compare it with its null, and across heads take the efficiency.",
+        paper=f"{PAPER}, Eq. Att-SVM",
+    ),
+    selection_measure(
+        "efficiency",
+        "that margin over the best possible {where}: 1 iff the head is the SVM direction on these tokens",
+        "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
+        high=1,
+        series=4,
+        use="One near-tie can bring it to 0: read selection.efficiency_q05 beside it.",
+    ),
+    selection_measure(
+        "efficiency_q05",
+        "efficiency {where} where 5 % of the queries may be near-ties",
+        "5 % quantile over queries of their least margin, times ‖W_mm‖",
+        headline=True,
+        ends="largest",
+        series=3,
+        use="Beyond its null, the head keeps its choices further from the others than chance would.",
+    ),
+    selection_measure(
+        "svm_cosine",
+        "cosine between the head and the SVM that selects the same tokens, {where}",
+        "⟨M′, W_mm⟩/(‖ΠM′‖‖W_mm‖), M′ = {M} − W_fin",
+        low=-1,
+        high=1,
+        headline=True,
+        ends="both",
+        series=2,
+        use="Read it against its null of the same space alone: beyond it, the head points to its SVM more than the "
+        "same head turned at random. Where training goes, converge --checkpoints follows.",
+        paper=f"{PAPER}, Eq. Att-SVM",
+    ),
+    selection_measure(
+        "support",
+        "share of the constraints {where} that hold the SVM up (not unique where constraints repeat each other)",
+        "share of constraints with λ > 0",
+        low=0,
+        high=1,
+        use="Small: few tokens hold the solution; --show selection marks them in the text.",
+    ),
+    selection_measure(
+        "margins",
+        "least margin {where} of each posed query over the best possible, ascending",
+        "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
+        curve=True,
+        steps="posed query; one may exceed 1",
+        use="A curve that starts near 0 and soon rises has few near-ties; a flat one near 1 is an SVM's.",
+    ),
+)
+"""Measures of a head by the SVM of one space."""
+
+
+def qualify_name(what: str, space: Space) -> str:
+    """Return the name of a measure in one space: `selection.margin`, `selection.projected_margin`."""
+    return f"selection.{'projected_' if space == 'projected' else ''}{what}"
+
+
+def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
+    words = WORDS[space]
+    texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
+    behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
+    series = info.series and info.series + behind
+    renamed = replace(info, name=qualify_name(info.name, space), space=space, null="rotations", series=series, **texts)
+    return replace(renamed, sized_by="d_model and the queries that were posed")
+
+
+MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
 MOST_TOKENS = 4096
 """Maximum tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences."""
@@ -92,11 +207,8 @@ class Selector:
         self.softmax: dict[int, Softmax] = {}
         self.scale = 1.0
         self.biased = False
-
-    @property
-    def spaces(self) -> tuple[Space, ...]:
+        self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
         """Spaces in which the problems are posed; the first is the one shown and trained on."""
-        return ("projected",) if isinstance(self.place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""
@@ -116,16 +228,11 @@ class Selector:
         """Pose and solve every head's problem and those of its null, in parallel workers."""
         if self.biased:
             nothing = records.Measure(value=None, reason=BIASED)
-            names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
-            windows = {head: {DECIDED.name: self.shares[head]} for head in sorted(self.shares)}
-            return {head: Answer(dict.fromkeys(names, nothing), decided) for head, decided in windows.items()}
+            measures = {info.name: nothing for info in MEASURES if not info.curve and info is not DECIDED}
+            return {head: Answer(dict(measures), {DECIDED.name: self.shares[head]}) for head in sorted(self.shares)}
         heads = [head for head in sorted(self.shares) if any(head in stored.place_of for stored in self.stored)]
-        tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
-        solved = linalg.map_in_pool(self._solve_task, tasks)
-        by_head = [solved[start : start + 1 + NULL_DRAWS] for start in range(0, len(solved), 1 + NULL_DRAWS)]
-        return {
-            head: self._answer(head, solution, draws) for head, (solution, *draws) in zip(heads, by_head, strict=True)
-        }
+        solved = iter(linalg.map_in_pool(self._solve_task, list(product(heads, (None, *range(NULL_DRAWS))))))
+        return {head: self._answer(head, next(solved), list(islice(solved, NULL_DRAWS))) for head in heads}
 
     def scenes(self, head: int) -> list[Scene]:
         """Return the stored sequences as one head sees them, in the first space."""
@@ -151,9 +258,8 @@ class Selector:
         pair_of = list(zip(query_key.key_of, mask_of, strict=True))
         pairs = sorted(set(pair_of))
         copies = tuple(self._copies(key[kv_head], masks[mask], at) for at, (kv_head, mask) in enumerate(pairs))
-        places = {
-            head: (index, pair_of[index][0], pairs.index(pair_of[index])) for index, head in enumerate(query_key.heads)
-        }
+        place_of = [(index, pair[0], pairs.index(pair)) for index, pair in enumerate(pair_of)]
+        places = dict(zip(query_key.heads, place_of, strict=True))
         return StoredSequence(sequence, query, key, copies, places)
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
@@ -223,9 +329,7 @@ class Selector:
         return Answer(
             measures=measures,
             windows={DECIDED.name: self.shares[head]},
-            curves={
-                qualify_name("margins", space): solved.margins for space, solved in solutions.items() if solved.margins
-            },
+            curves={qualify_name("margins", space): each.margins for space, each in solutions.items() if each.margins},
             shown=selection if solutions[first].picks else None,
         )
 
@@ -287,3 +391,18 @@ def _scaled_identity(size: int, scale: float) -> FactoredForm:
     """Return the form s·I between keys and queries."""
     unit = torch.eye(size, dtype=torch.float64)
     return head_svm.FactoredForm(unit, scale * unit)
+
+
+@gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
+def selector(place: GatheringPlace) -> Selector:
+    """Does a head select tokens as its max-margin SVM does, and with what margin?
+
+    Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the
+    selected sets, is 0 if sets contain one token. M scores what it selects above the rest, so that margins are then
+    above 0; for sets of several tokens (`top-p`) margins can be negative.
+
+    Where the logits are bilinear in the module's inputs, the problem is posed on these and, under names with
+    `projected_`, on queries and keys with W = s·I; elsewhere (RoPE, QK-norm, cross-attention) on queries and keys
+    alone. Each space has its own null, and its numbers are compared within it only.
+    """
+    return Selector(place)
