@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 
 import numpy as np
 
 from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
-from attnlens.report.atlas import Reference, Subject, Third
+from attnlens.report.atlas import Reference
 from attnlens.report.sections.section import Column, Section, Table
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import findings, no_errors, null_cell, null_words, population
@@ -34,28 +33,11 @@ from attnlens.wording import (
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 
-@dataclass(frozen=True)
-class MedianHead:
-    """Median of a measure over the heads of one part, and the heads of other models that it is compared with."""
+def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
 
-    reading: MeasureMap
-    median: float
-    reference: Reference
-    part: str
-    several: bool
-    """True if the model has other parts."""
-
-    def describe(self, name: str = "") -> str:
-        """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name`: measure."""
-        part = self.part if self.several else ""
-        words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
-        return " ".join(filter(None, words))
-
-
-def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
-    """Yield the median of each headline measure that varies, for each part that the atlas has comparable heads for.
-
-    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
+    One for each part, named if there are several, and each headline measure that varies. Yields nothing unless the
+    report is of `inspect` and covers all heads; otherwise the median is not the model's.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -64,11 +46,14 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
     subjects = {part: atlas.subject_of(shapes.report, part) for part in parts}
     for reading in shapes.readings.values():
         for part in parts if reading.info.headline and not reading.constant else ():
-            rows = [row for row, of in enumerate(shapes.parts) if of == part]
             reference = atlas.reference(reading.name, "all", subjects[part])
-            median = middle(reading.values[rows])
+            median = middle(reading.values[[row for row, of in enumerate(shapes.parts) if of == part]])
             if reference.models and median == median:  # NaN if no head of the part has a value
-                yield MedianHead(reading, median, reference, part, len(parts) > 1)
+                text = f"{_numbers([median])[0]} {place(reference, median)}"
+                numbers = _numbers([spread.median for spread in reference.spreads])
+                pairs = zip(reference.models, numbers, strict=True)
+                medians = ", ".join(f"{model.name} {number}" for model, number in pairs)
+                yield reading.name, f"{part} " * (len(parts) > 1), text, medians
 
 
 def place(reference: Reference, value: float) -> str:
@@ -101,20 +86,19 @@ READ_AS = (
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
-    medians = group_pairs((source_of(median.reading.name), median) for median in median_heads(shapes))
+    medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
-    text = "; ".join(median.describe(title_of(median.reading.name)) for median in chosen)
-    if text:
-        yield Section(notes=(f"Beside trained models (a description, no test): {text}.",))
+    line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
+    if line:
+        yield Section(notes=(f"Beside trained models (a description, no test): {line}.",))
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
-    items = []
-    for median in median_heads(shapes):
-        numbers = _numbers([spread.median for spread in median.reference.spreads])
-        medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
-        items.append((clean(median.reading.name), f"{median.describe()}; medians there: {medians}"))
+    items = [
+        (clean(name), f"{part}median {text}; medians there: {medians}")
+        for name, part, text, medians in typical_medians(shapes)
+    ]
     if items:
         yield Section("Beside other trained models", items=items, notes=(READ_AS,))
 
@@ -123,20 +107,15 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     """Return for each head its percentile among the atlas heads of its part and depth; empty if none has one."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
-    depths, parts = atlas.depths(report), {head.part for head in report.heads}
-    subjects = {part: atlas.subject_of(report, part) for part in parts}
-    places = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
+    depths, places = atlas.depths(report), []
+    subjects = {part: atlas.subject_of(report, part) for part in {head.part for head in report.heads}}
+    for head in report.heads:
+        value = head.measures[measure].value if measure in head.measures else None
+        shared = source_of(measure) == "weights" and atlas.shares_weights(head)
+        reference = atlas.reference(measure, "all" if shared else depths[head.layer], subjects[head.part])
+        place = None if value is None else reference.percentile(value)
+        places.append(None if place is None else round(place))
     return places if any(place is not None for place in places) else []
-
-
-def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
-    reading = head.measures.get(measure)
-    if reading is None or reading.value is None:
-        return None
-    if source_of(measure) == "weights" and atlas.shares_weights(head):
-        depth = "all"
-    place = atlas.reference(measure, depth, subject).percentile(reading.value)
-    return None if place is None else round(place)
 
 
 def found_sections(shapes: Shapes) -> Iterator[Section]:
@@ -199,12 +178,16 @@ def place_columns(heads: Sequence[Head]) -> list[Column]:
     return columns
 
 
+def missing_reason(head: Head, name: str) -> str:
+    """Return why a head has no value of a measure; empty if it has one."""
+    return head.measures[name].reason or "" if name in head.measures else "not measured"
+
+
 def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
     heads = shapes.report.heads
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
-    measures = (head.measures.get(reading.name) for head in heads)
-    reasons = ["not measured" if measure is None else measure.reason or "" for measure in measures]
+    reasons = [missing_reason(head, reading.name) for head in heads]
     foot = [null_cell(*reading.null) if reading.null else ""] if nulls else []
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
@@ -231,14 +214,8 @@ GROUPED_ROWS = 40
 """Approximate number of rows for a model with more than MOST_ROWS layers."""
 
 
-@dataclass(frozen=True)
-class LayerRows:
-    """Assignment of layers to table rows, part by part."""
-
-    groups: tuple[tuple[int, ...], ...]
-    """For each table row, the indices of its layers in `Shapes.layers`."""
-    size: int
-    """Number of layers per row; the last row of a part can have fewer."""
+LayerRows = list[list[int]]
+"""For each table row, the indices of its layers in `Shapes.layers`."""
 
 
 def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
@@ -249,13 +226,22 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
     if not shapes.readings:
         return
     rows = layer_rows(shapes)
-    names, columns = name_columns(shapes, rows), measure_columns(shapes, rows)
+    foot = _foot_names(shapes, rows)
+    several, firsts = len(set(shapes.parts)) > 1, [group[0] for group in rows]
+    ends = [(shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows]
+    names = [Column("layer", [str(low) if low == high else f"{low}–{high}" for low, high in ends], foot=foot)]
+    names += [Column("part", [shapes.parts[row] for row in firsts], words=True)] if several else []
+    # a foot ends with the last of its values that exists; renderers expect all of equal length
+    names, columns = (
+        [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
+        for part in (names, measure_columns(shapes, rows))
+    )
     notes = tuple(filter(None, (reading_help(rows, shapes), constants(shapes))))
     if not whole:
         yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
         return
     for source in dict.fromkeys(column.group for column in columns):
-        group = tuple(replace(column, group="") for column in columns if column.group == source)
+        group = [replace(column, group="") for column in columns if column.group == source]
         yield Section(source, table=Table(names, group))
     yield Section(notes=notes)
 
@@ -264,46 +250,31 @@ def layer_rows(shapes: Shapes) -> LayerRows:
     """Assign layers to rows: one each up to 48 layers; beyond, neighbours of one part share one of about 40 rows."""
     count = len(shapes.layers)
     size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
-    groups: list[tuple[int, ...]] = []
-    for _, members in groupby(range(count), key=lambda row: shapes.parts[row]):
-        rows = list(members)
-        groups += [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
-    return LayerRows(tuple(groups), size)
+    parts = group_pairs((part, row) for row, part in enumerate(shapes.parts)).values()  # layers are sorted by part
+    return [rows[start : start + size] for rows in parts for start in range(0, len(rows), size)]
 
 
-def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """Build the columns that name the rows: layer numbers, the part if there are several, and names of the foot."""
-    ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
-    numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
-    foot = _foot_names(shapes, rows)
-    layer = Column("layer", numbers, foot=foot)
-    if len(set(shapes.parts)) == 1:
-        return (layer,)
-    return layer, Column("part", [shapes.parts[group[0]] for group in rows.groups], foot=("",) * len(foot), words=True)
-
-
-def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
+def _foot_names(shapes: Shapes, rows: LayerRows) -> list[str]:
     """Name the rows of the foot: all heads (if there are several rows), each text, their sd, the null of the median."""
     summary = shapes.report.summary
-    texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
-    between = ["between texts"] if summary.between_texts else []
-    null = ["null", "± sd"] if summary.median_nulls else []
-    all_heads = ["all"] if len(rows.groups) > 1 else []
-    return (*all_heads, *(clean(name) for name in texts), *between, *null)
+    texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
+    between = ["between texts"] * bool(summary.between_texts)
+    return ["all"] * (len(rows) > 1) + texts + between + ["null", "± sd"] * bool(summary.median_nulls)
 
 
-def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
+def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
     """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
     columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
-    return (*columns, *_symmetry_column(shapes, rows))
+    return [*columns, *_symmetry_column(shapes, rows)]
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
-    over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
+    size = max(map(len, rows))
+    over = "over heads" if size == 1 else f"over the heads of {size} neighbouring layers"
     summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
     parts = [] if alone else [f"rows are medians {over}"]
     if summary.median_errors:
@@ -340,38 +311,34 @@ def constants(shapes: Shapes) -> str:
 
 
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
-    title, over = title_of(reading.name), group_of(reading.info)
-    everything = tuple(range(len(reading.values)))
-    height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
+    summary, everything = shapes.report.summary, list(range(len(reading.values)))
+    groups = [*rows, everything] if len(rows) > 1 else rows  # with the row of all heads, in the foot
+    title, over, count = title_of(reading.name), group_of(reading.info), len(rows)
     if reading.labels:
-        cells = tuple(_commonest(reading, group) for group in rows.groups)
-        total_cells = [_commonest(reading, everything)] if several else []
-        return Column(title, cells, group=over, foot=(*total_cells, *[""] * (height - len(total_cells))))
-    medians = [middle(reading.values[list(group)]) for group in rows.groups]
-    total, summary = middle(reading.values), shapes.report.summary
-    errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
-    null = summary.median_nulls.get(reading.name)
-    bounds = (null.mean, null.sd) if null else ()
-    shown = [number for number in (*medians, total, *bounds) if not np.isnan(number)]
-    decimals = decimals_with_error(shown, error)
-    cells = tuple(_with_error(*pair, decimals) for pair in zip(medians, errors, strict=True))
-    foot = [_with_error(total, error, decimals)] if several else []
+        texts = [_commonest(reading, group) for group in groups]
+        return Column(title, texts[:count], over, texts[count:])
+    medians = [middle(reading.values[group]) for group in groups]
+    by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
+    errors = [
+        by_layer.get(shapes.layers[group[0]], {}).get(reading.name) if len(group) == 1 else None for group in rows
+    ]
+    error, null = summary.median_errors.get(reading.name), summary.median_nulls.get(reading.name)
+    total = middle(reading.values)
+    shown = [*medians, total, *((null.mean, null.sd) if null else ())]
+    decimals = decimals_with_error([number for number in shown if not np.isnan(number)], error)
+    pairs = zip(medians, [*errors, error][: len(groups)], strict=True)
+    texts = [_with_error(median, each, decimals) for median, each in pairs]
+    foot = texts[count:]
     for text in summary.texts[:MOST_TEXTS]:
-        median = text.medians.get(reading.name)
-        foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
+        middle_of_text = text.medians.get(reading.name)
+        text_error = text.median_errors.get(reading.name)
+        foot.append("" if middle_of_text is None else _with_error(middle_of_text, text_error, decimals))
     if summary.between_texts:
         between = summary.between_texts.get(reading.name)
         foot.append("" if between is None else format_error(between, decimals))
     if null is not None:
         foot += [format_number(null.mean, decimals), f"±{format_error(null.sd, decimals)}"]
-    return Column(title, cells, group=over, foot=(*foot, *[""] * (height - len(foot))))
-
-
-def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
-    """Return the standard error of each row's median; None for rows of several layers."""
-    summary = shapes.report.summary
-    by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
-    return [by_layer.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
+    return Column(title, texts[:count], over, foot)
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
@@ -379,8 +346,8 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
     return number if error is None or np.isnan(median) else f"{number}±{format_error(error, decimals)}"
 
 
-def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
-    values = reading.values[list(group)]
+def _commonest(reading: MeasureMap, group: list[int]) -> str:
+    values = reading.values[group]
     counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not counts:
         return NO_VALUE
@@ -395,9 +362,7 @@ def _symmetry_column(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     if not by_layer:
         return
     values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
-    medians = [middle(values[list(group)]) for group in rows.groups]
+    groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
     decimals = decimals_for([*by_layer.values()])
-    cells = tuple(format_number(median, decimals) for median in medians)
-    foot = [format_number(middle(values), decimals)] if len(rows.groups) > 1 else []
-    height = len(_foot_names(shapes, rows))
-    yield Column("layer symmetry", cells, group="weights", foot=(*foot, *[""] * (height - len(foot))))
+    texts = [format_number(middle(values[group]), decimals) for group in groups]
+    yield Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :])
