@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
-from attnlens.report.sections.section import Cell, Document, Heading, Section, Sheet, Table, build_columns, sheet
+from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table, build_columns
 from attnlens.wording import NO_VALUE, big, clean, format_count
 
 SHOWN = 10
@@ -104,15 +104,15 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
     return [pair for rank in ranks for pair in rank if pair is not None]
 
 
-def rows(report: Report) -> Sheet:
-    """Build the sheet of a check: one row per head that breaks a rule, one row per rule without such heads."""
-    cells: list[dict[str, Cell]] = []
+def rows(report: Report) -> list[Row]:
+    """Build the rows of a check: one per head that breaks a rule, one row per rule without such heads."""
+    rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
         rule["file"] = check.file
         names = ("site", "layer", "head", "part", "value", "base", "p")
-        cells += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
-    return sheet(cells)
+        rows += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
+    return rows
 
 
 def _heads(check: Check) -> str:

@@ -15,7 +15,7 @@ from attnlens.report.sections import checked, comparisons, layers
 from attnlens.report.sections.checked import site_checks
 from attnlens.report.sections.explorer import explorer, selections
 from attnlens.report.sections.figures import experiment_rows, experiment_sections, series_sections
-from attnlens.report.sections.section import Document, Heading, Picture, Row, Section, Sheet, build_table, sheet
+from attnlens.report.sections.section import Document, Heading, Picture, Row, Section, build_table
 from attnlens.report.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.report.sentences import comparisons as studies
 from attnlens.report.sentences import reports
@@ -69,25 +69,18 @@ FURTHEST = 1e300
 class Presentation:
     """Views of one kind of report. Most functions take its Shapes, which are computed once."""
 
-    summary: Callable[[Shapes, bool], Iterable[Section]]
-    """Sections of a summary, below the model and its coverage; the flag asks for every measure and note."""
-    page: Callable[[Shapes], Iterable[Section]]
-    """Sections of the HTML page, where length is not limited."""
-    rows: Callable[[Report], Sequence[Row]]
-    """Rows for a spreadsheet."""
+    summary: Callable[[Shapes, bool], Iterable[Section]]  # below the head; the flag asks for every measure and note
+    page: Callable[[Shapes], Iterable[Section]]  # sections of the HTML page, where length is not limited
+    rows: Callable[[Report], Sequence[Row]]  # for a spreadsheet
     pictures: Callable[[Shapes], list[Picture]]
     """All pictures, the overview first. Raises UsageError if there is nothing to draw."""
-    measures: Callable[[Shapes], list[str]] = lambda _shapes: []
-    """Names of the measures and curves that the page explains."""
+    measures: Callable[[Shapes], list[str]] = lambda _shapes: []  # measures and curves that the page explains
     standing: Callable[[Report], tuple[str, bool]] = reports.standing
     """How much was read, or the verdict on the experiments; True if that is everything, or as published."""
-    more: Callable[[Report], Iterable[Section]] = lambda _report: ()
-    """Sections added by --verbose."""
+    more: Callable[[Report], Iterable[Section]] = lambda _report: ()  # sections added by --verbose
     title: Callable[[Report], str] = reports.title
-    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections
-    """First sections of the HTML page."""
-    explored: Callable[[Report], Report] = lambda report: report
-    """Report that the interactive part of the page shows."""
+    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections  # first sections of the HTML page
+    explored: Callable[[Report], Report] = lambda report: report  # report shown by the page's interactive part
 
 
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
@@ -251,18 +244,18 @@ def overview(report: Report) -> Picture:
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
 
-def rows(report: Report) -> Sheet:
-    """Build the sheet of a report, with the columns of `Report.to_dataframe`.
+def rows(report: Report) -> Sequence[Row]:
+    """Build the rows of a report, with the columns of `Report.to_dataframe`.
 
     One row per head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps have one
     row per stage, control or unit swapped alone; experiments one per figure, or per head, measure and step. Categories
     are given by name.
     """
-    return sheet(PRESENTATIONS[report.kind].rows(report))
+    return PRESENTATIONS[report.kind].rows(report)
 
 
-def windows(report: Report) -> Sheet:
-    """Build the sheet of the values per window, from which standard errors and intervals are computed.
+def windows(report: Report) -> Sequence[Row]:
+    """Build the rows of the values per window, from which standard errors and intervals are computed.
 
     One row per window and head; in a swap one per window, kernel and stage. Raises UsageError if no window was read.
     """
@@ -270,7 +263,8 @@ def windows(report: Report) -> Sheet:
     if values is None or not values.windows:
         raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
     units = values.units[0] if values.units else {}
-    return Sheet(["text", "window", *units, *values.values], list(values.rows()))
+    columns = dict.fromkeys(["text", "window", *units, *values.values])
+    return [columns | row for row in values.rows()]
 
 
 def _head(report: Report, whole: bool) -> Heading:
