@@ -177,7 +177,12 @@ EXPERIMENTS = Presentation(
     pictures=_panel_pictures("experiment", "curves of the experiments"),
     measures=_experiment_measures,
     standing=outcome,
-    more=series_sections,
+    more=lambda report: [
+        section
+        for experiment in report.experiments
+        if experiment.trajectories
+        for section in series_sections(experiment, whole=True)
+    ],
 )
 STUDIES = Presentation(
     summary=lambda shapes, _whole: comparisons.study_sections(shapes.report),
@@ -211,7 +216,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     if not whole:
         sections += selections(report)
     if all_heads:
-        sections += layers.head_tables(shapes)
+        sections.append(layers.head_table(shapes))
     if verbose and headed:
         sections += [*kind.more(report), Section("Details", items=(*_provenance(report), *_costs(report)))]
     return Document(_head(report, whole) if headed else None, tuple(sections))

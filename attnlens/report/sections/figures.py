@@ -34,12 +34,11 @@ MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+def series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
-    heads = heads_of(experiment)
+    heads, measures = heads_of(experiment), told_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
-    measures = told_of(experiment)
     shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
@@ -47,17 +46,10 @@ def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Sect
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
     yield Section(experiment.question, lines=lines, table=_series_table(experiment, shown), notes=(help_, *more))
-    if whole:
-        yield from _quartile_section(experiment)
-
-
-def series_sections(report: Report) -> Iterator[Section]:
-    """Yield the medians and quartiles over heads of every measure, for each series of checkpoints in the report."""
-    for experiment in report.experiments:
-        if experiment.trajectories:
-            notes = ("Medians over heads." if heads_of(experiment) > 1 else "One head's values.",)
-            yield Section("Every measure", table=_series_table(experiment, told_of(experiment)), notes=notes)
-            yield from _quartile_section(experiment)
+    if whole and heads > 1:
+        spread = [name for name in measures if experiment.curves[name].low is not None]
+        names = [Column("measure", [*map(clean, spread)], words=True)]
+        yield Section("Quartiles over heads", table=Table(names, _by_step(experiment, spread, _quartiles)))
 
 
 def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
@@ -70,14 +62,6 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
     if any(nulls):
         columns.append(Column("null", [*map(_null, nulls)], "chance"))
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
-
-
-def _quartile_section(experiment: Experiment) -> Iterator[Section]:
-    """Yield a table of the quartiles over heads, one row per measure; nothing for a single head."""
-    if heads_of(experiment) > 1:
-        measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
-        names = [Column("measure", [*map(clean, measures)], words=True)]
-        yield Section("Quartiles over heads", table=Table(names, _by_step(experiment, measures, _quartiles)))
 
 
 def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
@@ -130,7 +114,7 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
         yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from checkpoint_sections(experiment, whole=whole)
+            yield from series_sections(experiment, whole=whole)
     missing = [line for experiment in report.experiments for line in _missing(experiment)]
     if missing:
         yield Section("No value", items=missing)

@@ -12,7 +12,7 @@ from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
-from attnlens.report.sections.section import Column, Section, Table
+from attnlens.report.sections.section import Column, Section, Table, sort_by_group
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import findings, no_errors, null_cell, null_words, population
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
@@ -121,21 +121,9 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
 def found_sections(shapes: Shapes) -> Iterator[Section]:
     """Yield the headline measures with an explanation of their errors and nulls, and the most extreme heads."""
     if shapes.readings:
-        yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
+        yield Section("What was found", items=tuple(findings(shapes)))
     yield from typical_list(shapes)
     yield from extreme_heads(shapes.report)
-
-
-def _how_sure(shapes: Shapes) -> Iterator[str]:
-    """Yield what the standard errors refer to, or why there are none, and what chance means."""
-    scope = population(shapes.report)
-    if shapes.report.summary.median_errors:
-        yield f"± is the standard error of the median{f' ({scope})' if scope else ''}."
-    elif no_errors(shapes.report):
-        yield f"{no_errors(shapes.report).capitalize()}."
-    nulls = [reading.info for reading in shapes.readings.values() if reading.null]
-    if nulls:
-        yield f"Chance is {null_words(nulls)}."
 
 
 def extreme_heads(report: Report) -> Iterator[Section]:
@@ -145,29 +133,20 @@ def extreme_heads(report: Report) -> Iterator[Section]:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
-def head_tables(shapes: Shapes) -> Iterator[Section]:
-    """Yield one table per source of every scalar measure of every head.
-
-    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; the summary says why.
-    """
-    for source in dict.fromkeys(source_of(name) for name in shapes.readings):
-        readings = [reading for name, reading in shapes.readings.items() if source_of(name) == source]
-        columns = [_head_column(shapes, reading) for reading in readings]
-        yield Section(table=Table(place_columns(shapes.report.heads), columns))
-
-
 def head_table(shapes: Shapes) -> Section:
-    """Build one table of every scalar measure of every head, with its null; tooltips say why a value is missing."""
-    heads, several = shapes.report.heads, len(set(shapes.parts)) > 1
-    places = (f"{head.layer} · {head.head}" for head in heads)
-    cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
+    """Build a table of every scalar measure of every head, with its null; empty without any value.
+
+    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; a tooltip says why.
+    """
+    if not shapes.readings:
+        return Section()
     nulls = any(reading.null for reading in shapes.readings.values())
-    title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
-    name = Column(title, cells, foot=("null, mean ± sd",) * nulls, words=True, hints=sites)
+    first, *others = place_columns(shapes.report.heads)
+    names = [replace(first, foot=["null"] * nulls), *(replace(column, foot=[""] * nulls) for column in others)]
+    columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
-    columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
-    return Section("Every head", table=Table((name,), columns), notes=(f"{note}.",) if note else ())
+    return Section("Every head", table=Table(names, columns), notes=[f"{note}."] if note else [])
 
 
 def place_columns(heads: Sequence[Head]) -> list[Column]:
@@ -183,26 +162,19 @@ def missing_reason(head: Head, name: str) -> str:
     return head.measures[name].reason or "" if name in head.measures else "not measured"
 
 
-def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
-    heads = shapes.report.heads
+def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
+    heads, cells = shapes.report.heads, []
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
-    cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
+    for head in heads:
+        at = shapes.cell(head.layer, head.head)
+        value, error = float(reading.values[at]), float(reading.errors[at])
+        if reading.labels and not np.isnan(value):
+            cells.append(clean(reading.labels[round(value)]))
+        else:
+            cells.append(_with_error(value, None if np.isnan(error) else error, decimals))
     reasons = [missing_reason(head, reading.name) for head in heads]
-    foot = [null_cell(*reading.null) if reading.null else ""] if nulls else []
+    foot = [null_cell(*reading.null) if reading.null else ""] * nulls
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
-
-
-def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
-    value, error = reading.values[at], reading.errors[at]
-    if np.isnan(value):
-        return NO_VALUE
-    if reading.labels:
-        return clean(reading.labels[round(value)])
-    return (
-        format_number(value, decimals)
-        if np.isnan(error)
-        else f"{format_number(value, decimals)}±{format_number(error, decimals)}"
-    )
 
 
 MOST_ROWS = 48
@@ -236,7 +208,7 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
         [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
         for part in (names, measure_columns(shapes, rows))
     )
-    notes = tuple(filter(None, (reading_help(rows, shapes), constants(shapes))))
+    notes = [note for note in (reading_help(rows, shapes), *_constants(shapes)) if note]
     if not whole:
         yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
         return
@@ -273,41 +245,40 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
-    size = max(map(len, rows))
-    over = "over heads" if size == 1 else f"over the heads of {size} neighbouring layers"
-    summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
-    parts = [] if alone else [f"rows are medians {over}"]
-    if summary.median_errors:
-        scope = population(shapes.report)
-        parts.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({scope})' if scope else ''}")
-    elif no_errors(shapes.report):
-        parts.append(no_errors(shapes.report))
-    if any(text.reasons for text in summary.texts):
-        parts.append("one window of a text has no spread: no errors in its row")
-    if any(reading.null for reading in shapes.readings.values()):
-        chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
-        parts.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
-    if summary.texts:
-        parts.append("beside a text stands how many windows are its")
-    if summary.between_texts:
-        parts.append("“between texts” is the sd of the texts' medians")
-    sentence = "; ".join(parts)
-    sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
-    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
-    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
-    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
-    loose = f" {join_items(open_)}: {NOT_IDENTIFIED}" if open_ else ""
-    return f"{sentence}{apart}{loose}".strip()
+    summary, readings = shapes.report.summary, shapes.readings.values()
+    alone, size = len(shapes.report.heads) == 1, max(map(len, rows))
+    scope = population(shapes.report)
+    error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
+    nulls = [reading.info for reading in readings if reading.null]
+    chance = f"null is {null_words(nulls)},{' as the median of so many heads,' * (not alone)} mean ± sd"
+    over = "heads" if size == 1 else f"the heads of {size} neighbouring layers"
+    parts = [
+        "" if alone else f"rows are medians over {over}",
+        error if summary.median_errors else no_errors(shapes.report),
+        "one window of a text has no spread: no errors in its row" * any(text.reasons for text in summary.texts),
+        chance if nulls else "",
+        "in brackets: number of windows of a text" * bool(summary.texts),
+        "“between texts” is the sd of the texts' medians" * bool(summary.between_texts),
+    ]
+    sentence = "; ".join(filter(None, parts))
+    sentences = [f"{sentence[:1].upper()}{sentence[1:]}."] if sentence else []
+    spaces = dict.fromkeys(reading.info.space for reading in readings if reading.info.space)
+    if len(spaces) > 1:
+        sentences.append(f"{' and '.join(spaces)}: two questions, compare within one only.")
+    unsure = [reading.name for reading in readings if reading.info.identified == "nowhere"]
+    sentences += [f"{join_items(unsure)}: {NOT_IDENTIFIED}"] if unsure else []
+    return " ".join(sentences)
 
 
-def constants(shapes: Shapes) -> str:
-    """Name the measures that have the same value in every head, and these values; empty if there are none."""
+def _constants(shapes: Shapes) -> Iterator[str]:
+    """Yield a note of the measures that have the same value in every head, and these values; none if there are none."""
     same = [
         f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
         for reading in shapes.readings.values()
         if reading.constant
     ]
-    return f"The same for every head: {join_items(same, 8)}." if same else ""
+    if same:
+        yield f"The same for every head: {join_items(same, 8)}."
 
 
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
