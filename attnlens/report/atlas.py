@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import PlainValidator, TypeAdapter
 
 from attnlens.analyzers.registry import find_measure
@@ -33,10 +34,8 @@ DEPTHS: tuple[Third, ...] = ("first", "middle", "last")
 class Distribution:
     """Distribution of a measure over some heads of one model."""
 
-    heads: int
-    """Number of heads with a value."""
-    quantiles: tuple[float, ...]
-    """Values at LEVELS."""
+    heads: int  # number of heads with a value
+    quantiles: tuple[float, ...]  # values at LEVELS
 
     @property
     def median(self) -> float:
@@ -71,20 +70,14 @@ class TrainedModel:
     """Model of the atlas, or one part of it."""
 
     name: str
-    lineage: str
-    """Name shared by a model and all models tuned from it; models of one lineage count as one."""
-    part: str
-    """Part of the model: encoder or decoder."""
-    positions: str
-    """How positions enter the scores."""
-    tokens: int | None
-    """Tokens per window, the upper limit of distances; for lines, the largest number of tokens."""
-    pack: bool
-    """True if windows of that length were read, False for lines of different lengths."""
+    lineage: str  # shared by a model and all models tuned from it; models of one lineage count as one
+    part: str  # encoder or decoder
+    positions: str  # how positions enter the scores
+    tokens: int | None  # tokens per window, the upper limit of distances; for lines, the largest number of tokens
+    pack: bool  # True if windows of that length were read, False for lines of different lengths
     heads: int
     parameters: int
-    files: Annotated[frozenset[str], PlainValidator(_read_hashes)]
-    """SHA-256 of the weight files."""
+    files: Annotated[frozenset[str], PlainValidator(_read_hashes)]  # SHA-256 of the weight files
     measures: dict[str, dict[Third, Annotated[Distribution, PlainValidator(_read_distribution)]]]
 
 
@@ -96,8 +89,7 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    lineages: frozenset[str] = frozenset()
-    """Lineages of the model; models of these lineages, including itself, are excluded from the comparison."""
+    lineages: frozenset[str] = frozenset()  # of the model; its lineages are excluded from the comparison
 
 
 @dataclass(frozen=True)
@@ -105,10 +97,8 @@ class Reference:
     """Heads that a value is compared with, or the reason why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
-    spreads: tuple[Distribution, ...] = ()
-    """For each model, the distribution over its heads."""
-    reason: str | None = None
-    """Reason why there is nothing to compare with."""
+    spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
+    reason: str | None = None  # why there is nothing to compare with
 
     @property
     def heads(self) -> int:
@@ -218,12 +208,7 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
 
 def quantiles(values: Sequence[float]) -> list[float]:
     """Compute the quantiles at LEVELS, linear between heads, rounded."""
-    ordered, result = sorted(values), []
-    for level in LEVELS:
-        place, share = divmod(level / 100 * (len(ordered) - 1), 1)
-        low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-        result.append(round_value(low + share * (high - low)))
-    return result
+    return [round_value(float(value)) for value in np.quantile(values, np.divide(LEVELS, 100))]
 
 
 def depths(report: Report) -> dict[int, Third]:

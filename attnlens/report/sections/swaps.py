@@ -410,8 +410,8 @@ def _prediction_help(swaps: Sequence[Swap]) -> str:
     text = (
         "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
         "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
-        f"{measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is "
-        "not a cause"
+        f"{measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation "
+        "is not a cause"
     )
     ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
     if ceilings:
