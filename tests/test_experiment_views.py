@@ -173,7 +173,7 @@ def test_markdown_and_html_hold_the_same_tables() -> None:
     page = views.page(report)
     assert "FAIL" in views.markdown(report)
     assert "FAIL" in page
-    assert "1 of 2 experiments misses" in page
+    assert "2 of 2 experiments compared with published figures; not met by" in page
     followed = series_report()
     assert "tokens.share&#95;key" in views.markdown(followed) or "tokens.share_key" in views.markdown(followed)
     assert "Quartiles over heads" in views.page(followed)
