@@ -12,9 +12,9 @@ from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
-from attnlens.report.sections.section import Column, Section, Table, sort_by_group
+from attnlens.report.sections.section import Column, Section, Table, build_table, sort_by_group
 from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import findings, no_errors, null_cell, null_words, population
+from attnlens.report.sentences.reports import no_errors, null_cell, null_words, population
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -119,11 +119,34 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
 
 
 def found_sections(shapes: Shapes) -> Iterator[Section]:
-    """Yield the headline measures with an explanation of their errors and nulls, and the most extreme heads."""
+    """Yield the headline measures, their places among trained models, and the most extreme heads."""
     if shapes.readings:
-        yield Section("What was found", items=tuple(findings(shapes)))
+        note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
+        yield Section("What was found", table=_headlines(shapes), notes=[note])
     yield from typical_list(shapes)
     yield from extreme_heads(shapes.report)
+
+
+def _headlines(shapes: Shapes) -> Table | None:
+    """Build a table of the headline measures that vary between heads, or else of the first measure that does."""
+    varying = [reading for reading in shapes.readings.values() if not reading.constant]
+    rows = []
+    for reading in [reading for reading in varying if reading.info.headline] or varying[:1]:
+        row = {"measure": clean(reading.name), "heads": str(reading.present.size)}
+        if reading.labels:
+            names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
+            row["median"] = join_items((f"{name} {count}" for name, count in names.most_common()), 5)
+        else:
+            error = shapes.report.summary.median_errors.get(reading.name)
+            decimals = decimals_with_error(reading.present.tolist(), error)
+            low, high = (format_number(float(end(reading.present)), decimals) for end in (np.min, np.max))
+            row |= {"median": _with_error(middle(reading.values), error, decimals), "from": low, "to": high}
+        if reading.null is not None:
+            distance, reach = reading.values - reading.null_means, 3 * reading.null_sds  # never greater if NaN
+            above, below = (distance > reach).sum(), (distance < -reach).sum()
+            row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
+        rows.append(row)
+    return build_table(rows, {"measure"}) if rows else None
 
 
 def extreme_heads(report: Report) -> Iterator[Section]:

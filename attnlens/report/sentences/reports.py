@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
-
-import numpy as np
+from collections.abc import Iterable
 
 from attnlens.analyzers.registry import NULLS, MeasureInfo, find_measure
 from attnlens.records import Experiment, Extreme, Report, Skipped, Text
-from attnlens.report.shapes import MeasureMap, Shapes, by_turns
+from attnlens.report.shapes import Shapes, by_turns
 from attnlens.wording import (
     NO_VALUE,
     big,
     clean,
     decimals_for,
-    decimals_with_error,
     format_count,
-    format_error,
     format_number,
     group_pairs,
     join_items,
@@ -87,40 +82,6 @@ def told_of(experiment: Experiment) -> list[str]:
 def _place(name: str) -> float:
     """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
     return 0 if name == "loss" else find_measure(name).series or math.inf
-
-
-def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield (measure, finding) for each headline measure that varies between heads, or else for the first measure.
-
-    A finding: `median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads above …`.
-    """
-    varying = [reading for reading in shapes.readings.values() if not reading.constant]
-    for reading in [reading for reading in varying if reading.info.headline] or varying[:1]:
-        if reading.labels:
-            names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
-            counts = (f"{name}: {format_count(count, 'head')}" for name, count in names.most_common())
-            yield clean(reading.name), join_items(counts, 5)
-            continue
-        error = shapes.report.summary.median_errors.get(reading.name)
-        decimals = decimals_with_error(reading.present.tolist(), error)
-        low, median, high = (format_number(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
-        text = f"{median} ± {format_error(error, decimals)}" if error is not None else median
-        if reading.present.size > 1:
-            text = f"median {text} over {format_count(reading.present.size, 'head')}, from {low} to {high}"
-        yield clean(reading.name), f"{text}{_chance(reading)}".replace("-", "−")
-
-
-def _chance(reading: MeasureMap) -> str:
-    """Format the null, and how many heads are more than three standard deviations above or below it."""
-    if reading.null is None:
-        return ""
-    distance, reach = reading.values - reading.null_means, 3 * reading.null_sds  # comparisons with NaN are False
-    numbers = {"above": int((distance > reach).sum()), "below": int((distance < -reach).sum())}
-    sides = [f"{format_count(number, 'head')} {side}" for side, number in numbers.items() if number]
-    mean, sd = reading.null
-    decimals = decimals_with_error([mean], sd)
-    text = f"{join_items(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
-    return f"; chance reads {format_number(mean, decimals)} ± {format_error(sd, decimals)}: {text}"
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
