@@ -237,13 +237,15 @@ def test_the_median_of_some_heads_is_not_compared(demo):
 
 
 def test_the_page_has_a_percentile_for_each_head_where_there_is_one(demo):
-    measures = {one.name: one for one in explorer(Shapes(demo)).measures}
+    measures = {measure["name"]: measure for measure in explorer(Shapes(demo))["measures"]}
     entropies = measures["tokens.entropy"]
-    assert len(entropies.typical) == 32
-    assert all(0 <= place <= 100 for place in entropies.typical)
-    order = sorted(range(8), key=lambda head: entropies.values[head])
-    assert [entropies.typical[head] for head in order] == sorted(entropies.typical[:8]), "within one depth it rises"
-    assert measures["weights.norm"].typical == []
+    assert len(entropies["typical"]) == 32
+    assert all(0 <= place <= 100 for place in entropies["typical"])
+    order = sorted(range(8), key=lambda head: entropies["values"][head])
+    assert [entropies["typical"][head] for head in order] == sorted(entropies["typical"][:8]), (
+        "within one depth it rises"
+    )
+    assert measures["weights.norm"]["typical"] == []
 
 
 @pytest.mark.parametrize(

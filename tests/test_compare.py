@@ -533,7 +533,7 @@ def test_a_lifted_window_is_the_heads_own_change_however_few_windows_are_read():
         assert row.delta == pytest.approx(float(right[head]), rel=1e-3) or layer > 0
         assert row.beyond_rounding
     said = " ".join(discoveries(found))
-    assert "only because of what changed before them" not in said
+    assert "only because their inputs changed" not in said
     assert f"{len(found.heads)} heads attend otherwise to the same hidden states, their form being the same" in said
 
 
@@ -541,7 +541,7 @@ def test_heads_behind_damage_inherit_their_change():
     """The control: gains of the last layer change its own heads; those of a block in the middle the heads behind it."""
     found = compared("demo", ("gain doubled", 0))
     said = " ".join(discoveries(found))
-    assert "only because of what changed before them" in said
+    assert "only because their inputs changed" in said
     assert named(found, "compare.own_kl") == of_layer(found, 0)
 
 

@@ -38,16 +38,16 @@ def panel_axes(report: Report, number: int = 0) -> Axes:
 def test_an_experiment_with_nothing_to_meet_is_not_said_to_meet_it() -> None:
     nothing = {"published": None, "tolerance": None, "bounds": {}}
     some = experiment_report(golden(), *(golden(name=f"other {n}", **nothing) for n in range(5)))
-    sentence = "1 of 6 experiments has published figures to meet, and meets them."
+    sentence = "1 of 6 experiments compared with published figures; all are met."
     assert sentence in views.summary(some)
     assert sentence in views.markdown(some)
     with house_style():
         texts = [text.get_text() for text in experiment_overview(some).texts]
     assert any(sentence in text for text in texts)
     missed = experiment_report(failing(), golden(), golden(name="other", **nothing))
-    sentence = "2 of 3 experiments have published figures to meet, and 1 of these misses them: failing."
+    sentence = "2 of 3 experiments compared with published figures; not met by failing."
     assert sentence in views.summary(missed)
-    assert "The experiment meets" in views.summary(experiment_report(golden()))  # the control
+    assert "; all are met." in views.summary(experiment_report(golden()))  # the control
 
 
 def test_each_null_is_said_to_be_what_it_is() -> None:

@@ -16,7 +16,7 @@ from attnlens.report import export
 from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.sections import documents
-from attnlens.report.sections.layers import head_tables
+from attnlens.report.sections.layers import head_table
 from attnlens.report.sections.section import Document, Section
 from attnlens.report.shapes import Shapes
 
@@ -38,7 +38,7 @@ def summary(report: Report, width: int = 100) -> str:
 
 
 def all_heads(report: Report, width: int = 100) -> str:
-    return printed(alone(*head_tables(Shapes(report))), width)
+    return printed(alone(head_table(Shapes(report))), width)
 
 
 def details(report: Report, width: int = 100) -> str:

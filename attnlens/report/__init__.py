@@ -1,8 +1,8 @@
 """Presentation of a report.
 
 Contents: `shapes` (the measures of a `Report` as arrays), `atlas` (comparison with trained models), `sentences/` (facts
-in words), `sections/` (sentences, tables and pictures together as a `Document`, or rows as a `Sheet`), `render/`
-(documents for a terminal, as markdown or HTML; sheets as CSV), `pictures/` (matplotlib), `export` (files).
+in words), `sections/` (sentences, tables and pictures together as a `Document`, or rows), `render/`
+(documents for a terminal, as markdown or HTML; rows as CSV), `pictures/` (matplotlib), `export` (files).
 Inputs: a `records.Report`. Outputs: text, files, figures. Importers: `cli`, the pytest plugin of `checks`, and `Report`
 (late, for its own methods).
 """

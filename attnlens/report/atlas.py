@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import PlainValidator, TypeAdapter
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Head, Report
@@ -31,10 +34,8 @@ DEPTHS: tuple[Third, ...] = ("first", "middle", "last")
 class Distribution:
     """Distribution of a measure over some heads of one model."""
 
-    heads: int
-    """Number of heads with a value."""
-    quantiles: tuple[float, ...]
-    """Values at LEVELS."""
+    heads: int  # number of heads with a value
+    quantiles: tuple[float, ...]  # values at LEVELS
 
     @property
     def median(self) -> float:
@@ -56,26 +57,28 @@ class Distribution:
         return (level * (self.heads - 1) + 50) / self.heads
 
 
+def _read_distribution(entry: Sequence[float]) -> Distribution:
+    return Distribution(int(entry[0]), tuple(entry[1:]))
+
+
+def _read_hashes(files: Sequence[Mapping[str, str]]) -> frozenset[str]:
+    return frozenset(file["sha256"] for file in files)
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """Model of the atlas, or one part of it."""
 
     name: str
-    lineage: str
-    """Name shared by a model and all models tuned from it; models of one lineage count as one."""
-    part: str
-    """Part of the model: encoder or decoder."""
-    positions: str
-    """How positions enter the scores."""
-    tokens: int | None
-    """Tokens per window, the upper limit of distances; for lines, the largest number of tokens."""
-    pack: bool
-    """True if windows of that length were read, False for lines of different lengths."""
+    lineage: str  # shared by a model and all models tuned from it; models of one lineage count as one
+    part: str  # encoder or decoder
+    positions: str  # how positions enter the scores
+    tokens: int | None  # tokens per window, the upper limit of distances; for lines, the largest number of tokens
+    pack: bool  # True if windows of that length were read, False for lines of different lengths
     heads: int
     parameters: int
-    files: frozenset[str]
-    """SHA-256 of the weight files."""
-    measures: dict[str, dict[Third, Distribution]]
+    files: Annotated[frozenset[str], PlainValidator(_read_hashes)]  # SHA-256 of the weight files
+    measures: dict[str, dict[Third, Annotated[Distribution, PlainValidator(_read_distribution)]]]
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,7 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    lineages: frozenset[str] = frozenset()
-    """Lineages of the model; models of these lineages, including itself, are excluded from the comparison."""
+    lineages: frozenset[str] = frozenset()  # of the model; its lineages are excluded from the comparison
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,8 @@ class Reference:
     """Heads that a value is compared with, or the reason why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
-    spreads: tuple[Distribution, ...] = ()
-    """For each model, the distribution over its heads."""
-    reason: str | None = None
-    """Reason why there is nothing to compare with."""
+    spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
+    reason: str | None = None  # why there is nothing to compare with
 
     @property
     def heads(self) -> int:
@@ -120,25 +120,19 @@ def round_value(value: float) -> float:
 @cache
 def models() -> tuple[TrainedModel, ...]:
     """Return the models of the atlas."""
-    return tuple(map(model_of, provenance()["models"]))
+    return TypeAdapter(tuple[TrainedModel, ...]).validate_python(provenance()["models"])
 
 
 @cache
-def provenance() -> dict[str, Any]:
+def provenance() -> dict[str, list[dict[str, object]]]:
     """Load the atlas file: tool, date, levels, and each model's files, texts, windows, seed and distributions."""
-    atlas: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return atlas
+    entries: dict[str, list[dict[str, object]]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return entries
 
 
-def model_of(entry: dict[str, Any]) -> TrainedModel:
+def model_of(entry: Mapping[str, object]) -> TrainedModel:
     """Build a model from its entry in the file."""
-    spreads = {
-        name: {depth: Distribution(count, tuple(quantiles)) for depth, (count, *quantiles) in depths.items()}
-        for name, depths in entry["measures"].items()
-    }
-    names = ("name", "lineage", "part", "positions", "tokens", "pack", "heads", "parameters")
-    fields = {name: entry[name] for name in names}
-    return TrainedModel(**fields, files=frozenset(file["sha256"] for file in entry["files"]), measures=spreads)
+    return TypeAdapter(TrainedModel).validate_python(entry)
 
 
 @lru_cache(1024)  # called for every head of a page
@@ -171,8 +165,8 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
 
 def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
     """Return the percentage of the reference's heads below the value and None, or None and the reason."""
-    reference_heads = reference(measure, depth, subject)
-    return reference_heads.percentile(value), reference_heads.reason
+    heads = reference(measure, depth, subject)
+    return heads.percentile(value), heads.reason
 
 
 def subject_of(report: Report, part: str) -> Subject:
@@ -196,9 +190,8 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
     distances = []
     for name, depths in model.measures.items():
         weights = source_of(name) == "weights"
-        alike = (
-            _forms_alike(model, subject) if weights else (model.pack, model.tokens) == (subject.pack, subject.tokens)
-        )
+        windows_alike = (model.pack, model.tokens) == (subject.pack, subject.tokens)
+        alike = _forms_alike(model, subject) if weights else windows_alike
         shared = weights and shares_weights(heads[0])
         measures = [head.measures.get(name) for head in heads if not shared or head.layer == heads[0].layer]
         numbers = [measure.value for measure in measures if measure is not None and measure.value is not None]
@@ -215,12 +208,7 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
 
 def quantiles(values: Sequence[float]) -> list[float]:
     """Compute the quantiles at LEVELS, linear between heads, rounded."""
-    ordered, result = sorted(values), []
-    for level in LEVELS:
-        place, share = divmod(level / 100 * (len(ordered) - 1), 1)
-        low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-        result.append(round_value(low + share * (high - low)))
-    return result
+    return [round_value(float(value)) for value in np.quantile(values, np.divide(LEVELS, 100))]
 
 
 def depths(report: Report) -> dict[int, Third]:

@@ -18,8 +18,6 @@ from attnlens.report.sections import documents
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from attnlens.report.render.html import Drawing
-
 
 def _plan(report: Report) -> str:
     if report.plan is None:
@@ -49,12 +47,13 @@ FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 
 
 def save(report: Report, path: str | Path) -> None:
     """Write the report to a file, of the kind given by the path's suffix. Raises OutputError for an unknown suffix."""
-    from attnlens.report.render.html import FORMATS, encoded_picture
+    from attnlens.report.pictures.style import FORMATS
+    from attnlens.report.render.html import encode_picture
 
     target = local_path(arguments.path("path", path))
     suffix = target.suffix.lower()
     if suffix in FORMATS:
-        write_atomically(target, encoded_picture(documents.overview(report), suffix))
+        write_atomically(target, encode_picture(documents.overview(report), suffix))
     elif suffix in ENDINGS:
         write_atomically(target, WRITERS[ENDINGS[suffix]](report).encode())
     else:
@@ -66,9 +65,10 @@ def save(report: Report, path: str | Path) -> None:
 
 def plot(report: Report) -> Figure:
     """Draw the overview, which `save` writes as a picture."""
-    from attnlens.report.render.html import figure
+    from attnlens.report.pictures.style import house_style
 
-    return figure(documents.overview(report))
+    with house_style():
+        return documents.overview(report).draw()
 
 
 def wrap_in_iframe(report: Report) -> str | None:
@@ -79,15 +79,17 @@ def wrap_in_iframe(report: Report) -> str | None:
         return None
 
 
-def drawings(report: Report, target: Path) -> dict[Path, Drawing]:
-    """Return a function per file that draws it; nothing is drawn yet.
+def drawings(report: Report, target: Path) -> dict[Path, Callable[[], bytes]]:
+    """Return for each file a function that draws it and returns its bytes; nothing is drawn yet.
 
     A folder gets `overview.png` and a picture per measure, curve, stage or experiment. A path that ends in .png, .svg
     or .pdf gets only the overview, or the margins of the selection if there is exactly one. Raises UsageError if the
     report has nothing to draw, OutputError if the target has another suffix.
     """
-    from attnlens.report.render.html import encoded_picture, files_of, is_file
+    from attnlens.report.render.html import encode_picture, file_names, is_file
 
     if is_file(target):
-        return {target: partial(encoded_picture, documents.overview(report), target.suffix.lower())}
-    return files_of(documents.pictures(report), target)
+        return {target: partial(encode_picture, documents.overview(report), target.suffix.lower())}
+    pictures = documents.pictures(report)
+    names = file_names(picture.stem for picture in pictures)
+    return {target / name: partial(encode_picture, picture) for name, picture in zip(names, pictures, strict=True)}

@@ -6,12 +6,11 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -20,43 +19,23 @@ from attnlens.report.pictures.style import DPI, FORMATS, encode_figure, house_st
 from attnlens.report.sections.section import Column, Document, Picture, sort_by_group
 from attnlens.wording import clean
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-__all__ = ["FORMATS", "Drawing", "embedded_picture", "encoded_picture", "figure", "file_names", "files_of", "is_file"]
-
 LARGEST_VECTOR = 400_000  # bytes of an SVG picture above which a page contains it as PNG
-Drawing = Callable[[], bytes]
-"""Function that draws one picture and returns the bytes of its file."""
 
 
-def figure(picture: Picture) -> Figure:
-    """Draw a picture as a matplotlib figure."""
-    with house_style():
-        return picture.draw()
-
-
-def encoded_picture(picture: Picture, suffix: str = ".png") -> bytes:
+def encode_picture(picture: Picture, suffix: str = ".png") -> bytes:
     """Draw a picture and return the bytes of its file, of the kind in `suffix`. Equal pictures give equal bytes."""
     with house_style():
         return encode_figure(picture.draw(), suffix)
 
 
-def embedded_picture(picture: Picture) -> tuple[str, bytes]:
-    """Return the media type and bytes of a picture for a page: SVG if it is small, else PNG in screen resolution."""
+def embed_picture(picture: Picture) -> str:
+    """Draw a picture and return it as a data URL: as SVG if it is small, else as PNG in screen resolution."""
     with house_style():
-        drawing = picture.draw()
-        vectors = b"" if rasterize_if_crowded(drawing) else encode_figure(drawing, ".svg")
-        if 0 < len(vectors) <= LARGEST_VECTOR:
-            return "image/svg+xml", vectors
-        return "image/png", encode_figure(drawing, ".png", DPI)
-
-
-def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
-    """Return a function per file in the folder that draws its picture; nothing is drawn yet."""
-    names = file_names(picture.stem for picture in pictures)
-    return {folder / name: partial(encoded_picture, picture) for name, picture in zip(names, pictures, strict=True)}
+        drawing, media = picture.draw(), "image/svg+xml"
+        content = b"" if rasterize_if_crowded(drawing) else encode_figure(drawing, ".svg")
+        if not 0 < len(content) <= LARGEST_VECTOR:
+            media, content = "image/png", encode_figure(drawing, ".png", DPI)
+    return f"data:{media};base64,{base64.b64encode(content).decode()}"
 
 
 def is_file(target: Path) -> bool:
@@ -111,7 +90,7 @@ def html(document: Document) -> str:
 def _template() -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
     page = Environment(loader=loader, autoescape=True, finalize=_clean_value, undefined=StrictUndefined)
-    page.globals |= {"data_url": _data_url, "sort_by_group": sort_by_group, "runs": _runs}
+    page.globals |= {"data_url": embed_picture, "sort_by_group": sort_by_group, "runs": _runs}
     return page.get_template("page.html.jinja")
 
 
@@ -125,7 +104,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _clean_value(value: Any) -> Any:
+def _clean_value(value: object) -> object:
     """Replace control characters in plain strings; Markup that the template itself produced stays as it is."""
     return clean(value) if type(value) is str else value
 
@@ -133,8 +112,3 @@ def _clean_value(value: Any) -> Any:
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
     """Return the groups of the columns from left to right, each with its number of columns."""
     return [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
-
-
-def _data_url(picture: Picture) -> str:
-    media, content = embedded_picture(picture)
-    return f"data:{media};base64,{base64.b64encode(content).decode()}"

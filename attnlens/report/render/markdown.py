@@ -13,22 +13,22 @@ from xml.etree import ElementTree
 
 from attnlens.records import Report
 from attnlens.report.sections.checked import accusation, describe_check, document, worst
-from attnlens.report.sections.section import Cell, Document, Heading, Section, Sheet, Table
+from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
 """First characters of a text that a spreadsheet can run as a formula."""
 
 
-def spreadsheet(sheet: Sheet) -> str:
-    """Format a sheet as CSV: a missing value is an empty cell, numbers have nine significant digits.
+def spreadsheet(rows: Sequence[Row]) -> str:
+    """Format rows as CSV, with the columns of all rows in order of first occurrence; numbers have nine digits.
 
     Texts that a spreadsheet could run as a formula are preceded by an apostrophe.
     """
-    buffer = io.StringIO()
+    buffer, columns = io.StringIO(), list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(map(harmless, sheet.columns))
-    writer.writerows([_format_cell(row.get(name)) for name in sheet.columns] for row in sheet.rows)
+    writer.writerow(map(harmless, columns))
+    writer.writerows([_format_cell(row.get(name)) for name in columns] for row in rows)
     return buffer.getvalue()
 
 
@@ -39,11 +39,11 @@ def harmless(text: str) -> str:
 
 
 def _format_cell(cell: Cell) -> str:
-    if cell is None:
-        return ""
     if isinstance(cell, bool):
         return str(cell).lower()
-    return f"{cell:.9g}" if isinstance(cell, float) else harmless(str(cell)) if isinstance(cell, str) else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.9g}"
+    return "" if cell is None else harmless(cell) if isinstance(cell, str) else str(cell)
 
 
 MOST_HEADS = 100  # heads that a failure lists; more would hide the other results on a pipeline's page

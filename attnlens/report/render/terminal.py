@@ -8,14 +8,13 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, zip_longest
+from itertools import accumulate, groupby
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -27,7 +26,7 @@ PIPED = 100  # width of the page if the output is not a terminal and COLUMNS is 
 
 
 class _Page(Console):
-    def print(self, *objects: Any, **settings: Any) -> None:
+    def print(self, *objects: object, **settings: Any) -> None:  # rich's settings have no common type
         """Print as rich does, but without trailing blanks if the output is a pipe or file."""
         if self.is_terminal:
             super().print(*objects, **settings)
@@ -59,7 +58,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 GAP = 2  # blanks between columns
-BETWEEN = 3  # blanks between columns of a FoldedTable
+BETWEEN = 3  # blanks between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
 """Style of marked tokens; the signs in the text carry the meaning without colour."""
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
@@ -88,7 +87,7 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
     yield from (Text(clean(line), overflow="fold") for line in section.lines)
     yield from _items(section.items)
     if section.table is not None:
-        yield FoldedTable(section.table) if section.table.fit == "folded" else FittedTable(section.table)
+        yield FittedTable(section.table)
     yield from (Text(clean(line), style="dim") for line in section.notes)
     for passage in section.passages:
         yield from _passage(passage)
@@ -117,79 +116,22 @@ def _passage(passage: Passage) -> Iterator[RenderableType]:
     yield Padding(text, (0, 0, 0, 2))
 
 
-Line = tuple[str, str]  # text and style of one line of a cell
-
-
-@dataclass(frozen=True)
-class FoldedTable:
-    """Table of all columns, whose cells take as many lines as they need; the lines after the first are dimmed.
-
-    Written line by line because a rich table took a fifth of the run time of `list`.
-    """
-
-    table: Table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Compute the column widths for the page, and print the rows."""
-        columns, gaps = (*self.table.names, *self.table.columns), BETWEEN * len(self.table.columns)
-        heads = [[(clean(column.title), "bold")] for column in columns]
-        rows = [
-            [_split_cell(cell, self._style(column, row)) for column, cell in zip(columns, cells, strict=True)]
-            for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True))
-        ]
-        widest = [max(cell_len(text) for cell in cells for text, _ in cell) for cells in zip(heads, *rows, strict=True)]
-        widths = _limit_widths(widest, options.max_width - gaps)
-        for cells in (heads, *rows):
-            folded = [[*_fold_cell(cell, width, console)] for cell, width in zip(cells, widths, strict=True)]
-            depth = max(map(len, folded))
-            if cells is heads:  # align titles to the bottom, directly above the rule
-                folded = [[("", "")] * (depth - len(lines)) + lines for lines in folded]
-            for lines in zip_longest(*folded, fillvalue=("", "")):
-                for number, ((text, style), width, column) in enumerate(zip(lines, widths, columns, strict=True)):
-                    gap, fill = " " * (BETWEEN if number else 0), " " * (width - cell_len(text))
-                    yield Segment(gap + fill * (not column.words))
-                    yield Segment(text, console.get_style(style))
-                    yield Segment(fill * column.words)
-                yield Segment.line()
-            if cells is heads:
-                yield Segment(("-" if options.ascii_only else "─") * (sum(widths) + gaps) + "\n")
-
-    def _style(self, column: Column, row: int) -> str:
-        if any(column.alarms[row : row + 1]):
-            return "bold yellow"
-        return "bold" if column in self.table.names else ""
-
-
-def _limit_widths(widest: Sequence[int], room: int) -> list[int]:
-    """Return the column widths, with the widest columns cut to a common width if the sum exceeds the room."""
-    widths = list(widest)
-    while sum(widths) > room and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
-    return widths
-
-
-def _split_cell(cell: str, style: str) -> list[Line]:
-    first, *notes = cell.split("\n")
-    return [(clean(first), style), *((clean(line), "dim") for line in notes)]
-
-
-def _fold_cell(cell: Sequence[Line], width: int, console: Console) -> Iterator[Line]:
-    """Yield the lines of a cell, wrapped to the width."""
-    for text, style in cell:
-        short = cell_len(text) <= width
-        yield from [(text, style)] if short else ((line.plain, style) for line in Text(text).wrap(console, width))
-
-
 @dataclass(frozen=True)
 class FittedTable:
-    """Table whose columns are never wrapped: the first that fit are shown, or all in several blocks."""
+    """Table of folded cells, or of whole columns: the first that fit, or all in several blocks."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Choose the columns that fit on the page, and print them."""
-        names, columns = (tuple(map(_clean_column, part)) for part in (self.table.names, self.table.columns))
-        remaining = list(columns)
+        """Choose the columns that fit on the page, or the widths of all, and print them."""
+        names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
+        if self.table.fit == "folded":
+            shown, gaps = [*names, *columns], BETWEEN * len(columns)
+            lines = ([column.title, *(line for cell in column.cells for line in cell.split("\n"))] for column in shown)
+            widths = _limit_widths([max(map(cell_len, texts)) for texts in lines], options.max_width - gaps)
+            yield _grid(shown, widths, BETWEEN, folded=True)
+            return
+        remaining = columns
         while remaining:
             chosen = _fitting(names, remaining, options.max_width)
             remaining = [column for column in remaining if column not in chosen]
@@ -204,13 +146,22 @@ class FittedTable:
 
 def _clean_column(column: Column) -> Column:
     """Return the column with terminal control characters replaced in all of its texts."""
-    cells, foot = (tuple(map(clean, texts)) for texts in (column.cells, column.foot))
+    cells = ["\n".join(map(clean, cell.split("\n"))) for cell in column.cells]
+    foot = [*map(clean, column.foot)]
     return replace(column, group=clean(column.group), title=clean(column.title), cells=cells, foot=foot)
+
+
+def _limit_widths(widest: Sequence[int], room: int) -> list[int]:
+    """Return the column widths, with the widest columns cut to a common width if the sum exceeds the room."""
+    widths = list(widest)
+    while sum(widths) > room and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _width(column: Column) -> int:
     """Compute the least width that breaks no word of the title and no cell."""
-    return max(map(len, [*column.title.split(), *column.cells, *column.foot]), default=1)
+    return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 
 def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> list[Column]:
@@ -222,32 +173,42 @@ def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> 
 
 
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
+    """Yield a table of whole columns, below a line of groups, each above its columns: `weights ────  tokens ────`."""
     if any(column.group for column in columns):
-        yield _group_line(names, columns, rule)
-    all_columns = [*names, *columns]
-    table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_footer=False)
-    table.show_footer = any(column.foot for column in all_columns)
-    for column in all_columns:
+        line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
+        for group, members in groupby(columns, key=lambda column: column.group):
+            width = sum(_width(column) + GAP for column in members) - GAP
+            shown = max(width, min(len(group), width + GAP - 1))  # a longer name can extend into the gap
+            line.append(f"{group} ".ljust(width, rule)[:shown].ljust(width + GAP), style="bold")
+        line.rstrip()
+        yield line
+    yield _grid([*names, *columns], [*map(_width, (*names, *columns))], GAP)
+
+
+def _grid(columns: Sequence[Column], widths: Sequence[int], gap: int, *, folded: bool = False) -> Grid:
+    """Build a table of columns with these widths and `gap` blanks between them.
+
+    `folded`: a cell takes as many lines as it needs; those after the first are dim, and the first column is bold.
+    """
+    table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), show_footer=False)
+    table.show_footer = any(column.foot for column in columns)
+    for column, width in zip(columns, widths, strict=True):
         table.add_column(
             Text(column.title),
             Text("\n".join(column.foot)),
-            width=_width(column),
+            width=width,
             justify="left" if column.words else "right",
-            vertical="bottom",
+            vertical="top" if folded else "bottom",
+            overflow="fold",
             header_style="bold",
             footer_style="none",
         )
-    for cells in zip(*(column.cells for column in all_columns), strict=True):
-        table.add_row(*map(Text, cells))
-    yield table
-
-
-def _group_line(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Text:
-    """Format the line of groups, each above its columns: `weights ──────  tokens ──────`."""
-    line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
-    for group, members in groupby(columns, key=lambda column: column.group):
-        width = sum(_width(column) + GAP for column in members) - GAP
-        shown = max(width, min(len(group), width + GAP - 1))  # a longer name can extend into the gap
-        line.append(f"{group} ".ljust(width, rule)[:shown].ljust(width + GAP), style="bold")
-    line.rstrip()
-    return line
+    for row in range(len(columns[0].cells) if columns else 0):
+        cells = []
+        for place, column in enumerate(columns):
+            first, *notes = column.cells[row].split("\n")
+            strong = "bold" if folded and not place else ""
+            style = "bold yellow" if any(column.alarms[row : row + 1]) else strong
+            cells.append(Text.assemble((first, style), *((f"\n{note}", "dim") for note in notes)))
+        table.add_row(*cells)
+    return table

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
-from attnlens.records import Breach, Check, Report, SiteCheck
-from attnlens.report.sections.section import Cell, Column, Document, Heading, Section, Sheet, Table, sheet
+from attnlens.records import Breach, Check, Report
+from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table, build_columns
 from attnlens.wording import NO_VALUE, big, clean, format_count
 
-
-def outcome(report: Report) -> tuple[str, bool]:
-    """Return the verdict, `FAILED: 2 of 7 rules` or `PASSED: 7 of 7 rules`, and whether all rules hold."""
-    if not report.checks:
-        return "No rule was checked.", True
-    failed = sum(not check.passed for check in report.checks)
-    rules = format_count(len(report.checks), "rule")
-    return (f"FAILED: {failed} of {rules}", False) if failed else (f"PASSED: {len(report.checks)} of {rules}", True)
+SHOWN = 10
+"""Number of heads listed; --json and --csv contain all."""
 
 
 def describe_check(check: Check) -> str:
@@ -25,30 +20,28 @@ def describe_check(check: Check) -> str:
     value = "" if check.value is None else f"found {number(check.value)}, "
     heads = ""
     if check.breaches:
-        most = check.breaches[0]
-        heads = (
-            f"; {len(check.breaches)} of {format_count(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
-        )
+        worst_head = check.breaches[0]
+        count = f"{len(check.breaches)} of {format_count(check.heads or 0, 'head')}"
+        heads = f"; {count}, worst {_name(worst_head)}: {_format_breach(worst_head)}"
     return clean(f"{check.subject}: {value}wanted {check.wanted}{heads}")
-
-
-def place(breach: Breach) -> str:
-    """Name the head: `layer 3 head 7`."""
-    return f"layer {breach.layer} head {breach.head}"
-
-
-def reads(breach: Breach) -> str:
-    """Format the head's value, followed by its earlier value and the p-value of the difference if they are known."""
-    now = "no value" if breach.value is None else number(breach.value)
-    if breach.base is None:
-        return now
-    chance = "" if breach.p is None else f" (p {breach.p:.1g})"
-    return f"{now}, before {number(breach.base)}{chance}"
 
 
 def accusation(check: Check, breach: Breach) -> str:
     """Describe one head that breaks a rule."""
-    return clean(f"{place(breach)} ({breach.part}): {check.subject} is {reads(breach)}, wanted {check.wanted}")
+    found = f"{_name(breach)} ({breach.part}): {check.subject} is {_format_breach(breach)}"
+    return clean(f"{found}, wanted {check.wanted}")
+
+
+def _name(breach: Breach) -> str:
+    return f"layer {breach.layer} head {breach.head}"
+
+
+def _format_breach(breach: Breach) -> str:
+    """Format the head's value, followed by its earlier value and the p-value of the difference if they are known."""
+    now = "no value" if breach.value is None else number(breach.value)
+    before = "" if breach.base is None else f", before {number(breach.base)}"
+    chance = "" if breach.base is None or breach.p is None else f" (p {breach.p:.1g})"
+    return f"{now}{before}{chance}"
 
 
 def number(value: float) -> str:
@@ -56,57 +49,19 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
-def site_checks(report: Report) -> Iterator[Section]:
-    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
-    rows = report.doctor
-    names = [clean(row.site) for row in rows]
-    shared, differing = _shared_path(names), tuple(row.verdict == "differs" for row in rows)
-    columns = (
-        Column("part", [row.part for row in rows], words=True),
-        Column("heads", [str(row.heads) for row in rows]),
-        Column("route", [row.route for row in rows], words=True),
-        Column("q·k logits", [_error(row.tokens_error) for row in rows]),
-        Column("weights × inputs", [_error(row.weights_error) for row in rows]),
-        Column("verdict", [*map(_verdict, rows)], words=True, alarms=differing),
-    )
-    sites = Column("site", [f"{'…' * bool(shared)}{name.removeprefix(shared)}" for name in names], words=True)
-    notes = (*((f"… stands for {shared}",) if shared else ()), *report.settings.notes)
-    yield Section(table=Table((sites,), columns, fit="folded"), notes=notes)
-
-
-def _verdict(row: SiteCheck) -> str:
-    verdict = "DIFFERS" if row.verdict == "differs" else row.verdict or NO_VALUE
-    return f"{verdict}\n{clean(row.reason)}" if row.reason else verdict
-
-
-def _shared_path(sites: Sequence[str]) -> str:
-    """Return the common beginning of all paths, up to a dot, if one is too long for its column; else empty."""
-    if len(sites) < 2 or max(map(len, sites)) <= 24:  # fits on one line of a terminal of 100 columns
-        return ""
-    shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
-    return shared[: shared.rfind(".") + 1]
-
-
-def _error(error: float | None) -> str:
-    return NO_VALUE if error is None else f"{error:.1e}"
-
-
-SHOWN = 10
-"""Number of heads listed; --json and --csv contain all."""
-
-
 def document(report: Report) -> Document:
     """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
-    standing, sound = outcome(report)
     model, heads = report.model, format_count(report.coverage.heads, "head")
+    failed, rules = sum(not check.passed for check in report.checks), format_count(len(report.checks), "rule")
+    standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
     head = Heading(
         title=clean(model.title),
         command="check",
         facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
         asides=(),
         notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
-        standing=standing,
-        sound=sound,
+        standing=standing if report.checks else "No rule was checked.",
+        sound=not failed,
     )
     return Document(head, tuple(sections(report)))
 
@@ -116,19 +71,28 @@ def sections(report: Report) -> Iterator[Section]:
     checks = report.checks
     if not checks:
         return
-    failed = tuple(not check.passed for check in checks)
-    names = Column("rule", [clean(check.rule) for check in checks], words=True)
-    columns = (
-        Column("found", [NO_VALUE if check.value is None else number(check.value) for check in checks]),
-        Column("heads", [_heads(check) for check in checks]),
-        Column("verdict", ["FAILS" if bad else "holds" for bad in failed], words=True, alarms=failed),
-    )
-    yield Section("Rules", table=Table([names], columns, fit="folded"))
+    rows = [
+        {
+            "rule": clean(check.rule),
+            "found": NO_VALUE if check.value is None else number(check.value),
+            "heads": _heads(check),
+            "verdict": "holds" if check.passed else "FAILS",
+        }
+        for check in checks
+    ]
+    failed = [not check.passed for check in checks]
+    yield Section("Rules", table=_folded_table(rows, {"rule", "verdict"}, failed))
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
         items = tuple(accusation(check, breach) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
+
+
+def _folded_table(rows: Sequence[Mapping[str, str]], words: set[str], alarms: Sequence[bool]) -> Table:
+    """Build a table of folded cells, with the alarms in its last column."""
+    *columns, last = build_columns(rows, words)
+    return Table(columns[:1], [*columns[1:], replace(last, alarms=alarms)], fit="folded")
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
@@ -140,15 +104,15 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
     return [pair for rank in ranks for pair in rank if pair is not None]
 
 
-def rows(report: Report) -> Sheet:
-    """Build the sheet of a check: one row per head that breaks a rule, one row per rule without such heads."""
-    cells: list[dict[str, Cell]] = []
+def rows(report: Report) -> list[Row]:
+    """Build the rows of a check: one per head that breaks a rule, one row per rule without such heads."""
+    rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
         rule["file"] = check.file
         names = ("site", "layer", "head", "part", "value", "base", "p")
-        cells += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
-    return sheet(cells)
+        rows += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
+    return rows
 
 
 def _heads(check: Check) -> str:
@@ -156,3 +120,33 @@ def _heads(check: Check) -> str:
         return NO_VALUE
     heads = f"{len(check.breaches)} of {check.heads} break it" if check.breaches else str(check.heads)
     return f"{heads}, {check.without} without a value" if check.without else heads
+
+
+def site_checks(report: Report) -> Iterator[Section]:
+    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
+    shared = _shared_path([clean(check.site) for check in report.doctor])
+    rows, notes = [], [f"… stands for {shared}"] if shared else []
+    for check in report.doctor:
+        tokens, weights = check.tokens_error, check.weights_error
+        verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
+        row = {
+            "site": f"{'…' * bool(shared)}{clean(check.site).removeprefix(shared)}",
+            "part": check.part,
+            "heads": str(check.heads),
+            "route": check.route,
+            "q·k logits": NO_VALUE if tokens is None else f"{tokens:.1e}",
+            "weights × inputs": NO_VALUE if weights is None else f"{weights:.1e}",
+            "verdict": f"{verdict}\n{clean(check.reason)}" if check.reason else verdict,
+        }
+        rows.append(row)
+    differing = [check.verdict == "differs" for check in report.doctor]
+    table = _folded_table(rows, {"site", "part", "route", "verdict"}, differing) if rows else None
+    yield Section(table=table, notes=(*notes, *report.settings.notes))
+
+
+def _shared_path(sites: Sequence[str]) -> str:
+    """Return the common beginning of all paths, up to a dot, if one is too long for its column; else empty."""
+    if len(sites) < 2 or max(map(len, sites)) <= 24:  # fits on one line of a terminal of 100 columns
+        return ""
+    shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
+    return shared[: shared.rfind(".") + 1]

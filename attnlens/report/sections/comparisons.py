@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -23,10 +23,9 @@ from attnlens.records import (
     StudyColumn,
 )
 from attnlens.report.sections.layers import place_columns
-from attnlens.report.sections.section import Cell, Column, Row, Section, Table
+from attnlens.report.sections.section import Cell, Column, Row, Section, Table, build_columns, build_table
 from attnlens.report.sentences import comparisons as words
 from attnlens.report.sentences.reports import adapter
-from attnlens.report.shapes import Shapes
 from attnlens.wording import (
     NO_VALUE,
     big,
@@ -36,6 +35,7 @@ from attnlens.wording import (
     format_count,
     format_error,
     format_number,
+    join_items,
     short,
     source_of,
     title_of,
@@ -55,16 +55,18 @@ HEADS = (
 def study_sections(report: Report) -> Iterator[Section]:
     """Yield the sections of every study, each task by itself."""
     for study in report.studies:
-        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(words.not_trained(study)))
+        options = {"classification": "classification (--series or --labelled)"}
+        forms = join_items(options.get(form, form) for form in study.not_trained)
+        missing = (f"Not trained, as no data was given: {forms}.",) if forms else ()
+        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=missing)
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
-            findings = (*words.agreement(study, task), *words.told_apart(study, task), *words.at_the_edge(study, task))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
             yield Section(
                 clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
-                lines=(words.how_trained(study, task), *findings, *words.left_out(task)),
+                lines=tuple(words.task_lines(study, task)),
                 table=_cell_table(task, cells),
                 notes=(*notes, *_notes(task, cells)),
             )
@@ -83,37 +85,32 @@ def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell, in the order of the paper."""
-    names = (Column("cell", [clean(cell.name) for cell in cells], words=True),)
-    scores = ("loss", "chrF") if task.form == "translation" else ()
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
-    sizes = (f"{big(cell.parameters)} ({big(cell.kernel_parameters)})" for cell in cells)
-    speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
-    columns = [
-        Column("ours", [_ours(task, cell) for cell in cells]),
-        Column("published", [_format_published(cell, decimals) for cell in cells]),
-        *(Column(name, [_score(cell, name) for cell in cells]) for name in scores),
-        Column("rate", [f"{cell.rate:g}" for cell in cells]),
-        Column("parameters\n(of kernels)", tuple(sizes)),
-        Column("tokens/s\n(× SDPA)", tuple(speeds)),
-    ]
-    if any(cell.features for cell in cells):
-        columns.append(Column("feature\ndimension", [cell.features or NO_VALUE for cell in cells]))
-    if all(cell.published is None and not cell.published_diverged for cell in cells):
-        del columns[1]
-    return Table(names, columns)
+    compared = bool(published) or any(cell.published_diverged for cell in cells)
+    rows = []
+    for cell in cells:
+        row = {"cell": clean(cell.name), "ours": _ours(task, cell)}
+        if compared:
+            number = format_number(cell.published, decimals)
+            row["published"] = "did not converge" if cell.published_diverged else number
+        if task.form == "translation":
+            row |= {name: _score(cell, name) for name in ("loss", "chrF")}
+        row["rate"] = f"{cell.rate:g}"
+        row["parameters\n(of kernels)"] = f"{big(cell.parameters)} ({big(cell.kernel_parameters)})"
+        row["tokens/s\n(× SDPA)"] = f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})"
+        if any(each.features for each in cells):
+            row["feature\ndimension"] = cell.features or NO_VALUE
+        rows.append(row)
+    return build_table(rows, {"cell"})
 
 
 def _heads(cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
     names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
-    rows = Column("cell", [clean(cell.name) for cell in cells], words=True)
-    return Table(
-        (rows,),
-        tuple(
-            Column(title_of(name), [_format_change(c, name) for c in cells], group=source_of(name)) for name in names
-        ),
-    )
+    changes = [(name, [_format_change(cell, name) for cell in cells]) for name in names]
+    columns = [Column(title_of(name), texts, group=source_of(name)) for name, texts in changes]
+    return Table([Column("cell", [clean(cell.name) for cell in cells], words=True)], columns)
 
 
 def _format_change(cell: StudyCell, name: str) -> str:
@@ -140,12 +137,6 @@ def _score(cell: StudyCell, name: str) -> str:
 def _with_error(value: float, error: float | None) -> str:
     decimals = decimals_with_error([value], error)
     return format_number(value, decimals) + ("" if error is None else f" ± {format_error(error, decimals)}")
-
-
-def _format_published(cell: StudyCell, decimals: int) -> str:
-    if cell.published_diverged:
-        return "did not converge"
-    return NO_VALUE if cell.published is None else format_number(cell.published, decimals)
 
 
 def study_rows(report: Report) -> Iterator[Row]:
@@ -183,21 +174,21 @@ def adapter_sections(report: Report) -> Iterator[Section]:
 
 def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
     """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
-    columns = [Column(title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
+    columns = [_column(title_of(name), [_value(head, name) for head in heads]) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
-        pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
-        if not find_measure(name).headline or all(base is None for base, _ in pairs):
-            continue
-        differences = [None if base is None or value is None else value - base for base, value in pairs]
-        for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):
-            columns.append(Column(title, _cells(values), group=title_of(name)))
-        columns.append(Column("difference", _cells(differences), group=title_of(name)))
+        base = [getattr(head.measures.get(name), "base", None) for head in heads]
+        if find_measure(name).headline and any(value is not None for value in base):
+            adapted, title = [_value(head, name) for head in heads], title_of(name)
+            pairs = zip(base, adapted, strict=True)
+            differences = [None if old is None or new is None else new - old for old, new in pairs]
+            columns += [_column("base", base, title), _column("adapted", adapted, title)]
+            columns.append(_column("difference", differences, title))
     return Table(place_columns(heads), columns)
 
 
-def _cells(values: Sequence[float | None]) -> tuple[str, ...]:
+def _column(title: str, values: Sequence[float | None], group: str = "") -> Column:
     decimals = decimals_for([value for value in values if value is not None])
-    return tuple(format_number(value, decimals) for value in values)
+    return Column(title, [format_number(value, decimals) for value in values], group)
 
 
 def _value(head: Head, name: str) -> float | None:
@@ -210,34 +201,10 @@ EXPLAINED = (
 )
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Head of a comparison with its changes, keyed by measure."""
-
-    head: HeadChange
-    rows: dict[str, MeasureChange]
-
-    @property
-    def named(self) -> list[MeasureChange]:
-        """Changes that are named, that is, found at the false-discovery rate."""
-        return [row for row in self.rows.values() if row.named]
-
-    def delta(self, name: str) -> float | None:
-        """Return the change of a measure; None if the measure is missing or has no value."""
-        return self.rows[name].delta if name in self.rows else None
-
-
 def compared_models(report: Report) -> str:
     """Return the title of a comparison: `base → model`."""
-    comparison = report.comparison
-    return report.model.title if comparison is None else f"{comparison.base.title} → {report.model.title}"
-
-
-def comparison_opening(shapes: Shapes) -> Iterator[Section]:
-    """Yield the section on how the models as wholes differ, and how many heads changed."""
-    comparison = shapes.report.comparison
-    assert comparison is not None  # noqa: S101
-    yield Section("What changed", items=tuple(map(clean, (*_of_heads(comparison), *comparison.notes))))
+    assert report.comparison is not None  # noqa: S101
+    return f"{report.comparison.base.title} → {report.model.title}"
 
 
 def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
@@ -245,66 +212,62 @@ def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
     if not opened:
-        yield Section(lines=tuple(map(clean, (*comparison.notes, *_of_heads(comparison)))))
+        yield Section(lines=overview_lines(report))
     if comparison.shifts:
         yield _shift_section(comparison.shifts)
         return
-    ranked = [entry for entry in worst_first(comparison) if entry.named]
-    changed = ranked if all_heads else ranked[:16]  # as many as fit on a page of a terminal
-    if changed:
-        yield _head_section(changed, comparison, len(ranked))
+    heads = changed_heads(comparison)
+    if heads:
+        shown = heads if all_heads else heads[:16]  # as many as fit on a page of a terminal
+        yield _head_section(shown, comparison, len(heads) - len(shown))
     least = tuple(words.least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
-def _of_heads(comparison: Comparison) -> list[str]:
-    return [] if comparison.shifts else [*words.discoveries(comparison), *_predictions(comparison.outcome)]
+def overview_lines(report: Report) -> tuple[str, ...]:
+    """State how the models as wholes differ, and how many heads changed."""
+    comparison = report.comparison
+    assert comparison is not None  # noqa: S101
+    changes = () if comparison.shifts else (*words.discoveries(comparison), *_predictions(comparison.outcome))
+    return tuple(map(clean, (*comparison.notes, *changes)))
 
 
-def worst_first(comparison: Comparison) -> list[Compared]:
-    """Sort the heads by the distances of `words.worth`, largest first; heads without a named change come last."""
+def changed_heads(comparison: Comparison) -> list[tuple[HeadChange, dict[str, MeasureChange]]]:
+    """List the heads with a named change and all of their changes, by the distances of `words.worth`, largest first."""
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for row in comparison.rows:
         rows[row.layer, row.head][row.measure] = row
-    heads = [Compared(record, rows[record.layer, record.head]) for record in comparison.heads]
-    return sorted(
-        heads, key=lambda head: [-(head.delta(name) or 0.0) if head.named else 1.0 for name in words.worth(comparison)]
-    )
+    heads = [(head, rows[head.layer, head.head]) for head in comparison.heads]
+    changed = [(head, changes) for head, changes in heads if any(row.named for row in changes.values())]
+    names = words.worth(comparison)
+    return sorted(changed, key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
 
 
-def _head_section(changed: Sequence[Compared], comparison: Comparison, total: int) -> Section:
-    sizes = words.effect_sizes(comparison)
-    names = (
-        Column("layer", [str(entry.head.layer) for entry in changed]),
-        Column("head", [_place(entry.head) for entry in changed], words=True),
-    )
-    distances = {name: title for name, title in words.LOCAL.items() if any(name in entry.rows for entry in changed)}
-    columns = []
-    for name, title in distances.items():
-        hints = tuple(_hint(entry, name) for entry in changed)
-        columns.append(Column(title, [_distance(entry, name) for entry in changed], hints=hints))
-    columns[3:3] = [  # after the first three distances
-        Column("named", [str(len(entry.named)) for entry in changed]),
-        Column("largest change of a measure", [_largest(entry, sizes) for entry in changed], words=True),
-    ]
-    columns.insert(0, Column("form M", [entry.head.relation or NO_VALUE for entry in changed], words=True))
-    more = total - len(changed)
-    notes = ["* is named."]
-    if OWN_ROWS in distances:
-        notes.insert(0, EXPLAINED)
+def _head_section(
+    heads: Sequence[tuple[HeadChange, dict[str, MeasureChange]]], comparison: Comparison, more: int
+) -> Section:
+    sizes, largest = words.effect_sizes(comparison), "largest change of a measure"
+    titles = {name: title for name, title in words.LOCAL.items() if any(name in changes for _, changes in heads)}
+    rows = []
+    for head, changes in heads:
+        named = [row for row in changes.values() if row.named]
+        partner = "" if head.partner == head.head else f" → {head.partner}"
+        row = {"layer": str(head.layer), "head": f"{head.head}{partner}", "form M": head.relation or NO_VALUE}
+        distances = [(title, _distance(changes.get(name))) for name, title in titles.items()]
+        row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
+        rows.append(row)
+    columns = build_columns(rows, {"head", "form M", largest})
+    hints = {title: [_hint(changes.get(name)) for _, changes in heads] for name, title in titles.items()}
+    columns = [replace(column, hints=hints.get(column.title, ())) for column in columns]
+    notes = [EXPLAINED] if OWN_ROWS in titles else []
+    notes.append("* is named.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
-    table = Table(names, columns, fit="first")
-    return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
+    return Section("Heads that changed, worst first", table=Table(columns[:2], columns[2:], "first"), notes=notes)
 
 
-def _place(head: HeadChange) -> str:
-    return str(head.head) if head.partner == head.head else f"{head.head} → {head.partner}"
-
-
-def _distance(entry: Compared, name: str) -> str:
-    row = entry.rows.get(name)
+def _distance(row: MeasureChange | None) -> str:
     if row is None or row.delta is None:
         return NO_VALUE
     if row.named or row.delta > (row.rounding or 0.0):
@@ -312,16 +275,15 @@ def _distance(entry: Compared, name: str) -> str:
     return "0" if row.delta == 0 else "rounding"
 
 
-def _hint(entry: Compared, name: str) -> str:
-    row = entry.rows.get(name)
+def _hint(row: MeasureChange | None) -> str:
     if row is None or row.q is None:
         return "" if row is None else clean(row.reason or "")
     return f"q {row.q:.2g}; rounding alone {short(row.rounding or 0.0)}"
 
 
-def _largest(entry: Compared, sizes: dict[str, float]) -> str:
+def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
     """Format the named measure with the largest change relative to its interquartile range over the first model."""
-    rows = [row for row in entry.named if row.measure in sizes and row.delta is not None and row.before is not None]
+    rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     if not rows:
         return NO_VALUE
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure])
@@ -344,13 +306,12 @@ def _predictions(outcome: Outcome | None) -> Iterator[str]:
 
 
 def _shift_section(shifts: Sequence[Shift]) -> Section:
-    names = (Column("measure", [shift.measure for shift in shifts], words=True),)
-    columns = (
-        Column("first model", [_quartiles(shift.before) for shift in shifts]),
-        Column("second model", [_quartiles(shift.after) for shift in shifts]),
-    )
+    rows = [
+        {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}
+        for shift in shifts
+    ]
     notes = ("Medians over heads, with the quartiles. They are of other heads, so that nothing is tested.",)
-    return Section("Distributions over heads", table=Table(names, columns), notes=notes)
+    return Section("Distributions over heads", table=build_table(rows, {"measure"}), notes=notes)
 
 
 def _quartiles(part: Spread) -> str:
@@ -361,8 +322,7 @@ def _quartiles(part: Spread) -> str:
 def comparison_rows(report: Report) -> list[Row]:
     """Build one row per head and measure, or, if heads do not correspond, one per measure."""
     comparison = report.comparison
-    if comparison is None:
-        return []
+    assert comparison is not None  # noqa: S101
     if comparison.shifts:
         return [_shift_row(shift) for shift in comparison.shifts]
     partners = {(head.layer, head.head): head for head in comparison.heads}

@@ -14,8 +14,8 @@ from attnlens.records import Kind, Report
 from attnlens.report.sections import checked, comparisons, layers
 from attnlens.report.sections.checked import site_checks
 from attnlens.report.sections.explorer import explorer, selections
-from attnlens.report.sections.figures import experiment_sections, figure_cells, series_sections, step_cells
-from attnlens.report.sections.section import Column, Document, Heading, Picture, Row, Section, Sheet, Table, sheet
+from attnlens.report.sections.figures import experiment_rows, experiment_sections, series_sections
+from attnlens.report.sections.section import Document, Heading, Picture, Row, Section, build_table
 from attnlens.report.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.report.sentences import comparisons as studies
 from attnlens.report.sentences import reports
@@ -24,33 +24,19 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, join_items
 
 
-def provenance(report: Report) -> Section:
-    """Build the section that identifies a run: versions, seed, text and files with checksums."""
-    versions, settings = report.environment, report.settings
-    text = [f"text: {settings.text.name}, sha256 {settings.text.sha256}"] if settings.text else []
-    lines = [
-        f"{report.tool.name} {report.tool.version}, Python {versions.python}, torch {versions.torch}, "
-        f"transformers {versions.transformers}, {versions.platform}; seed {settings.seed}",
-        *text,
-        *(f"{file.name}: sha256 {file.sha256}" for file in report.model.files),
-    ]
-    return Section("How it was made", items=lines)
-
-
 def glossary(infos: Iterable[MeasureInfo]) -> Iterator[Section]:
     """Yield a table of the meaning and formula of each measure; nothing if the registry has no meaning for any."""
-    known = [info for info in infos if info.meaning]
-    names = Column("measure", [clean(info.name) for info in known], words=True)
-    columns = (
-        Column("meaning", [clean(info.meaning) for info in known], words=True),
-        Column("formula", [clean(info.formula) for info in known], words=True),
-    )
-    if known:
-        yield Section("What is measured", table=Table([names], columns, fit="folded"))
+    rows = [
+        {"measure": clean(info.name), "meaning": clean(info.meaning), "formula": clean(info.formula)}
+        for info in infos
+        if info.meaning
+    ]
+    if rows:
+        yield Section("What is measured", table=build_table(rows, set(rows[0]), fit="folded"))
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the details of a run, as (name, fact): tool, environment, settings, checksums of files, seconds, memory."""
+def _provenance(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what identifies a run, as (name, fact): tool, environment, settings, checksums of texts and files."""
     versions, settings = report.environment, report.settings
     yield "tool", f"{report.tool.name} {report.tool.version}"
     yield "python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"
@@ -59,16 +45,14 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "seed", str(settings.seed)
     if settings.analyzers:
         yield "analyzers", join_items(settings.analyzers, 20)
-    if settings.text is not None:
-        yield "text", f"{settings.text.name}, sha256 {settings.text.sha256}"
-    if settings.noise is not None:
-        yield "noise", f"{settings.noise.name}, sha256 {settings.noise.sha256}"
-    for note in reports.notes(report):
-        yield "note", note
-    for file in report.model.files:
-        yield "file", f"{file.name}, sha256 {file.sha256}"
-    for stage, seconds in report.timings.items():
-        yield "time", f"{stage}: {seconds:.2f} s"
+    files = [("text", settings.text), ("noise", settings.noise), *(("file", file) for file in report.model.files)]
+    yield from ((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None)
+
+
+def _costs(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the caveats, seconds and memory of a run, as (name, fact)."""
+    yield from (("note", note) for note in reports.notes(report))
+    yield from (("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items())
     yield "memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"
 
 
@@ -85,37 +69,18 @@ FURTHEST = 1e300
 class Presentation:
     """Views of one kind of report. Most functions take its Shapes, which are computed once."""
 
-    summary: Callable[[Shapes, bool], Iterable[Section]]
-    """Sections of a summary, below the model and its coverage; the flag asks for every measure and note."""
-    page: Callable[[Shapes], Iterable[Section]]
-    """Sections of the HTML page, where length is not limited."""
-    rows: Callable[[Report], Sequence[Row]]
-    """Rows for a spreadsheet."""
+    summary: Callable[[Shapes, bool], Iterable[Section]]  # below the head; the flag asks for every measure and note
+    page: Callable[[Shapes], Iterable[Section]]  # sections of the HTML page, where length is not limited
+    rows: Callable[[Report], Sequence[Row]]  # for a spreadsheet
     pictures: Callable[[Shapes], list[Picture]]
     """All pictures, the overview first. Raises UsageError if there is nothing to draw."""
-    alone: Callable[[Shapes], Picture | None] = lambda _shapes: None
-    """Picture that replaces the overview, if any."""
-    measures: Callable[[Shapes], list[str]] = lambda _shapes: []
-    """Names of the measures and curves that the page explains."""
+    measures: Callable[[Shapes], list[str]] = lambda _shapes: []  # measures and curves that the page explains
     standing: Callable[[Report], tuple[str, bool]] = reports.standing
     """How much was read, or the verdict on the experiments; True if that is everything, or as published."""
-    more: Callable[[Report], Iterable[Section]] = lambda _report: ()
-    """Sections added by --verbose."""
+    more: Callable[[Report], Iterable[Section]] = lambda _report: ()  # sections added by --verbose
     title: Callable[[Report], str] = reports.title
-    """Title of the report."""
-    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections
-    """First sections of the HTML page."""
-    explored: Callable[[Report], Report] = lambda report: report
-    """Report that the interactive part of the page shows."""
-    headed: bool = True
-    """True if a summary begins with the model and its coverage."""
-    pictured: bool = True
-    """True if the page shows the overview."""
-
-    def overview(self, shapes: Shapes) -> Picture:
-        """Return the picture that represents the report. Raises UsageError if there is nothing to draw."""
-        first, *_ = self.pictures(shapes)
-        return self.alone(shapes) or first
+    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections  # first sections of the HTML page
+    explored: Callable[[Report], Report] = lambda report: report  # report shown by the page's interactive part
 
 
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
@@ -130,9 +95,8 @@ def _head_page(shapes: Shapes) -> Iterator[Section]:
     if shapes.report.heads:
         few = len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
         yield replace(layers.head_table(shapes), instead=True) if few else TOO_MANY
-        yield from (
-            replace(each, title="By layer") for each in layers.layer_sections(shapes, whole=False) if each.table
-        )
+        by_layer = layers.layer_sections(shapes, whole=False)
+        yield from (replace(section, title="By layer") for section in by_layer if section.table)
 
 
 def _head_pictures(shapes: Shapes) -> list[Picture]:
@@ -150,21 +114,10 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
     head_pictures = [Picture("overview", partial(pictures.overview_figure, shapes), shows)]
     head_pictures += [Picture(name, partial(pictures.map_figure, shapes, name)) for name in shapes.readings]
     head_pictures += [Picture(name, partial(pictures.fan_figure, shapes, name)) for name in shapes.curves]
-    return [*head_pictures, *_margins(shapes)]
-
-
-def _margins(shapes: Shapes) -> list[Picture]:
-    """Return one picture of margins per selection in the report."""
-    from attnlens.report import pictures
-
-    return [
-        Picture(
-            f"selection-{selection.layer}.{selection.head}",
-            partial(pictures.margins_figure, shapes.report, selection),
-            "its margins",
-        )
-        for selection in shapes.report.inspection.selections
-    ]
+    for selection in shapes.report.inspection.selections:
+        stem = f"selection-{selection.layer}.{selection.head}"
+        head_pictures.append(Picture(stem, partial(pictures.margins_figure, shapes.report, selection), "its margins"))
+    return head_pictures
 
 
 def _panel_pictures(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
@@ -189,11 +142,6 @@ def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     yield from experiment_sections(shapes.report, whole=whole)
 
 
-def _experiment_rows(report: Report) -> list[Row]:
-    followed: list[Row] = [row for experiment in report.experiments for row in step_cells(experiment)]
-    return followed or [row for experiment in report.experiments for row in figure_cells(experiment)]
-
-
 def _experiment_measures(shapes: Shapes) -> list[str]:
     followed = (changed_measures(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
     return [*HEADS.measures(shapes), *(name for names in followed for name in names)]
@@ -204,7 +152,6 @@ HEADS = Presentation(
     page=_head_page,
     rows=lambda report: [head.cells() for head in report.heads],
     pictures=_head_pictures,
-    alone=lambda shapes: _margins(shapes)[0] if len(shapes.report.inspection.selections) == 1 else None,
     measures=lambda shapes: [*shapes.readings, *shapes.curves],
 )
 SWAP = Presentation(
@@ -220,17 +167,22 @@ COMPARISON = Presentation(
     rows=comparisons.comparison_rows,
     pictures=_panel_pictures("comparison", "which heads changed, and how surely"),
     title=comparisons.compared_models,
-    opening=comparisons.comparison_opening,
+    opening=lambda shapes: [Section("What changed", items=comparisons.overview_lines(shapes.report))],
     explored=Report.with_changes,
 )
 EXPERIMENTS = Presentation(
     summary=_experiment_summary,
     page=lambda shapes: [*experiment_sections(shapes.report, whole=True), *_head_page(shapes)],
-    rows=_experiment_rows,
+    rows=experiment_rows,
     pictures=_panel_pictures("experiment", "curves of the experiments"),
     measures=_experiment_measures,
     standing=outcome,
-    more=series_sections,
+    more=lambda report: [
+        section
+        for experiment in report.experiments
+        if experiment.trajectories
+        for section in series_sections(experiment, whole=True)
+    ],
 )
 STUDIES = Presentation(
     summary=lambda shapes, _whole: comparisons.study_sections(shapes.report),
@@ -242,11 +194,7 @@ STUDIES = Presentation(
     opening=lambda _shapes: (),
 )
 SITES = replace(
-    HEADS,
-    summary=lambda shapes, _whole: site_checks(shapes.report),
-    page=lambda shapes: site_checks(shapes.report),
-    headed=False,
-    pictured=False,
+    HEADS, summary=lambda shapes, _whole: site_checks(shapes.report), page=lambda shapes: site_checks(shapes.report)
 )
 PRESENTATIONS: dict[Kind, Presentation] = {
     "inspection": HEADS,
@@ -263,28 +211,28 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
     `whole`: every measure and note, no selections; `all_heads`: every head; `verbose`: how the report was made.
     """
-    kind, shapes = PRESENTATIONS[report.kind], Shapes(report)
+    kind, shapes, headed = PRESENTATIONS[report.kind], Shapes(report), report.kind != "doctor"
     sections = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
     if not whole:
         sections += selections(report)
     if all_heads:
-        sections += layers.head_tables(shapes)
-    if verbose and kind.headed:
-        sections += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
-    return Document(_head(report, whole) if kind.headed else None, tuple(sections))
+        sections.append(layers.head_table(shapes))
+    if verbose and headed:
+        sections += [*kind.more(report), Section("Details", items=(*_provenance(report), *_costs(report)))]
+    return Document(_head(report, whole) if headed else None, tuple(sections))
 
 
 def page(report: Report) -> Document:
     """Build the HTML page of a report, of any length. Raises UsageError if there is nothing to draw."""
     kind, shapes = PRESENTATIONS[report.kind], Shapes(report)
-    measures = glossary(map(shapes.info, kind.measures(shapes)))
-    picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
+    picture = [] if report.kind == "doctor" else [Section("At a glance", picture=overview(report))]
     opening = (*kind.opening(shapes), *_missing(shapes))
     explored = kind.explored(report)
-    sections = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
-    return Document(
-        _head(report, whole=True), sections, opening, explorer(shapes if explored is report else Shapes(explored))
-    )
+    measures = glossary(map(shapes.info, kind.measures(shapes)))
+    made = Section("How it was made", items=tuple(_provenance(report)))
+    sections = (*picture, *checked.sections(report), *kind.page(shapes), *measures, made)
+    data = explorer(shapes if explored is report else Shapes(explored))
+    return Document(_head(report, whole=True), sections, opening, data)
 
 
 def pictures(report: Report) -> list[Picture]:
@@ -293,22 +241,26 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the picture that represents a report. Raises UsageError if there is nothing to draw."""
-    return PRESENTATIONS[report.kind].overview(Shapes(report))
+    """Return the overview, or the margins of the selection if there is exactly one.
+
+    Raises UsageError if there is nothing to draw.
+    """
+    first, *others = pictures(report)
+    return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
 
-def rows(report: Report) -> Sheet:
-    """Build the sheet of a report, with the columns of `Report.to_dataframe`.
+def rows(report: Report) -> Sequence[Row]:
+    """Build the rows of a report, with the columns of `Report.to_dataframe`.
 
     One row per head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps have one
     row per stage, control or unit swapped alone; experiments one per figure, or per head, measure and step. Categories
     are given by name.
     """
-    return sheet(PRESENTATIONS[report.kind].rows(report))
+    return PRESENTATIONS[report.kind].rows(report)
 
 
-def windows(report: Report) -> Sheet:
-    """Build the sheet of the values per window, from which standard errors and intervals are computed.
+def windows(report: Report) -> Sequence[Row]:
+    """Build the rows of the values per window, from which standard errors and intervals are computed.
 
     One row per window and head; in a swap one per window, kernel and stage. Raises UsageError if no window was read.
     """
@@ -316,7 +268,8 @@ def windows(report: Report) -> Sheet:
     if values is None or not values.windows:
         raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
     units = values.units[0] if values.units else {}
-    return Sheet(["text", "window", *units, *values.values], list(values.rows()))
+    columns = dict.fromkeys(["text", "window", *units, *values.values])
+    return [columns | row for row in values.rows()]
 
 
 def _head(report: Report, whole: bool) -> Heading:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
-from attnlens.records import AttentionRows, Measure, Pick, Report, Selection, Sentence
-from attnlens.report.sections.layers import typical_places
+from attnlens.records import AttentionRows, Pick, Report, Selection, Sentence
+from attnlens.report.sections.layers import missing_reason, typical_places
 from attnlens.report.sections.section import Passage, Section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import (
-    clean,
-    decimals_with_error,
-    format_count,
-    group_pairs,
-    join_items,
-    short,
-    source_of,
-    title_of,
-)
+from attnlens.wording import clean, decimals_with_error, group_pairs, join_items, short, source_of, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-    from attnlens.report.pictures.maps import Palette
 
 
 AROUND = 3
@@ -44,11 +32,11 @@ def selections(report: Report) -> Iterator[Section]:
     Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
     for selection in report.inspection.selections:
-        queries = f"{format_count(len(selection.picks), 'query')} posed".replace("querys", "queries")
+        queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
             notes=(
-                f"{queries} {WHERE_POSED[selection.space]}; margins are over the best least margin, 1/‖W_mm‖:",
+                f"{queries} posed {WHERE_POSED[selection.space]}; margins are over the best least margin, 1/‖W_mm‖:",
                 "no head's least exceeds 1, a single query's may",
                 LEGEND,
             ),
@@ -114,178 +102,64 @@ COMPARED = ("compare", "change")
 """Sources of measures of a comparison, which come before the measures of the second model."""
 
 
-@dataclass(frozen=True)
-class ExploredMeasure:
-    """Measure of every head, in the order of `Explorer.places`."""
+def explorer(shapes: Shapes) -> dict[str, object] | None:
+    """Build the data of the interactive page; return None if no head has a value of any measure.
 
-    name: str
-    """Name qualified by its source."""
-    title: str
-    """Name in words."""
-    group: str
-    """Heading of its group: its source, and its space if it has one."""
-    meaning: str
-    """Meaning in one line; empty if the registry lacks the measure."""
-    formula: str
-    caution: str
-    """Caveat if the attention weights do not determine the value."""
-    decimals: int
-    """Decimals to show, as in the tables; −1 for scientific notation (1.2e-05)."""
-    values: Numbers
-    """Values; None if a head has none."""
-    errors: Numbers
-    """Standard errors; empty if no head has one."""
-    null_means: Numbers
-    """Means under the null; empty if no head has a null."""
-    null_sds: Numbers
-    typical: Numbers
-    """Percentiles among heads of other trained models; empty if no head has one."""
-    reasons: list[str]
-    """Distinct reasons why values are missing."""
-    why: list[int]
-    """For each head the index of its reason, −1 if it has a value; empty if all have one."""
-    labels: dict[int, str]
-    """Category number → name."""
-    palette: Palette
-    """Colours, as in the pictures."""
-
-
-@dataclass(frozen=True)
-class ExploredCurve:
-    """Curve of every head."""
-
-    name: str
-    title: str
-    group: str
-    meaning: str
-    formula: str
-    axis: str
-    """Quantity that the steps count."""
-    steps: list[int]
-    """Steps that are kept."""
-    length: int
-    """Number of steps before the selection."""
-    logarithmic: bool
-    """True if the curve falls so far that a logarithmic axis is used."""
-    quartiles: dict[str, list[Numbers]]
-    """For each part of the model, the lower quartile, median and upper quartile over its heads at these steps."""
-    lines: list[Numbers]
-    """For each head, its values at these steps: fewer if its curve is shorter, none without a curve."""
-
-
-@dataclass(frozen=True)
-class ExploredWhole:
-    """Set of measures that sum to 1."""
-
-    title: str
-    group: str
-    parts: list[tuple[str, str, str]]
-    """For each part its measure, name and colour."""
-
-
-@dataclass(frozen=True)
-class ExploredRows:
-    """Attention rows of the tokens of one sequence."""
-
-    queries: list[str]
-    """Tokens that attend; their positions if the model reads no text."""
-    keys: list[str]
-    """Tokens that are attended to; their positions if the model reads no text."""
-    places: list[list[int]]
-    """For each query, the indices of the keys with its largest weights."""
-    weights: list[list[int]]
-    """Weights of these keys, in thousandths."""
-    rest: list[int]
-    """For each query, the sum of its other weights, in thousandths."""
-
-
-@dataclass(frozen=True)
-class Explorer:
-    """Heads of a report with their measures, curves, selections and attention rows."""
-
-    layers: list[int]
-    """Layer numbers: the rows of the map."""
-    parts: list[str]
-    """For each row, its part: encoder, decoder or cross."""
-    columns: list[int]
-    """Head numbers: the columns of the map."""
-    places: list[tuple[int, int]]
-    """Row and column of each head in the map."""
-    key_heads: list[int]
-    """For each head, the number of the key head that it uses."""
-    sites: dict[int, str]
-    """Row → name of its site."""
-    measures: list[ExploredMeasure]
-    """Measures, the most informative first."""
-    curves: list[ExploredCurve]
-    wholes: list[ExploredWhole]
-    selections: dict[str, Section]
-    """`layer.head` → section on its selection, for the heads requested."""
-    attention: dict[str, ExploredRows]
-    """`layer.head` → attention rows, for the heads requested."""
-
-
-def explorer(shapes: Shapes) -> Explorer | None:
-    """Build the data of the interactive page; return None if no head has a value of any measure."""
+    The page's script reads it as JSON. Lists of all heads have the order of `places`.
+    """
     report = shapes.report
     if not shapes.readings:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
-    measures = (_measure(shapes, reading) for reading in shapes.readings.values())
+    names = sorted(shapes.readings, key=lambda name: (name != OWN_ROWS, name.split(".")[0] not in COMPARED))
     sections = zip(report.inspection.selections, selections(report), strict=True)
-    return Explorer(
-        layers=list(shapes.layers),
-        parts=list(shapes.parts),
-        columns=list(shapes.heads),
-        places=places,
-        key_heads=[head.kv_head for head in report.heads],
-        sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
-        measures=sorted(
-            measures, key=lambda measure: (measure.name != OWN_ROWS, measure.name.split(".")[0] not in COMPARED)
-        ),
-        curves=[_curve(shapes, name) for name in shapes.curves],
-        wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
-        selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},
-        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
-    )
+    return {
+        "layers": list(shapes.layers),  # layer numbers: the rows of the map
+        "parts": list(shapes.parts),  # part of each row: encoder, decoder or cross
+        "columns": list(shapes.heads),  # head numbers: the columns of the map
+        "places": places,  # row and column of each head
+        "key_heads": [head.kv_head for head in report.heads],
+        "sites": {row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
+        "measures": [_measure(shapes, shapes.readings[name]) for name in names],  # the most informative first
+        "curves": [_curve(shapes, name) for name in shapes.curves],
+        "wholes": [_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
+        "selections": {f"{entry.layer}.{entry.head}": section for entry, section in sections},
+        "attention": {f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
+    }
 
 
-def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
+def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
     from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
 
-    info, cells = reading.info, tuple(np.array([shapes.cell(h.layer, h.head) for h in shapes.report.heads]).T)
-    measures = [head.measures.get(reading.name) for head in shapes.report.heads]
-    reasons = list(dict.fromkeys(filter(None, map(_reason, measures))))
-    return ExploredMeasure(
-        name=clean(reading.name),
-        title=title_of(reading.name),
-        group=group_of(info),
-        meaning=clean(info.meaning),
-        formula=clean(info.formula),
-        caution=clean(info.caution),
-        decimals=decimals_with_error(reading.present.tolist(), reading.error),
-        values=round_significant(reading.values[cells], VALUE_DIGITS),
-        errors=_unless_empty(round_significant(reading.errors[cells], ERROR_DIGITS)),
-        null_means=_unless_empty(round_significant(reading.null_means[cells], VALUE_DIGITS)),
-        typical=typical_places(shapes.report, reading.name),
-        null_sds=_unless_empty(round_significant(reading.null_sds[cells], ERROR_DIGITS)),
-        reasons=[clean(reason) for reason in reasons],
-        why=[reasons.index(_reason(measure)) if _reason(measure) else -1 for measure in measures] if reasons else [],
-        labels={number: clean(label) for number, label in reading.labels.items()},
-        palette=pictures.palette(reading),
-    )
+    heads = shapes.report.heads
+    info, cells = reading.info, tuple(np.array([shapes.cell(head.layer, head.head) for head in heads]).T)
+    why = [missing_reason(head, reading.name) for head in heads]
+    reasons = list(dict.fromkeys(filter(None, why)))
+    return {
+        "name": clean(reading.name),
+        "title": title_of(reading.name),
+        "group": group_of(info),
+        "meaning": clean(info.meaning),
+        "formula": clean(info.formula),
+        "caution": clean(info.caution),
+        "decimals": decimals_with_error(reading.present.tolist(), reading.error),  # −1: scientific notation
+        "values": round_significant(reading.values[cells], VALUE_DIGITS),
+        "errors": _unless_empty(reading.errors[cells], ERROR_DIGITS),  # empty if no head has any
+        "null_means": _unless_empty(reading.null_means[cells], VALUE_DIGITS),
+        "null_sds": _unless_empty(reading.null_sds[cells], ERROR_DIGITS),
+        "typical": typical_places(shapes.report, reading.name),  # percentiles among heads of other trained models
+        "reasons": [clean(reason) for reason in reasons],
+        "why": [reasons.index(reason) if reason else -1 for reason in why] if reasons else [],  # index of the reason
+        "labels": {number: clean(label) for number, label in reading.labels.items()},  # category number → name
+        "palette": pictures.palette(reading),
+    }
 
 
-def _reason(measure: Measure | None) -> str:
-    """Return why a value is missing; empty if it exists."""
-    return "not measured" if measure is None else measure.reason or ""
+def _unless_empty(values: Float[np.ndarray, " heads"], digits: int) -> Numbers:
+    return [] if np.isnan(values).all() else round_significant(values, digits)
 
 
-def _unless_empty(numbers: Numbers) -> Numbers:
-    return numbers if any(number is not None for number in numbers) else []
-
-
-def _curve(shapes: Shapes, name: str) -> ExploredCurve:
+def _curve(shapes: Shapes, name: str) -> dict[str, object]:
     from attnlens.report import pictures
 
     info, curves = shapes.info(name), shapes.curves[name]
@@ -294,19 +168,19 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     indices = sorted({round(step) for step in np.linspace(0, length - 1, count).tolist()})
     parts = pictures.groups_by_part(shapes, name)
     medians = [part.quartiles[1] for part in parts]
-    return ExploredCurve(
-        name=clean(name),
-        title=title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
-        group=source_of(name),
-        meaning=clean(info.meaning),
-        formula=clean(info.formula),
-        axis="index k" if info.steps == "index" else clean(info.steps),
-        steps=[int(step) + pictures.first_step(info) for step in indices],
-        length=length,
-        logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
-        quartiles={part.title: [_line(line, indices) for line in part.quartiles.tolist()] for part in parts},
-        lines=[_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
-    )
+    return {
+        "name": clean(name),
+        "title": title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
+        "group": source_of(name),
+        "meaning": clean(info.meaning),
+        "formula": clean(info.formula),
+        "axis": "index k" if info.steps == "index" else clean(info.steps),
+        "steps": [int(step) + pictures.first_step(info) for step in indices],  # those that are kept
+        "length": length,  # number of steps before the selection
+        "logarithmic": pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
+        "quartiles": {part.title: [_line(line, indices) for line in part.quartiles.tolist()] for part in parts},
+        "lines": [_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
+    }
 
 
 def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
@@ -319,23 +193,28 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
     return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]
 
 
-def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:
+def _whole(shapes: Shapes, whole: str, names: list[str]) -> dict[str, object]:
+    """Describe a set of measures that sum to 1, with the measure, name and colour of each part."""
     from attnlens.report import pictures
 
-    parts = [(clean(name), *style) for name, style in zip(names, pictures.named_parts(names), strict=True)]
-    open_ = any(shapes.info(name).identified == "nowhere" for name in names)
-    return ExploredWhole(title_of(whole) + " (not identified)" * open_, group_of(shapes.info(names[0])), parts)
+    unsure = any(shapes.info(name).identified == "nowhere" for name in names)
+    return {
+        "title": title_of(whole) + " (not identified)" * unsure,
+        "group": group_of(shapes.info(names[0])),
+        "parts": [(clean(name), *style) for name, style in zip(names, pictures.named_parts(names), strict=True)],
+    }
 
 
-def _rows(rows: AttentionRows) -> ExploredRows:
+def _rows(rows: AttentionRows) -> dict[str, object]:
+    """Describe the largest weights of each query; tokens are named by position if the model reads no text."""
     sentence = rows.sentence
     count = 1 + max((place for places in rows.keys for place in places), default=0)
     keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]
     queries = sentence.queries if sentence else [str(place) for place in range(len(rows.keys))]
-    return ExploredRows(
-        queries=keys if queries is None else [clean(token) for token in queries],
-        keys=keys,
-        places=rows.keys,
-        weights=[[round(1000 * weight) for weight in row] for row in rows.weights],
-        rest=[round(1000 * weight) for weight in rows.rest],
-    )
+    return {
+        "queries": keys if queries is None else [clean(token) for token in queries],
+        "keys": keys,
+        "places": rows.keys,  # for each query, the indices of the keys with its largest weights
+        "weights": [[round(1000 * weight) for weight in row] for row in rows.weights],  # in thousandths, as the rest
+        "rest": [round(1000 * weight) for weight in rows.rest],  # sum of the other weights
+    }

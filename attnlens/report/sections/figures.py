@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
-from attnlens.report.sections.section import Cell, Column, Row, Section, Table
+from attnlens.report.sections.section import Column, Row, Section, Table, build_table
 from attnlens.report.sentences.reports import (
     asked_for,
     changed_measures,
@@ -34,51 +34,34 @@ MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+def series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
-    heads = heads_of(experiment)
+    heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
-    lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}.", *_loss(experiment)]
-    measures = changed_measures(experiment)
+    lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
     shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
-    yield Section(experiment.question, lines=lines, table=series_rows(experiment, shown), notes=(help_, *more))
+    yield Section(experiment.question, lines=lines, table=_series_table(experiment, shown), notes=(help_, *more))
     if whole and heads > 1:
-        yield Section("Quartiles over heads", table=quartile_rows(experiment))
+        spread = [name for name in measures if experiment.curves[name].low is not None]
+        names = [Column("measure", [*map(clean, spread)], words=True)]
+        yield Section("Quartiles over heads", table=Table(names, _by_step(experiment, spread, _quartiles)))
 
 
-def series_sections(report: Report) -> Iterator[Section]:
-    """Yield the medians and quartiles over heads of every measure, for each series of checkpoints in the report."""
-    for experiment in filter(lambda experiment: experiment.trajectories, report.experiments):
-        several = heads_of(experiment) > 1
-        notes = ["Medians over heads." if several else "One head's values."]
-        yield Section("Every measure", table=series_rows(experiment, changed_measures(experiment)), notes=notes)
-        if several:
-            yield Section("Quartiles over heads", table=quartile_rows(experiment))
-
-
-def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
+def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
     """Build a table with one row per measure: medians over heads by checkpoint (at most 8), last quartiles, null."""
     columns = _by_step(experiment, measures, lambda curve, at, decimals: format_number(curve.median[at], decimals))
     if heads_of(experiment) > 1:
         curves = [experiment.curves[name] for name in measures]
-        quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
-        columns.append(Column("quartiles", quartiles, group="last"))
+        columns.append(Column("quartiles", [_quartiles(curve, -1, _decimals_of(curve)) for curve in curves], "last"))
     nulls = [experiment.null(name) for name in measures]
     if any(nulls):
-        columns.append(Column("null", [*map(_null, nulls)], group="chance"))
+        columns.append(Column("null", [*map(_null, nulls)], "chance"))
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
-
-
-def quartile_rows(experiment: Experiment) -> Table:
-    """Build a table of the first and third quartile over heads of every measure, with one column per checkpoint."""
-    measures = [name for name in changed_measures(experiment) if experiment.curves[name].low is not None]
-    names = (Column("measure", [*map(clean, measures)], words=True),)
-    return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
 
 
 def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
@@ -93,24 +76,6 @@ def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Cu
         )
         for at in _select_columns(len(steps))
     ]
-
-
-def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
-    """Yield one spreadsheet row per head, measure and step."""
-    for trajectory in experiment.trajectories:
-        steps = experiment.curves[trajectory.measure].steps if trajectory.measure in experiment.curves else []
-        errors = trajectory.se or [None] * len(trajectory.values)
-        where: dict[str, Cell] = {"layer": trajectory.layer, "head": trajectory.head, "measure": trajectory.measure}
-        for step, value, error in zip(steps, trajectory.values, errors, strict=False):
-            yield where | {experiment.axis: step, "value": value, "se": error}
-
-
-def _loss(experiment: Experiment) -> Iterator[str]:
-    curve = experiment.curves.get("loss")
-    losses = [value for value in curve.median if value is not None] if curve else []
-    if len(losses) > 1:
-        way = "falls" if losses[-1] < losses[0] else "rises"
-        yield f"The loss on this text {way} from {losses[0]:.3f} to {losses[-1]:.3f} nats per token."
 
 
 def _select_columns(count: int) -> list[int]:
@@ -144,32 +109,46 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
     """Yield the sections of `converge` and `reproduce` below the model; `whole` adds every measure of a series."""
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain:
-        yield Section(table=figure_rows(plain), notes=tuple(_figure_help(plain)))
+        table = figure_table(plain) if any(experiment.final for experiment in plain) else None
+        yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from checkpoint_sections(experiment, whole=whole)
+            yield from series_sections(experiment, whole=whole)
     missing = [line for experiment in report.experiments for line in _missing(experiment)]
     if missing:
         yield Section("No value", items=missing)
 
 
-def figure_rows(experiments: Sequence[Experiment]) -> Table:
+def figure_table(experiments: Sequence[Experiment]) -> Table:
     """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
-    figures = [(experiment, figure) for experiment in experiments for figure in experiment.final]
-    titles = [clean(each.name) if figure == next(iter(each.final)) else "" for each, figure in figures]
-    names = (
-        Column("experiment", titles, words=True),
-        Column("figure", [format_label(*row) for row in figures], words=True),
-    )
-    columns = [Column("ours", [_ours(*row) for row in figures])]
-    if any(experiment.published for experiment in experiments):
-        columns += [
-            Column("published", [_format_published(*row) for row in figures]),
-            Column("tolerance", [_tolerance(*row) for row in figures]),
-            Column("verdict", [judgement(*row) for row in figures], words=True),
-        ]
-    return Table(names, columns)
+    compared = any(experiment.published for experiment in experiments)
+    rows = []
+    for experiment in experiments:
+        for place, figure in enumerate(experiment.final):
+            row = {"experiment": "" if place else clean(experiment.name), "figure": format_label(experiment, figure)}
+            rows.append(row | _figure_cells(experiment, figure, compared))
+    return build_table(rows, {"experiment", "figure", "verdict"}, names=2)
+
+
+def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
+    """Format a figure; `compared`: also what was published."""
+    value, error = experiment.final[figure], experiment.errors.get(figure)
+    decimals = _decimals(experiment, figure)
+    known = value is not None and error is not None
+    ours = format_number(value, decimals) + (f" ± {short(error or 0.0)}" if known else "")
+    if not compared:
+        return {"ours": ours}
+    published, tolerance = (experiment.published or {}).get(figure), NO_VALUE
+    shown = NO_VALUE
+    if published is not None:
+        least = max(decimals, decimals_for([published], figures=2))
+        small = abs(published) < 1e-4 and published != 0
+        sign = SIGNS[experiment.bounds.get(figure, "within")]
+        shown = sign + format_number(published, SCIENTIFIC if small else least)
+        slack = (experiment.tolerance or {}).get(figure, 0.0)
+        tolerance = short(slack) if slack else "exact"
+    return {"ours": ours, "published": shown, "tolerance": tolerance, "verdict": judgement(experiment, figure)}
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
@@ -181,28 +160,6 @@ def _decimals(experiment: Experiment, figure: str) -> int:
     if slack and math.isfinite(slack) and slack < 1:
         return min(9, 1 - math.floor(math.log10(slack)))
     return decimals_for([value or 0.0], figures=4)
-
-
-def _ours(experiment: Experiment, figure: str) -> str:
-    value, error = experiment.final[figure], experiment.errors.get(figure)
-    if value is None or error is None:
-        return format_number(value, _decimals(experiment, figure))
-    return f"{format_number(value, _decimals(experiment, figure))} ± {short(error)}"
-
-
-def _format_published(experiment: Experiment, figure: str) -> str:
-    value = (experiment.published or {}).get(figure)
-    if value is None:
-        return NO_VALUE
-    decimals = max(_decimals(experiment, figure), decimals_for([value], figures=2))
-    small = abs(value) < 1e-4 and value != 0
-    return SIGNS[experiment.bounds.get(figure, "within")] + format_number(value, SCIENTIFIC if small else decimals)
-
-
-def _tolerance(experiment: Experiment, figure: str) -> str:
-    slack = (experiment.tolerance or {}).get(figure, 0.0)
-    known = (experiment.published or {}).get(figure) is not None
-    return NO_VALUE if not known else short(slack) if slack else "exact"
 
 
 def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
@@ -224,8 +181,8 @@ def _describe(experiment: Experiment, report: Report) -> str:
     """Describe an experiment: name, question, model if it is not the report's, settings, seconds."""
     facts = [f"on {experiment.model}"] if experiment.model else []
     facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]
-    seconds = report.timings.get(experiment.name)
-    facts += [] if seconds is None else [f"{seconds:.1f} s"]
+    if (seconds := report.timings.get(experiment.name)) is not None:
+        facts.append(f"{seconds:.1f} s")
     return clean(f"{experiment.name}: {experiment.question}" + (f" ({', '.join(facts)})" if facts else ""))
 
 
@@ -235,8 +192,20 @@ def _missing(experiment: Experiment) -> Iterator[str]:
         yield f"{clean(experiment.name)}: {join_items(figures, 5)}, because {clean(reason)}"
 
 
-def figure_cells(experiment: Experiment) -> Iterator[Row]:
-    """Yield one spreadsheet row per figure."""
+def experiment_rows(report: Report) -> list[Row]:
+    """Build one row per head, measure and step; if no head was followed over steps, one per figure."""
+    rows: list[Row] = []
+    for experiment in report.experiments:
+        for trajectory in experiment.trajectories:
+            steps = experiment.curves[trajectory.measure].steps if trajectory.measure in experiment.curves else []
+            errors = trajectory.se or [None] * len(trajectory.values)
+            where: Row = {"layer": trajectory.layer, "head": trajectory.head, "measure": trajectory.measure}
+            points = zip(steps, trajectory.values, errors, strict=False)
+            rows += [{**where, experiment.axis: step, "value": value, "se": error} for step, value, error in points]
+    return rows or [row for experiment in report.experiments for row in _figure_rows(experiment)]
+
+
+def _figure_rows(experiment: Experiment) -> Iterator[Row]:
     published = experiment.published or {}
     for figure, value in experiment.final.items():
         met, known = experiment.meets(figure), figure in published

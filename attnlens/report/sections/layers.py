@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 
 import numpy as np
 
 from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
-from attnlens.report.atlas import Reference, Subject, Third
-from attnlens.report.sections.section import Column, Section, Table
+from attnlens.report.atlas import Reference
+from attnlens.report.sections.section import Column, Section, Table, build_table, sort_by_group
 from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import findings, no_errors, null_cell, null_words, population
+from attnlens.report.sentences.reports import no_errors, null_cell, null_words, population
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -34,28 +33,11 @@ from attnlens.wording import (
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 
-@dataclass(frozen=True)
-class MedianHead:
-    """Median of a measure over the heads of one part, and the heads of other models that it is compared with."""
+def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
 
-    reading: MeasureMap
-    median: float
-    reference: Reference
-    part: str
-    several: bool
-    """True if the model has other parts."""
-
-    def describe(self, name: str = "") -> str:
-        """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name`: measure."""
-        part = self.part if self.several else ""
-        words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
-        return " ".join(filter(None, words))
-
-
-def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
-    """Yield the median of each headline measure that varies, for each part that the atlas has comparable heads for.
-
-    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
+    One for each part, named if there are several, and each headline measure that varies. Yields nothing unless the
+    report is of `inspect` and covers all heads; otherwise the median is not the model's.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -64,11 +46,14 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
     subjects = {part: atlas.subject_of(shapes.report, part) for part in parts}
     for reading in shapes.readings.values():
         for part in parts if reading.info.headline and not reading.constant else ():
-            rows = [row for row, of in enumerate(shapes.parts) if of == part]
             reference = atlas.reference(reading.name, "all", subjects[part])
-            median = middle(reading.values[rows])
+            median = middle(reading.values[[row for row, of in enumerate(shapes.parts) if of == part]])
             if reference.models and median == median:  # NaN if no head of the part has a value
-                yield MedianHead(reading, median, reference, part, len(parts) > 1)
+                text = f"{_numbers([median])[0]} {place(reference, median)}"
+                numbers = _numbers([spread.median for spread in reference.spreads])
+                pairs = zip(reference.models, numbers, strict=True)
+                medians = ", ".join(f"{model.name} {number}" for model, number in pairs)
+                yield reading.name, f"{part} " * (len(parts) > 1), text, medians
 
 
 def place(reference: Reference, value: float) -> str:
@@ -101,20 +86,19 @@ READ_AS = (
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
-    medians = group_pairs((source_of(median.reading.name), median) for median in median_heads(shapes))
+    medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
-    text = "; ".join(median.describe(title_of(median.reading.name)) for median in chosen)
-    if text:
-        yield Section(notes=(f"Beside trained models (a description, no test): {text}.",))
+    line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
+    if line:
+        yield Section(notes=(f"Beside trained models (a description, no test): {line}.",))
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
-    items = []
-    for median in median_heads(shapes):
-        numbers = _numbers([spread.median for spread in median.reference.spreads])
-        medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
-        items.append((clean(median.reading.name), f"{median.describe()}; medians there: {medians}"))
+    items = [
+        (clean(name), f"{part}median {text}; medians there: {medians}")
+        for name, part, text, medians in typical_medians(shapes)
+    ]
     if items:
         yield Section("Beside other trained models", items=items, notes=(READ_AS,))
 
@@ -123,40 +107,46 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     """Return for each head its percentile among the atlas heads of its part and depth; empty if none has one."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
-    depths, parts = atlas.depths(report), {head.part for head in report.heads}
-    subjects = {part: atlas.subject_of(report, part) for part in parts}
-    places = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
+    depths, places = atlas.depths(report), []
+    subjects = {part: atlas.subject_of(report, part) for part in {head.part for head in report.heads}}
+    for head in report.heads:
+        value = head.measures[measure].value if measure in head.measures else None
+        shared = source_of(measure) == "weights" and atlas.shares_weights(head)
+        reference = atlas.reference(measure, "all" if shared else depths[head.layer], subjects[head.part])
+        place = None if value is None else reference.percentile(value)
+        places.append(None if place is None else round(place))
     return places if any(place is not None for place in places) else []
 
 
-def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
-    reading = head.measures.get(measure)
-    if reading is None or reading.value is None:
-        return None
-    if source_of(measure) == "weights" and atlas.shares_weights(head):
-        depth = "all"
-    place = atlas.reference(measure, depth, subject).percentile(reading.value)
-    return None if place is None else round(place)
-
-
 def found_sections(shapes: Shapes) -> Iterator[Section]:
-    """Yield the headline measures with an explanation of their errors and nulls, and the most extreme heads."""
+    """Yield the headline measures, their places among trained models, and the most extreme heads."""
     if shapes.readings:
-        yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
+        note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
+        yield Section("What was found", table=_headlines(shapes), notes=[note])
     yield from typical_list(shapes)
     yield from extreme_heads(shapes.report)
 
 
-def _how_sure(shapes: Shapes) -> Iterator[str]:
-    """Yield what the standard errors refer to, or why there are none, and what chance means."""
-    scope = population(shapes.report)
-    if shapes.report.summary.median_errors:
-        yield f"± is the standard error of the median{f' ({scope})' if scope else ''}."
-    elif no_errors(shapes.report):
-        yield f"{no_errors(shapes.report).capitalize()}."
-    nulls = [reading.info for reading in shapes.readings.values() if reading.null]
-    if nulls:
-        yield f"Chance is {null_words(nulls)}."
+def _headlines(shapes: Shapes) -> Table | None:
+    """Build a table of the headline measures that vary between heads, or else of the first measure that does."""
+    varying = [reading for reading in shapes.readings.values() if not reading.constant]
+    rows = []
+    for reading in [reading for reading in varying if reading.info.headline] or varying[:1]:
+        row = {"measure": clean(reading.name), "heads": str(reading.present.size)}
+        if reading.labels:
+            names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
+            row["median"] = join_items((f"{name} {count}" for name, count in names.most_common()), 5)
+        else:
+            error = shapes.report.summary.median_errors.get(reading.name)
+            decimals = decimals_with_error(reading.present.tolist(), error)
+            low, high = (format_number(float(end(reading.present)), decimals) for end in (np.min, np.max))
+            row |= {"median": _with_error(middle(reading.values), error, decimals), "from": low, "to": high}
+        if reading.null is not None:
+            distance, reach = reading.values - reading.null_means, 3 * reading.null_sds  # never greater if NaN
+            above, below = (distance > reach).sum(), (distance < -reach).sum()
+            row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
+        rows.append(row)
+    return build_table(rows, {"measure"}) if rows else None
 
 
 def extreme_heads(report: Report) -> Iterator[Section]:
@@ -166,29 +156,20 @@ def extreme_heads(report: Report) -> Iterator[Section]:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
-def head_tables(shapes: Shapes) -> Iterator[Section]:
-    """Yield one table per source of every scalar measure of every head.
-
-    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; the summary says why.
-    """
-    for source in dict.fromkeys(source_of(name) for name in shapes.readings):
-        readings = [reading for name, reading in shapes.readings.items() if source_of(name) == source]
-        columns = [_head_column(shapes, reading) for reading in readings]
-        yield Section(table=Table(place_columns(shapes.report.heads), columns))
-
-
 def head_table(shapes: Shapes) -> Section:
-    """Build one table of every scalar measure of every head, with its null; tooltips say why a value is missing."""
-    heads, several = shapes.report.heads, len(set(shapes.parts)) > 1
-    places = (f"{head.layer} · {head.head}" for head in heads)
-    cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
+    """Build a table of every scalar measure of every head, with its null; empty without any value.
+
+    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; a tooltip says why.
+    """
+    if not shapes.readings:
+        return Section()
     nulls = any(reading.null for reading in shapes.readings.values())
-    title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
-    name = Column(title, cells, foot=("null, mean ± sd",) * nulls, words=True, hints=sites)
+    first, *others = place_columns(shapes.report.heads)
+    names = [replace(first, foot=["null"] * nulls), *(replace(column, foot=[""] * nulls) for column in others)]
+    columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
-    columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
-    return Section("Every head", table=Table((name,), columns), notes=(f"{note}.",) if note else ())
+    return Section("Every head", table=Table(names, columns), notes=[f"{note}."] if note else [])
 
 
 def place_columns(heads: Sequence[Head]) -> list[Column]:
@@ -199,27 +180,24 @@ def place_columns(heads: Sequence[Head]) -> list[Column]:
     return columns
 
 
-def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
-    heads = shapes.report.heads
+def missing_reason(head: Head, name: str) -> str:
+    """Return why a head has no value of a measure; empty if it has one."""
+    return head.measures[name].reason or "" if name in head.measures else "not measured"
+
+
+def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
+    heads, cells = shapes.report.heads, []
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
-    cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
-    measures = (head.measures.get(reading.name) for head in heads)
-    reasons = ["not measured" if measure is None else measure.reason or "" for measure in measures]
-    foot = [null_cell(*reading.null) if reading.null else ""] if nulls else []
+    for head in heads:
+        at = shapes.cell(head.layer, head.head)
+        value, error = float(reading.values[at]), float(reading.errors[at])
+        if reading.labels and not np.isnan(value):
+            cells.append(clean(reading.labels[round(value)]))
+        else:
+            cells.append(_with_error(value, None if np.isnan(error) else error, decimals))
+    reasons = [missing_reason(head, reading.name) for head in heads]
+    foot = [null_cell(*reading.null) if reading.null else ""] * nulls
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
-
-
-def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
-    value, error = reading.values[at], reading.errors[at]
-    if np.isnan(value):
-        return NO_VALUE
-    if reading.labels:
-        return clean(reading.labels[round(value)])
-    return (
-        format_number(value, decimals)
-        if np.isnan(error)
-        else f"{format_number(value, decimals)}±{format_number(error, decimals)}"
-    )
 
 
 MOST_ROWS = 48
@@ -231,14 +209,8 @@ GROUPED_ROWS = 40
 """Approximate number of rows for a model with more than MOST_ROWS layers."""
 
 
-@dataclass(frozen=True)
-class LayerRows:
-    """Assignment of layers to table rows, part by part."""
-
-    groups: tuple[tuple[int, ...], ...]
-    """For each table row, the indices of its layers in `Shapes.layers`."""
-    size: int
-    """Number of layers per row; the last row of a part can have fewer."""
+LayerRows = list[list[int]]
+"""For each table row, the indices of its layers in `Shapes.layers`."""
 
 
 def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
@@ -249,13 +221,22 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
     if not shapes.readings:
         return
     rows = layer_rows(shapes)
-    names, columns = name_columns(shapes, rows), measure_columns(shapes, rows)
-    notes = tuple(filter(None, (reading_help(rows, shapes), constants(shapes))))
+    foot = _foot_names(shapes, rows)
+    several, firsts = len(set(shapes.parts)) > 1, [group[0] for group in rows]
+    ends = [(shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows]
+    names = [Column("layer", [str(low) if low == high else f"{low}–{high}" for low, high in ends], foot=foot)]
+    names += [Column("part", [shapes.parts[row] for row in firsts], words=True)] if several else []
+    # a foot ends with the last of its values that exists; renderers expect all of equal length
+    names, columns = (
+        [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
+        for part in (names, measure_columns(shapes, rows))
+    )
+    notes = [note for note in (reading_help(rows, shapes), *_constants(shapes)) if note]
     if not whole:
         yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
         return
     for source in dict.fromkeys(column.group for column in columns):
-        group = tuple(replace(column, group="") for column in columns if column.group == source)
+        group = [replace(column, group="") for column in columns if column.group == source]
         yield Section(source, table=Table(names, group))
     yield Section(notes=notes)
 
@@ -264,114 +245,94 @@ def layer_rows(shapes: Shapes) -> LayerRows:
     """Assign layers to rows: one each up to 48 layers; beyond, neighbours of one part share one of about 40 rows."""
     count = len(shapes.layers)
     size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
-    groups: list[tuple[int, ...]] = []
-    for _, members in groupby(range(count), key=lambda row: shapes.parts[row]):
-        rows = list(members)
-        groups += [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
-    return LayerRows(tuple(groups), size)
+    parts = group_pairs((part, row) for row, part in enumerate(shapes.parts)).values()  # layers are sorted by part
+    return [rows[start : start + size] for rows in parts for start in range(0, len(rows), size)]
 
 
-def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """Build the columns that name the rows: layer numbers, the part if there are several, and names of the foot."""
-    ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
-    numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
-    foot = _foot_names(shapes, rows)
-    layer = Column("layer", numbers, foot=foot)
-    if len(set(shapes.parts)) == 1:
-        return (layer,)
-    return layer, Column("part", [shapes.parts[group[0]] for group in rows.groups], foot=("",) * len(foot), words=True)
-
-
-def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
+def _foot_names(shapes: Shapes, rows: LayerRows) -> list[str]:
     """Name the rows of the foot: all heads (if there are several rows), each text, their sd, the null of the median."""
     summary = shapes.report.summary
-    texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
-    between = ["between texts"] if summary.between_texts else []
-    null = ["null", "± sd"] if summary.median_nulls else []
-    all_heads = ["all"] if len(rows.groups) > 1 else []
-    return (*all_heads, *(clean(name) for name in texts), *between, *null)
+    texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
+    between = ["between texts"] * bool(summary.between_texts)
+    return ["all"] * (len(rows) > 1) + texts + between + ["null", "± sd"] * bool(summary.median_nulls)
 
 
-def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
+def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
     """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
     columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
-    return (*columns, *_symmetry_column(shapes, rows))
+    return [*columns, *_symmetry_column(shapes, rows)]
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
-    over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
-    summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
-    parts = [] if alone else [f"rows are medians {over}"]
-    if summary.median_errors:
-        scope = population(shapes.report)
-        parts.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({scope})' if scope else ''}")
-    elif no_errors(shapes.report):
-        parts.append(no_errors(shapes.report))
-    if any(text.reasons for text in summary.texts):
-        parts.append("one window of a text has no spread: no errors in its row")
-    if any(reading.null for reading in shapes.readings.values()):
-        chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
-        parts.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
-    if summary.texts:
-        parts.append("beside a text stands how many windows are its")
-    if summary.between_texts:
-        parts.append("“between texts” is the sd of the texts' medians")
-    sentence = "; ".join(parts)
-    sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
-    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
-    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
-    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
-    loose = f" {join_items(open_)}: {NOT_IDENTIFIED}" if open_ else ""
-    return f"{sentence}{apart}{loose}".strip()
+    summary, readings = shapes.report.summary, shapes.readings.values()
+    alone, size = len(shapes.report.heads) == 1, max(map(len, rows))
+    scope = population(shapes.report)
+    error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
+    nulls = [reading.info for reading in readings if reading.null]
+    chance = f"null is {null_words(nulls)},{' as the median of so many heads,' * (not alone)} mean ± sd"
+    over = "heads" if size == 1 else f"the heads of {size} neighbouring layers"
+    parts = [
+        "" if alone else f"rows are medians over {over}",
+        error if summary.median_errors else no_errors(shapes.report),
+        "one window of a text has no spread: no errors in its row" * any(text.reasons for text in summary.texts),
+        chance if nulls else "",
+        "in brackets: number of windows of a text" * bool(summary.texts),
+        "“between texts” is the sd of the texts' medians" * bool(summary.between_texts),
+    ]
+    sentence = "; ".join(filter(None, parts))
+    sentences = [f"{sentence[:1].upper()}{sentence[1:]}."] if sentence else []
+    spaces = dict.fromkeys(reading.info.space for reading in readings if reading.info.space)
+    if len(spaces) > 1:
+        sentences.append(f"{' and '.join(spaces)}: two questions, compare within one only.")
+    unsure = [reading.name for reading in readings if reading.info.identified == "nowhere"]
+    sentences += [f"{join_items(unsure)}: {NOT_IDENTIFIED}"] if unsure else []
+    return " ".join(sentences)
 
 
-def constants(shapes: Shapes) -> str:
-    """Name the measures that have the same value in every head, and these values; empty if there are none."""
+def _constants(shapes: Shapes) -> Iterator[str]:
+    """Yield a note of the measures that have the same value in every head, and these values; none if there are none."""
     same = [
         f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
         for reading in shapes.readings.values()
         if reading.constant
     ]
-    return f"The same for every head: {join_items(same, 8)}." if same else ""
+    if same:
+        yield f"The same for every head: {join_items(same, 8)}."
 
 
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
-    title, over = title_of(reading.name), group_of(reading.info)
-    everything = tuple(range(len(reading.values)))
-    height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
+    summary, everything = shapes.report.summary, list(range(len(reading.values)))
+    groups = [*rows, everything] if len(rows) > 1 else rows  # with the row of all heads, in the foot
+    title, over, count = title_of(reading.name), group_of(reading.info), len(rows)
     if reading.labels:
-        cells = tuple(_commonest(reading, group) for group in rows.groups)
-        total_cells = [_commonest(reading, everything)] if several else []
-        return Column(title, cells, group=over, foot=(*total_cells, *[""] * (height - len(total_cells))))
-    medians = [middle(reading.values[list(group)]) for group in rows.groups]
-    total, summary = middle(reading.values), shapes.report.summary
-    errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
-    null = summary.median_nulls.get(reading.name)
-    bounds = (null.mean, null.sd) if null else ()
-    shown = [number for number in (*medians, total, *bounds) if not np.isnan(number)]
-    decimals = decimals_with_error(shown, error)
-    cells = tuple(_with_error(*pair, decimals) for pair in zip(medians, errors, strict=True))
-    foot = [_with_error(total, error, decimals)] if several else []
+        texts = [_commonest(reading, group) for group in groups]
+        return Column(title, texts[:count], over, texts[count:])
+    medians = [middle(reading.values[group]) for group in groups]
+    by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
+    errors = [
+        by_layer.get(shapes.layers[group[0]], {}).get(reading.name) if len(group) == 1 else None for group in rows
+    ]
+    error, null = summary.median_errors.get(reading.name), summary.median_nulls.get(reading.name)
+    total = middle(reading.values)
+    shown = [*medians, total, *((null.mean, null.sd) if null else ())]
+    decimals = decimals_with_error([number for number in shown if not np.isnan(number)], error)
+    pairs = zip(medians, [*errors, error][: len(groups)], strict=True)
+    texts = [_with_error(median, each, decimals) for median, each in pairs]
+    foot = texts[count:]
     for text in summary.texts[:MOST_TEXTS]:
-        median = text.medians.get(reading.name)
-        foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
+        middle_of_text = text.medians.get(reading.name)
+        text_error = text.median_errors.get(reading.name)
+        foot.append("" if middle_of_text is None else _with_error(middle_of_text, text_error, decimals))
     if summary.between_texts:
         between = summary.between_texts.get(reading.name)
         foot.append("" if between is None else format_error(between, decimals))
     if null is not None:
         foot += [format_number(null.mean, decimals), f"±{format_error(null.sd, decimals)}"]
-    return Column(title, cells, group=over, foot=(*foot, *[""] * (height - len(foot))))
-
-
-def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
-    """Return the standard error of each row's median; None for rows of several layers."""
-    summary = shapes.report.summary
-    by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
-    return [by_layer.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
+    return Column(title, texts[:count], over, foot)
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
@@ -379,8 +340,8 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
     return number if error is None or np.isnan(median) else f"{number}±{format_error(error, decimals)}"
 
 
-def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
-    values = reading.values[list(group)]
+def _commonest(reading: MeasureMap, group: list[int]) -> str:
+    values = reading.values[group]
     counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not counts:
         return NO_VALUE
@@ -395,9 +356,7 @@ def _symmetry_column(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     if not by_layer:
         return
     values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
-    medians = [middle(values[list(group)]) for group in rows.groups]
+    groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
     decimals = decimals_for([*by_layer.values()])
-    cells = tuple(format_number(median, decimals) for median in medians)
-    foot = [format_number(middle(values), decimals)] if len(rows.groups) > 1 else []
-    height = len(_foot_names(shapes, rows))
-    yield Column("layer symmetry", cells, group="weights", foot=(*foot, *[""] * (height - len(foot))))
+    texts = [format_number(middle(values[group]), decimals) for group in groups]
+    yield Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from attnlens.analyzers.registry import (
     BETWEEN_FORMS,
@@ -21,29 +20,34 @@ from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.records.architectures import Architecture
-from attnlens.report.sections.section import Column, Section, Table
+from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
     """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
-    measures = list(infos)
-    return _folded_table(
-        ("measure", [info.name for info in measures]),
-        ("range", [range_of(info) for info in measures]),
-        ("meaning", [_join_lines(info.meaning, info.formula, info.caution, info.paper) for info in measures]),
-    )
+    rows = [
+        {
+            "measure": info.name,
+            "range": range_of(info),
+            "meaning": _join_lines(info.meaning, info.formula, info.caution, info.paper),
+        }
+        for info in infos
+    ]
+    return Section(table=_folded_table(rows))
 
 
 def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
     """List every analyzer: its name, source and question, and the number of measures and curves it returns."""
-    entries = list(analyzers)
-    return _folded_table(
-        ("analyzer", [analyzer.name for analyzer in entries]),
-        ("source", [analyzer.source for analyzer in entries]),
-        ("question", [_question_cell(analyzer) for analyzer in entries]),
-        last=(Column("measures", [str(len(analyzer.measures)) for analyzer in entries]),),
-    )
+    rows = []
+    for analyzer in analyzers:
+        prefixes = f"{analyzer.source}.", f"{analyzer.name}."
+        names = [_remove_prefix(info.name, prefixes) for info in analyzer.measures]
+        only = "" if analyzer.by_default else f"Runs only where it is named: --analyzer {analyzer.name}"
+        question = _join_lines(analyzer.question, only, ", ".join(names))
+        row = {"analyzer": analyzer.name, "source": analyzer.source, "question": question}
+        rows.append(row | {"measures": str(len(names))})
+    return Section(table=_folded_table(rows, numbers={"measures"}))
 
 
 def kernel_list(
@@ -53,24 +57,27 @@ def kernel_list(
 
     Also whether k ≥ 0, is symmetric, has finitely many features. A second table lists ties, filters and hybrids.
     """
-    entries = list(infos)
-    kernels = _folded_table(
-        ("kernel", [_syntax(info.name, info.parameters) for info in entries]),
-        ("log k(q, k)", [_kernel_cell(info) for info in entries]),
-        ("≥ 0", ["yes" if info.positive else "no" for info in entries]),
-        ("sym.", ["yes" if info.symmetric else "no" for info in entries]),
-        ("features", [info.features for info in entries]),
-    )
-    pairs = [("tie", tie) for tie in ties] + [("filter", key_filter) for key_filter in filters]
-    pairs += [("hybrid", hybrid) for hybrid in hybrids]
-    modifiers = _folded_table(
-        ("with a kernel", [_syntax(modifier.name, modifier.parameters) for _, modifier in pairs]),
-        (
-            "log k(q_i, k_j), or the keys j that query i keeps",
-            [_modifier_cell(kind, modifier) for kind, modifier in pairs],
-        ),
-    )
-    return [kernels, modifiers]
+    kernels = []
+    for info in infos:
+        facts = (info.meaning, *told_parameters(info.parameters), describe_fit(info))
+        row = {
+            "kernel": _syntax(info.name, info.parameters),
+            "log k(q, k)": _join_lines(info.formula, *facts, f"computed by {info.fused}", info.source),
+            "≥ 0": "yes" if info.positive else "no",
+            "sym.": "yes" if info.symmetric else "no",
+            "features": info.features,
+        }
+        kernels.append(row)
+    modifiers = []
+    for kind, entries in (("tie", ties), ("filter", filters), ("hybrid", hybrids)):
+        for entry in entries:
+            facts = (f"{kind}: {entry.meaning}", *told_parameters(entry.parameters), entry.caution, entry.source)
+            row = {
+                "with a kernel": _syntax(entry.name, entry.parameters),
+                "log k(q_i, k_j), or the keys j that query i keeps": _join_lines(entry.formula, *facts),
+            }
+            modifiers.append(row)
+    return [Section(table=_folded_table(kernels)), Section(table=_folded_table(modifiers))]
 
 
 def architecture_list(measured: str, architectures: Iterable[Architecture]) -> list[Section]:
@@ -78,30 +85,34 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
-    table = _folded_table(
-        ("model type", [entry.model_type for entry in types]),
-        ("read", [entry.read for entry in types]),
-        ("through", [entry.route or NO_VALUE for entry in types]),
-        ("positions", [entry.positions or NO_VALUE for entry in types]),
-        ("weights.*", [entry.weights or NO_VALUE for entry in types]),
-        ("doctor", [entry.doctor or NO_VALUE for entry in types]),
-        ("swap", [entry.swap or NO_VALUE for entry in types]),
-    )
+    rows = [
+        {
+            "model type": entry.model_type,
+            "read": entry.read,
+            "through": entry.route or NO_VALUE,
+            "positions": entry.positions or NO_VALUE,
+            "weights.*": entry.weights or NO_VALUE,
+            "doctor": entry.doctor or NO_VALUE,
+            "swap": entry.swap or NO_VALUE,
+        }
+        for entry in types
+    ]
     lines = (
         f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
         "A type is read in part where a part is not run, can't be read or has no weights.*, for the reason below.",
     )
-    incomplete = [entry for entry in types if entry.reason]
-    reasons = _folded_table(
-        ("model type", [entry.model_type for entry in incomplete]),
-        ("what is missing, and why", [clean(entry.reason) for entry in incomplete]),
-    )
-    return [replace(table, title="Model types", lines=lines), replace(reasons, title="What is missing")]
+    reasons = [
+        {"model type": entry.model_type, "what is missing, and why": clean(entry.reason)}
+        for entry in types
+        if entry.reason
+    ]
+    table = Section("Model types", lines=lines, table=_folded_table(rows))
+    return [table, Section("What is missing", table=_folded_table(reasons))]
 
 
-def _folded_table(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:
-    names, *others = (Column(title, tuple(cells), words=True) for title, cells in columns)
-    return Section(table=Table((names,), (*others, *last), fit="folded"))
+def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table:
+    """Build a table of words, except for the columns of numbers."""
+    return build_table(rows, set(rows[0]).difference(numbers), fit="folded")
 
 
 def _join_lines(first: str, *others: str) -> str:
@@ -109,17 +120,8 @@ def _join_lines(first: str, *others: str) -> str:
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
-def _question_cell(analyzer: Analyzer | Gathering) -> str:
-    prefixes = f"{analyzer.source}.", f"{analyzer.name}."
-    names = [info.name for info in analyzer.measures]
-    names = [next((name.removeprefix(start) for start in prefixes if name.startswith(start)), name) for name in names]
-    only = "" if analyzer.by_default else f"Runs only where it is named: --analyzer {analyzer.name}"
-    return _join_lines(analyzer.question, only, ", ".join(names))
-
-
-def _kernel_cell(info: KernelInfo) -> str:
-    facts = (info.meaning, *told_parameters(info.parameters), describe_fit(info))
-    return _join_lines(info.formula, *facts, f"computed by {info.fused}", info.source)
+def _remove_prefix(name: str, prefixes: Iterable[str]) -> str:
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
 
 def describe_fit(info: KernelInfo) -> str:
@@ -129,11 +131,6 @@ def describe_fit(info: KernelInfo) -> str:
     first = (info.fit.__doc__ or "").splitlines()[0]
     how = "must be fitted" if info.needs_fit else "--fit"
     return f"{how if info.fit_reads else 'trained by heal'}: {first.partition(':')[0]}"
-
-
-def _modifier_cell(kind: str, modifier: Modifier) -> str:
-    facts = [f"{kind}: {modifier.meaning}", *told_parameters(modifier.parameters), modifier.caution, modifier.source]
-    return _join_lines(modifier.formula, *facts)
 
 
 def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
@@ -233,7 +230,6 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
     runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
-        **_facts(info, analyzer.source),
         "error": error,
         "null": _null(info, analyzer.source),
         "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
@@ -241,32 +237,31 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
         "runs": "in a plain inspect" if analyzer.by_default else runs,
         "definitions": analyzer.definitions,
     }
-    return _page(info.name, info.meaning, facts | _ends(info))
+    return _measure_page(info, analyzer.source, facts)
 
 
 def _distance(info: MeasureInfo, source: str) -> Section:
-    error = PAIRED if source == "tokens" else EXACT
-    null = "0 between equal heads; what counts is beyond what rounding to the stored number type does"
-    facts = {**_facts(info, source), "error": error, "null": null, "runs": "in compare"}
-    return _page(info.name, info.meaning, facts | _ends(info))
+    facts = {
+        "error": PAIRED if source == "tokens" else EXACT,
+        "null": "0 between equal heads; what counts is beyond what rounding to the stored number type does",
+        "runs": "in compare",
+    }
+    return _measure_page(info, source, facts)
 
 
-def _facts(info: MeasureInfo, source: str) -> dict[str, str]:
-    """Return the first facts on the page of any measure or distance, keyed by their titles."""
+def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
+    """Build the page of a measure or distance; `facts`: those that the two kinds do not share."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     apart = ", or the head is of cross-attention" if info.self_only else ""
-    return {
+    first = {
         "formula": info.formula,
         "range": range_of(info) + steps,
         "read from": READ[source],
         "identified": info.caution or IDENTIFIED[source],
         "no value": (f"where {info.missing}" if info.missing != MeasureInfo.missing else OWN_REASON) + apart,
     }
-
-
-def _ends(info: MeasureInfo) -> dict[str, str]:
-    """Return the last facts on the page of any measure or distance, keyed by their titles."""
-    return {"read beside": info.beside, "what to do": info.use, "source": info.paper}
+    last = {"read beside": info.beside, "what to do": info.use, "source": info.paper}
+    return _page(info.name, info.meaning, {**first, **facts, **last})
 
 
 def _null(info: MeasureInfo, source: str) -> str:

@@ -1,4 +1,4 @@
-"""The types that renderers draw: columns, tables, sections, pictures, documents, and rows of a sheet."""
+"""The types that renderers draw: columns, tables, sections, pictures, documents, and rows of a spreadsheet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Cell = str | int | float | bool | None
-"""Value of one cell of a sheet; None leaves the cell empty."""
 Row = Mapping[str, Cell]
+"""Row of a spreadsheet, column → value; a missing column or None is an empty cell."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,12 @@ class Column:
     """Column of a table."""
 
     title: str
-    cells: Sequence[str]
-    """Formatted texts, from top to bottom. The lines after the first one of a cell explain it."""
-    group: str = ""
-    """Heading shared with the neighbouring columns, such as a source."""
-    foot: Sequence[str] = ()
-    """Formatted texts of the rows below the rule."""
-    words: bool = False
-    """True if the cells are words, which are aligned to the left; False for numbers."""
-    hints: Sequence[str] = ()
-    """Tooltip of each cell, for the HTML page."""
-    alarms: Sequence[bool] = ()
-    """For each cell, True if it reports a problem; empty if none does."""
+    cells: Sequence[str]  # formatted texts, from top to bottom; the lines after the first one of a cell explain it
+    group: str = ""  # heading shared with the neighbouring columns, such as a source
+    foot: Sequence[str] = ()  # formatted texts of the rows below the rule
+    words: bool = False  # True if the cells are words, which are aligned to the left; False for numbers
+    hints: Sequence[str] = ()  # tooltip of each cell, for the HTML page
+    alarms: Sequence[bool] = ()  # for each cell, True if it reports a problem; empty if none does
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,9 @@ Passage = tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]
 class Picture:
     """Picture of a report."""
 
-    stem: str
-    """File name without its suffix."""
-    draw: Callable[[], Figure]
-    """Function that draws the picture; raises UsageError if there is nothing to draw."""
-    shows: str = ""
-    """Description of the picture, for its alternative text."""
+    stem: str  # file name without its suffix
+    draw: Callable[[], Figure]  # raises UsageError if there is nothing to draw
+    shows: str = ""  # description for the alternative text
 
 
 @dataclass(frozen=True)
@@ -95,15 +86,11 @@ class Section:
 
     title: str = ""
     picture: Picture | None = None
-    lines: Sequence[str] = ()
-    """Sentences, one per paragraph."""
-    items: Sequence[str | tuple[str, str]] = ()
-    """List items; a pair is a name and its description."""
+    lines: Sequence[str] = ()  # sentences, one per paragraph
+    items: Sequence[str | tuple[str, str]] = ()  # list items; a pair is a name and its description
     table: Table | None = None
-    notes: Sequence[str] = ()
-    """Explanations of the table."""
-    passages: Sequence[Passage] = ()
-    """Texts with marked tokens; as a section, only the terminal shows them."""
+    notes: Sequence[str] = ()  # explanations of the table
+    passages: Sequence[Passage] = ()  # texts with marked tokens; as a section, only the terminal shows them
     instead: bool = False
     """True if the page shows it only without scripts; its script draws the same from `Document.explorer`."""
 
@@ -112,19 +99,13 @@ class Section:
 class Heading:
     """Head of a document, above all sections."""
 
-    title: str
-    """Title of the report, usually the model's name."""
+    title: str  # title of the report, usually the model's name
     command: str
-    facts: str
-    """Architecture, size and input of the model."""
-    asides: Sequence[str]
-    """Conventions of the model's attention, and how closely attnlens recomputes it."""
-    notes: Sequence[str]
-    """Caveats for reading the numbers."""
-    standing: str
-    """How much of the model was read, or the verdict on the experiments, studies or checks."""
-    sound: bool
-    """True if nothing is missing: the whole model was read, or no experiment, study or check failed."""
+    facts: str  # architecture, size and input of the model
+    asides: Sequence[str]  # conventions of the model's attention, and how closely attnlens recomputes it
+    notes: Sequence[str]  # caveats for reading the numbers
+    standing: str  # how much of the model was read, or the verdict on the experiments, studies or checks
+    sound: bool  # True if the whole model was read, or no experiment, study or check failed
 
 
 @dataclass(frozen=True)
@@ -133,20 +114,6 @@ class Document:
 
     head: Heading | None
     sections: Sequence[Section]
-    opening: Sequence[Section] = ()
-    """First sections of a page: the findings, their errors, and what is missing."""
+    opening: Sequence[Section] = ()  # first sections of a page: the findings, their errors, and what is missing
     explorer: Mapping[str, object] | None = None
     """Data of the interactive part of a page, between the opening and the sections."""
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """Rows for a spreadsheet, column → cell; a missing column is an empty cell."""
-
-    columns: Sequence[str]
-    rows: Sequence[Row]
-
-
-def sheet(rows: Sequence[Row]) -> Sheet:
-    """Build a sheet from rows; its columns are those of all rows, in order of first occurrence."""
-    return Sheet(list(dict.fromkeys(name for row in rows for name in row)), rows)

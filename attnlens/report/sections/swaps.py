@@ -7,19 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from attnlens.records import (
-    Change,
-    Control,
-    Effect,
-    KeyRank,
-    Outcome,
-    Plan,
-    Predictor,
-    Report,
-    Swap,
-    TextChange,
-    TextCosine,
-)
+from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Report, Swap, TextChange, TextCosine
 from attnlens.report.sections.section import Cell, Column, Section, Table, build_columns, build_table
 from attnlens.report.sentences import swaps as words
 from attnlens.report.sentences.plans import healing, plan_lines, plan_terms
@@ -387,53 +375,44 @@ def _delta_format(effects: Sequence[Effect]) -> Callable[[Effect], dict[str, str
 
 def _prediction_section(swaps: Sequence[Swap]) -> Section:
     """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
-    several = len(swaps) > 1
-    rows = []
+    several, rows = len(swaps) > 1, []
     for swap in swaps:
         strongest = sorted(swap.predictors, key=lambda each: -abs(each.rho))
         for each in strongest[: FEW_PREDICTORS if several else MOST_PREDICTORS]:
-            row = {"kernel": clean(swap.kernel)} if several else {}
-            rows.append(row | {"measure": clean(each.measure)} | _predictor_cells(each))
+            row = {
+                **({"kernel": clean(swap.kernel)} if several else {}),
+                "measure": clean(each.measure),
+                "ρ": format_number(each.rho, 2),
+                "over heads": interval(each.heads_ci95, 2),
+                "over layers": interval(each.layers_ci95, 2),
+                "over windows": interval(each.sequences_ci95, 2),
+                "p": p_value(each.p_corrected),
+                "holds": "*" if each.holds else "",
+                "heads": str(each.heads),
+            }
+            rows.append(row)
+    table = build_table(rows, {"kernel", "measure", "holds"}, names=1 + several) if rows else None
+    unmeasured = [clean(swap.kernel) for swap in swaps if not swap.predictors]
+    none = [f"{join_items(unmeasured, 8)}: none differs between heads, or the harm has no value."] if unmeasured else []
     notes = [_prediction_help(swaps)]
     first = swaps[0].prediction
     if first and first.left_out:
         by_reason = group_pairs((reason, clean(name)) for name, reason in first.left_out.items())
         groups = (f"{join_items(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
         notes.append(f"Not compared: {'; '.join(groups)}.")
-    table = build_table(rows, {"kernel", "measure", "holds"}, names=1 + several) if rows else None
-    return Section("What predicts harm", lines=[*map(_prediction_sentence, swaps)], table=table, notes=notes)
-
-
-def _predictor_cells(predictor: Predictor) -> dict[str, str]:
-    return {
-        "ρ": format_number(predictor.rho, 2),
-        "over heads": interval(predictor.heads_ci95, 2),
-        "over layers": interval(predictor.layers_ci95, 2),
-        "over windows": interval(predictor.sequences_ci95, 2),
-        "p": p_value(predictor.p_corrected),
-        "holds": "*" if predictor.holds else "",
-        "heads": str(predictor.heads),
-    }
-
-
-def _prediction_sentence(swap: Swap) -> str:
-    """State how many measures predict the harm of a kernel, and the strongest of them."""
-    if swap.prediction is None or not swap.predictors:
-        return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
-    holding = sorted((each for each in swap.predictors if each.holds), key=lambda each: -abs(each.rho))
-    scope = format_count(swap.prediction.measures, "measure")
-    strongest = f": {clean(holding[0].measure)} goes with it most closely" if holding else ""
-    return f"{clean(swap.kernel)}: {len(holding) or 'none'} of {scope} predicts the harm{strongest}."
+    return Section("What predicts harm", lines=none, table=table, notes=notes)
 
 
 def _prediction_help(swaps: Sequence[Swap]) -> str:
     """Explain the table of predictors and its limits."""
+    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
+    measures = " or ".join(dict.fromkeys(str(prediction.measures) for prediction in predictions))
     text = (
         "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
         "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
-        "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is not a cause"
+        f"{measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation "
+        "is not a cause"
     )
-    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
     ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
     if ceilings:
         least = " and ".join(dict.fromkeys(ceilings))

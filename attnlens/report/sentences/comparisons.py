@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
-from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyPair, StudyTable
+from attnlens.records import Comparison, MeasureChange, Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
 from attnlens.wording import big, clean, format_count, join_items, short, source_of
 
@@ -17,33 +17,33 @@ FEW_WORDS = 5
 """BLEU below which a translation shares only single words with its reference."""
 
 
-def how_trained(study: StudyTable, task: StudyColumn) -> str:
-    """Describe how the cells of a task were trained: sizes, steps, seeds, learning rates, tokens per run."""
+def task_lines(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+    """Yield how the cells of a task were trained, how they compare, and what to be careful about."""
     cells = [cell for cell in study.cells if cell.task == task.name]
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
-    rates = sizes["rates"]
-    count = len(rates) if isinstance(rates, list) else 1
+    rates = sizes["rates"] if isinstance(sizes["rates"], list) else []
     several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
     more = f"; of forms, {join_items(several, between='; ')}" if several else ""
-    return clean(
+    yield clean(
         f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
-        f"sequences, {format_count(seeds, 'seed')}; the learning rate is the best of {count} by validation loss after "
-        f"{sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens a run. "
+        f"sequences, {format_count(seeds, 'seed')}; the learning rate is the best of {len(rates) or 1} by validation "
+        f"loss after {sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens a run. "
         f"Scale: {study.scale}."
     )
-
-
-def at_the_edge(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield warnings if a cell's best learning rate is the smallest or largest tried, and if there is only one seed."""
-    rates = task.sizes["rates"]
-    ends = (min(rates), max(rates)) if isinstance(rates, list) and len(rates) > 1 else ()  # type: ignore[type-var]
-    cells = [cell for cell in study.cells if cell.task == task.name]
-    edge_cells = [cell.name for cell in cells if cell.rate in ends]
-    if edge_cells:
-        at_edge = join_items(edge_cells, 6, "; ")
-        yield f"At the end of the rates that were tried, so that others may be better: {at_edge}."
-    if max(len(cell.runs) for cell in cells) < 2:
+    yield from _agreement(study, task)
+    yield from _best_cells(study, task, [cell for cell in cells if cell.mean is not None])
+    edge = [cell.name for cell in cells if len(rates) > 1 and cell.rate in (min(rates), max(rates))]
+    if edge:
+        yield f"At the end of the rates that were tried, so that others may be better: {join_items(edge, 6, '; ')}."
+    if seeds < 2:
         yield "One seed has no error: nothing is compared."
+    if task.form == "translation" and task.left_out:
+        counts = join_items(f"{count} of {part}" for part, count in task.left_out.items())
+        yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
+    elif task.left_out:
+        yield f"Texts: {join_items(f'{count} {what}' for what, count in task.left_out.items())}."
+    if task.repeated:
+        yield f"Left out of training, as they are held out too: {format_count(task.repeated, 'pair')}."
 
 
 def standing(report: Report) -> tuple[str, bool]:
@@ -62,11 +62,9 @@ def title(report: Report) -> str:
     return clean("kernel study: " + ", ".join(study.name for study in report.studies))
 
 
-def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
-    for order in study.orderings:
-        if order.task != task.name:
-            continue
+    for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
             f"By {order.measure}, against {study.source} ({task.published}): of {format_count(total, 'pair')}, "
@@ -78,38 +76,19 @@ def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
             yield f"Not as published: {join_items(map(_format_pair, against), 4, '; ')}."
 
 
-def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
     """Yield the best cell by each measure, with the cells that do not differ from it significantly."""
-    cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
-        best = min(cells, key=partial(_cost, measure=measure))
-        beaten = [pair for pair in significant_pairs(study, task, measure) if best.name in (pair.first, pair.second)]
-        behind = {pair.second if pair.first == best.name else pair.first for pair in beaten}
-        level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
+        best = min(cells, key=partial(_cost, measure=measure)).name
+        beaten = [pair for pair in significant_pairs(study, task, measure) if best in (pair.first, pair.second)]
+        behind = {best, *(name for pair in beaten for name in (pair.first, pair.second))}
+        level = [cell.name for cell in cells if cell.name not in behind]
         largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
         others = f"not told apart from it: {join_items(level, 4, '; ')}"
         verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
-        yield f"Best by {measure}: {clean(best.name)}; {verdict}."
+        yield f"Best by {measure}: {clean(best)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
         yield f"BLEU below {FEW_WORDS} says that hardly a phrase is translated: the loss is the surer measure here."
-
-
-def not_trained(study: StudyTable) -> Iterator[str]:
-    """Yield the columns that were not trained because no data was given."""
-    if study.not_trained:
-        options = {"classification": "classification (--series or --labelled)"}
-        yield f"Not trained, as no data was given: {join_items(options.get(form, form) for form in study.not_trained)}."
-
-
-def left_out(task: StudyColumn) -> Iterator[str]:
-    """Yield how many pairs or texts were left out of the data, by reason."""
-    if task.form == "translation" and task.left_out:
-        counts = join_items(f"{count} of {part}" for part, count in task.left_out.items())
-        yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
-    elif task.left_out:
-        yield f"Texts: {join_items(f'{count} {what}' for what, count in task.left_out.items())}."
-    if task.repeated:
-        yield f"Left out of training, as they are held out too: {format_count(task.repeated, 'pair')}."
 
 
 def significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
@@ -146,31 +125,31 @@ def worth(comparison: Comparison) -> list[str]:
 
 def discoveries(comparison: Comparison) -> Iterator[str]:
     """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
-    heads = {(row.layer, row.head) for row in comparison.rows if row.named}
+
+    def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
+        return {(row.layer, row.head) for row in rows}
+
     yield (
         f"{comparison.named:,} of {comparison.tests:,} changes (heads × measures) are named at a false-discovery rate "
-        f"of {comparison.fdr:g}, in {len(heads)} of {format_count(len(comparison.heads), 'head')}."
+        f"of {comparison.fdr:g}, in {len(heads_of(row for row in comparison.rows if row.named))} of "
+        f"{format_count(len(comparison.heads), 'head')}."
     )
     blocks = [block for block in comparison.blocks if block.named]
     if blocks:
         largest = max(blocks, key=lambda block: block.change or 0.0)
         yield (
             f"{len(blocks)} of {format_count(len(comparison.blocks), 'block')} make something else of the same hidden "
-            f"states: {join_items([block.path for block in blocks])}, at most by "
-            f"{largest.change or 0.0:.2g} of their size"
-            f"{f' ({largest.path})' if len(blocks) > 1 else ''}."
+            f"states: {join_items([block.path for block in blocks])}, at most by {largest.change or 0.0:.2g} of their "
+            f"size{f' ({largest.path})' if len(blocks) > 1 else ''}."
         )
-    named = {name: _heads_with_named_change(comparison, name) for name in (OWN_ROWS, FORMS, ROWS)}
-    changed_by_weights = {
-        (row.layer, row.head) for row in comparison.rows if row.measure == OWN_ROWS and row.beyond_rounding
-    }
-    changed_by_weights |= named[OWN_ROWS]
-    named[FORMS] |= changed_by_weights & {
-        (head.layer, head.head) for head in comparison.heads if head.relation == "changed"
-    }
-    if named[FORMS]:
-        yield f"The form M of {format_count(len(named[FORMS]), 'head')} is another one: {_places(named[FORMS])}."
-    local = changed_by_weights - named[FORMS]
+    by_measure = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
+    named = {name: heads_of(row for row in rows if row.named) for name, rows in by_measure.items()}
+    by_weights = named[OWN_ROWS] | heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding)
+    changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
+    forms = named[FORMS] | (by_weights & changed)
+    if forms:
+        yield f"The form M of {format_count(len(forms), 'head')} is another one: {_places(forms)}."
+    local = by_weights - forms
     if local:
         unsure = len(local - named[OWN_ROWS])
         yield (
@@ -181,17 +160,10 @@ def discoveries(comparison: Comparison) -> Iterator[str]:
     if lone:
         which = join_items([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
         yield f"{format_count(len(lone), 'measure')} of a head with a value in one model alone: {which}."
-    alike = {
-        (row.layer, row.head) for row in comparison.rows if row.measure == OWN_ROWS and row.beyond_rounding is False
-    }
-    inherited = (named[ROWS] & alike) - changed_by_weights - named[FORMS]
+    alike = heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding is False)
+    inherited = (named[ROWS] & alike) - by_weights - forms
     if inherited:
-        attend = "attends" if len(inherited) == 1 else "attend"
-        yield f"{format_count(len(inherited), 'head')} {attend} otherwise only because of what changed before them."
-
-
-def _heads_with_named_change(comparison: Comparison, measure: str) -> set[tuple[int, int]]:
-    return {(row.layer, row.head) for row in comparison.rows if row.measure == measure and row.named}
+        yield f"{format_count(len(inherited), 'head')} changed only because their inputs changed."
 
 
 def _places(heads: set[tuple[int, int]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attnlens.records import Healing, HealingControl, HealingTraining, Pair, Plan, Rise
+from attnlens.records import Healing, HealingTraining, Pair, Plan, Rise
 from attnlens.report.sentences.swaps import figures
 from attnlens.wording import clean
 
@@ -16,27 +16,25 @@ STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
 def healing(record: Healing, unit: str) -> list[str]:
     """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
-    near = []
-    if distances and record.best in distances:
-        first, best = distances[min(distances)], distances[record.best]
-        name = "Loss on text kept back" if record.goal == "text" else "Validation distance to the original"
-        near.append(f"{name}: {figures(first)} at first, {figures(best)} at its best")
-    return [*_amounts(record), *map(_stage, record.stages), *near, *_losses(record, unit), *_control(record)]
-
-
-def _amounts(record: Healing) -> Iterator[str]:
     of_rank = f", as changes of rank {record.rank}" if record.rank else ""
-    yield (
+    lines = [
         f"Healing: {_format_amount(record)}, step {record.best} kept; {record.parameters:,} numbers trained{of_rank}, "
         f"learning rate {rate(record.learning_rate)}"
-    )
+    ]
     if record.tokens is not None and record.seconds is not None:
         goal = "the next tokens of the text" if record.goal == "text" else "the original model"
         peak = f"; {record.peak_memory_bytes / 2**20:,.0f} MiB at most" if record.peak_memory_bytes else ""
         many = f"{_count(record.tokens, 'token')}, {_count(record.batch or 0, 'sequence')} a step"
-        yield f"Taught by {goal}: {many}, {record.seconds:,.0f} s{peak}"
+        lines.append(f"Taught by {goal}: {many}, {record.seconds:,.0f} s{peak}")
     if record.eta is not None:
-        yield f"Training loss: the distance + {record.eta:g} · the KSVD regulariser, as in the {record.ksvd_convention}"
+        loss = f"the distance + {record.eta:g} · the KSVD regulariser, as in the {record.ksvd_convention}"
+        lines.append(f"Training loss: {loss}")
+    lines += map(_stage, record.stages)
+    if record.best in distances:
+        name = "Loss on text kept back" if record.goal == "text" else "Validation distance to the original"
+        first, best = figures(distances[min(distances)]), figures(distances[record.best])
+        lines.append(f"{name}: {first} at first, {best} at its best")
+    return [*lines, *_losses(record, unit), *_control(record)]
 
 
 def _format_amount(record: Healing) -> str:
@@ -57,36 +55,35 @@ def _count(number: int, noun: str) -> str:
 
 def _stage(stage: HealingTraining) -> str:
     rates = sorted(trial.rate for trial in stage.rates)
-    tried = f" (of {', '.join(map(rate, rates))})"
+    tried = f" (of {', '.join(map(rate, rates))})" if rates else ""
     name = STAGES[stage.stage]
     if not stage.steps:
-        return f"{name}: left out, as no learning rate{tried if stage.rates else ''} led nearer"
+        return f"{name}: left out, as no learning rate{tried} led nearer"
     speed = f", {stage.tokens_per_second:,.0f} tokens per second" if stage.tokens_per_second else ""
     ended = "; ended early, as the last checks gained nothing beyond their interval" if stage.stopped else ""
     lowered = "" if stage.lowered_from is None else f", lowered from {rate(stage.lowered_from)}"
     if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # older reports lack `lowered_from`
         lowered = ", lowered later"
-    chosen = f"learning rate {rate(stage.learning_rate)}{lowered}{tried if rates else ''}"
+    chosen = f"learning rate {rate(stage.learning_rate)}{lowered}{tried}"
     return f"{name}: {_count(stage.steps, 'step')}, {_count(stage.tokens, 'token')}{speed}, {chosen}{ended}"
 
 
 def _losses(record: Healing, unit: str) -> Iterator[str]:
-    drawn = [step for step in record.curve if step.loss is not None]
+    drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
     by_tokens = [
-        f"{figures(math.exp(step.loss))} at {step.tokens:,}"
-        for step in drawn
-        if step.tokens is not None and step.loss is not None and step.loss < 700  # exp overflows float64 above 709
+        f"{figures(math.exp(loss))} at {step.tokens:,}"
+        for step, loss in drawn
+        if step.tokens is not None and loss < 700  # exp overflows float64 above 709
     ]
     if by_tokens:
         yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
     elif drawn:
-        losses = [f"{figures(step.loss, 4)} at step {step.step}" for step in drawn if step.loss is not None]
-        yield f"Loss on the evaluation text, in {unit}: {', '.join(losses)}"
+        losses = ", ".join(f"{figures(loss, 4)} at step {step.step}" for step, loss in drawn)
+        yield f"Loss on the evaluation text, in {unit}: {losses}"
 
 
 def _control(record: Healing) -> Iterator[str]:
-    control: HealingControl | None = record.control
-    if control is None:
+    if (control := record.control) is None:
         return
     ends = control.ratio_ci95
     interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
@@ -116,16 +113,16 @@ PROMISED = (
     "in 95 % of such runs, and above it in 2.5 %."
 )
 MEASURED = (
-    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: each has an "
-    "interval of its own, and near 0 one may hold 0 where the other does not."
+    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: near 0 the "
+    "interval of one can contain 0 where that of the other does not."
 )
 HELD_OUT = (
-    "Each text's estimate and promise are of maps that were fitted to the other texts alone: they cover a kind of text "
-    "that was not fitted on. The maps kept are fitted to all of them."
+    "Each text's estimate and promise are of maps fitted to the other texts: they cover a kind of text that was not "
+    "fitted on. The maps kept are fitted to all of them."
 )
 FURTHER = (
-    "One more text: the upper end of the prediction interval of the texts' own rises; it holds for texts of the same "
-    "population as these, as long as each of them has here."
+    "One more text: the upper end of the prediction interval of the texts' own rises, for a text of the same "
+    "population and length."
 )
 LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
 UNITS = {"loss": "loss", "ppl": "perplexity"}
@@ -136,48 +133,49 @@ POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like the
 
 def plan_lines(plan: Plan) -> list[str]:
     """List the lines on a plan: mean rank, form, estimated, promised, measured and healed rise, savings, reasons."""
-    what = UNITS[plan.unit]
+    what, calibration, text = UNITS[plan.unit], clean(plan.calibration), clean(plan.text)
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _form(plan)
     if plan.estimated is not None:
-        lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
-    if plan.promised is not None:
-        line = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
-        lines += [line, *_by_text(plan.promised)]
-        if (further := plan.promised.further) is not None:
+        lines.append(f"Estimated: {rise(plan.estimated)} of {calibration}, which chose the ranks")
+    if (promised := plan.promised) is not None:
+        lines.append(f"Promised: {rise(promised)} of {calibration}, {_promise(plan, promised)}")
+        ranked = sorted(promised.by_text.items(), key=lambda item: item[1])
+        texts = (f"{share(alone)}{_ends(promised.ci95_by_text.get(name))} ({clean(name)})" for name, alone in ranked)
+        lines += [f"Text by text: {', '.join(texts)}"] if ranked else []
+        if (further := promised.further) is not None:
             verdict = "within the budget" if further <= plan.budget else "beyond the budget"
             lines.append(f"One more text like these: at most {share(further)} with a chance of 95 %, {verdict}")
-    if plan.measured is not None:
-        lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
+    if (measured := plan.measured) is not None:
+        broken = promised is not None and promised.bound(1) <= plan.budget < measured.share
+        failure = ": the promise does not hold on this text" if broken else ""
+        lines.append(f"Measured: {rise(measured)} on {text}, {_place_in_budget(plan, measured)}{failure}")
     if plan.healed is not None:
-        lines.append(f"Healed: {rise(plan.healed)} on {clean(plan.text)}")
+        lines.append(f"Healed: {rise(plan.healed)} on {text}")
     lines += _format_savings(plan)
     return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
 
 
 def plan_terms(plan: Plan) -> str:
     """Explain the terms that the lines and the table of a plan use."""
-    words = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
-    if plan.held_out:
-        words.append(HELD_OUT)
-    elif plan.promised is not None:
-        words.append(LONE)
-    if plan.estimated is not None:
-        words.append(ESTIMATED)
-    if plan.promised is not None:
-        words.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
-        words += [FURTHER] if plan.promised.further is not None else []
-    return " ".join([*words, MEASURED] if plan.measured is not None else words)
+    promised = plan.promised
+    terms = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
+    if plan.held_out or promised is not None:
+        terms.append(HELD_OUT if plan.held_out else LONE)
+    terms += [ESTIMATED] if plan.estimated is not None else []
+    if promised is not None:
+        terms.append(PROMISED.format(population=POPULATIONS[promised.over]))
+        terms += [FURTHER] if promised.further is not None else []
+    return " ".join([*terms, MEASURED] if plan.measured is not None else terms)
 
 
 def _form(plan: Plan) -> Iterator[str]:
     """Yield the form of the latents, and the forms that it was compared with."""
-    words = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
-    keys = "all key heads share a latent" if words.get("group") == "all" else "each key head has a latent of its own"
-    if words.get("group", "1") not in ("1", "all"):
-        keys = f"{words['group']} key heads share a latent"
-    turned = "before" if words.get("rotation") == "before" else "after"
-    by = "by the output" if words.get("metric") == "output" else "by attention"
+    form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
+    group = form.get("group", "1")
+    keys = "each key head has a latent of its own" if group == "1" else f"{group} key heads share a latent"
+    turned = "before" if form.get("rotation") == "before" else "after"
+    by = "by the output" if form.get("metric") == "output" else "by attention"
     yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
     if plan.forms:
         ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
@@ -187,30 +185,22 @@ def _form(plan: Plan) -> Iterator[str]:
 
 def _promise(plan: Plan, promised: Rise) -> str:
     """State whether the promised rise, its interval and the rise on each text are within the budget."""
+    beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
     if promised.share > plan.budget:
         return "beyond the budget: it is not kept"
-    if promised.high > plan.budget:
-        return "within the budget, though its interval is not: the budget may not be kept"
-    if beyond := [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]:
+    if promised.high <= plan.budget and beyond:
         return f"within the budget over all texts, and beyond it on {' and '.join(beyond)}: the budget may not be kept"
-    return "within the budget" + ("" if promised.ci95 else ", without an interval")
+    doubt = ": the budget may not be kept" if promised.high > plan.budget else ""
+    return f"{_place_in_budget(plan, promised)}{doubt}"
 
 
-def _verdict(plan: Plan, measured: Rise) -> str:
-    """State whether the measured rise and its interval are within the budget, and whether it breaks the promise."""
-    if measured.share > plan.budget:
-        promise_kept = plan.promised is not None and plan.promised.bound(1) <= plan.budget
-        return "beyond the budget" + (": the promise does not hold on this text" if promise_kept else "")
-    if measured.ci95 is None:
+def _place_in_budget(plan: Plan, record: Rise) -> str:
+    """State whether a rise and its interval are within the budget."""
+    if record.share > plan.budget:
+        return "beyond the budget"
+    if record.ci95 is None:
         return "within the budget, without an interval"
-    return "within the budget" + (", though its interval is not" if measured.ci95[1] > plan.budget else "")
-
-
-def _by_text(record: Rise) -> Iterator[str]:
-    if record.by_text:
-        ranked = sorted(record.by_text.items(), key=lambda item: item[1])
-        texts = (f"{share(alone)}{_ends(record.ci95_by_text.get(name))} ({clean(name)})" for name, alone in ranked)
-        yield f"Text by text: {', '.join(texts)}"
+    return "within the budget" + (", though its interval is not" if record.high > plan.budget else "")
 
 
 def _ends(interval: tuple[float, float] | None) -> str:
@@ -232,8 +222,8 @@ def _format_savings(plan: Plan) -> Iterator[str]:
         )
     if plan.keys_to_gain is not None:
         yield (
-            "Maps that can't be multiplied into W_Q and W_K, or are better not, cost operations of their own: fewer "
-            f"than they save once a query sees {plan.keys_to_gain:,.0f} keys"
+            "Maps that are not multiplied into W_Q and W_K cost operations of their own: fewer than they save once a "
+            f"query sees {plan.keys_to_gain:,.0f} keys"
         )
 
 

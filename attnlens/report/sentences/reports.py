@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
-
-import numpy as np
+from collections.abc import Iterable
 
 from attnlens.analyzers.registry import NULLS, MeasureInfo, find_measure
 from attnlens.records import Experiment, Extreme, Report, Skipped, Text
-from attnlens.report.shapes import MeasureMap, Shapes, by_turns, middle
+from attnlens.report.shapes import Shapes, by_turns
 from attnlens.wording import (
     NO_VALUE,
     big,
     clean,
     decimals_for,
-    decimals_with_error,
     format_count,
-    format_error,
     format_number,
     group_pairs,
     join_items,
@@ -34,54 +29,32 @@ def format_label(experiment: Experiment, name: str) -> str:
 
 def setting(experiment: Experiment, name: str) -> str:
     """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
-    words = format_label(experiment, name)
-    return f"{words}{':' * (' = ' in words)} {_value(experiment.settings[name])}"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_value, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-PASS, FAIL = "pass", "FAIL"
+    label, value = format_label(experiment, name), experiment.settings[name]
+    values = value if isinstance(value, list) else [value]
+    texts = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in values)
+    return f"{label}{':' * (' = ' in label)} {' '.join(texts)}"
 
 
 def outcome(report: Report) -> tuple[str, bool]:
-    """Return the verdict on the experiments, or, if they read a model, how much of it was read."""
-    return standing(report) if report.coverage.heads else (verdict(report), all_passed(report))
+    """Return the verdict on the experiments, or, if they read a model, how much of it was read.
 
-
-def verdict(report: Report) -> str:
-    """State which experiments miss the published figures, or that all meet them, and how many have none to meet."""
+    The flag is True if nothing is missing, or no experiment misses its published figures.
+    """
+    if report.coverage.heads:
+        return standing(report)
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
     failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
     total = format_count(len(report.experiments), "experiment")
     if not judged:
-        return f"{total}; nothing published to compare with."
-    some = f"{len(judged)} of {total} {'has' if len(judged) == 1 else 'have'} published figures to meet"
-    partly = len(judged) < len(report.experiments)
-    if failed:
-        verb = "misses" if len(failed) == 1 else "miss"
-        if partly:
-            return f"{some}, and {len(failed)} of these {verb} them: {join_items(failed)}."
-        return f"{len(failed)} of {total} {verb} what was published: {join_items(failed)}."
-    if partly:
-        return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
-    if len(judged) == 1:
-        return "The experiment meets what was published."
-    return f"All {format_count(len(judged), 'experiment')} meet what was published."
-
-
-def all_passed(report: Report) -> bool:
-    """Return True if no experiment misses its published figures."""
-    return all(experiment.passed is not False for experiment in report.experiments)
+        return f"{total}; nothing published to compare with.", True
+    some = f"{len(judged)} of {total} compared with published figures"
+    return f"{some}; {f'not met by {join_items(failed)}' if failed else 'all are met'}.", not failed
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
     """Return `pass`, `FAIL`, or `–` if nothing was published."""
     met = experiment.meets(figure)
-    return NO_VALUE if met is None else PASS if met else FAIL
+    return NO_VALUE if met is None else "pass" if met else "FAIL"
 
 
 def heads_of(experiment: Experiment) -> int:
@@ -111,44 +84,6 @@ def _place(name: str) -> float:
     return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
-def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield (measure, finding) for each headline measure that varies between heads, or else for the first measure."""
-    varying = [reading for reading in shapes.readings.values() if not reading.constant]
-    headlines = [reading for reading in varying if reading.info.headline] or varying[:1]
-    yield from ((clean(reading.name), finding(reading, shapes)) for reading in headlines)
-
-
-def finding(reading: MeasureMap, shapes: Shapes) -> str:
-    """Format a finding: `median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads …`"""
-    if reading.labels:
-        names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
-        return join_items((f"{name}: {format_count(count, 'head')}" for name, count in names.most_common()), 5)
-    error = shapes.report.summary.median_errors.get(reading.name)
-    decimals = decimals_with_error(reading.present.tolist(), error)
-    low, median, high = (format_number(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
-    error_text = f" ± {format_error(error, decimals)}" if error is not None else ""
-    number = format_count(reading.present.size, "head")
-    over = f" over {number}, from {low} to {high}" if reading.present.size > 1 else ""
-    return f"{'median ' * bool(over)}{median}{error_text}{over}{_chance(reading)}".replace("-", "−")
-
-
-def _chance(reading: MeasureMap) -> str:
-    """Format the null, and how many heads are more than three standard deviations above or below it."""
-    if reading.null is None:
-        return ""
-    known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
-    distance = (reading.values - reading.null_means)[known]
-    reach = 3 * reading.null_sds[known]
-    above, below = int((distance > reach).sum()), int((distance < -reach).sum())
-    mean, sd = middle(reading.null_means), middle(reading.null_sds)
-    decimals = decimals_with_error([mean], sd)
-    sides = [
-        f"{format_count(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number
-    ]
-    text = f"{join_items(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
-    return f"; chance reads {format_number(mean, decimals)} ± {format_error(sd, decimals)}: {text}"
-
-
 def null_words(measures: Iterable[MeasureInfo]) -> str:
     """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
     kinds = {source_of(info.name): info.null for info in measures}
@@ -175,23 +110,22 @@ def population(report: Report, counted: str = "") -> str:
     Consecutive windows from the beginning do not represent the rest of their text. Several texts are weighted by their
     windows, or by the unit in `counted`.
     """
-    settings = report.settings
-    texts, what = _texts_in_windows(report), f"{_unit(report)}s"
+    settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
         return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
     first, names = settings.placement == "first", join_items([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
-    weights = f"; every {counted or _unit(report)} counts once, and the texts gave {join_items(counts)} {what}"
-    weights *= len(texts) > 1
-    if len(texts) < len(settings.texts) and settings.noise is None:
-        weights += "; what reads no text varies by what stands beside it alone"
     if settings.intervals == "texts":
-        return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
-    if first:
-        scope = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
+        scope = f"over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these"
+    elif first:
+        scope = f"over the first {sum(counts)} {unit}s and hold for {unit}s like these, not for all of {names}"
     else:
-        scope = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
-    return f"errors are {scope}{weights}"
+        scope = f"over {unit}s and hold for the {sum(text.available or 0 for text in texts)} {unit}s of {names}"
+    if len(texts) > 1:
+        scope += f"; every {counted or unit} counts once, and the texts gave {join_items(counts)} {unit}s"
+    if len(texts) < len(settings.texts) and settings.noise is None:
+        scope += "; heads that read no text vary by the other input only"
+    return f"errors are {scope}"
 
 
 def _unit(report: Report) -> str:
@@ -270,27 +204,23 @@ def adapter(report: Report) -> str:
 
 def other_base(report: Report) -> list[str]:
     """Return a warning if the adapter names another base than the model; compares only the last parts of the ids."""
-    record = report.model.adapter
-    if record is None or record.base is None or _last(record.base) == _last(report.model.id):
+
+    def last(name: str) -> str:
+        return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
+
+    record, model = report.model.adapter, report.model.id
+    if record is None or record.base is None or last(record.base) == last(model):
         return []
-    base = report.model.id
-    return [clean(f"The adapter says that its base is {record.base}; it was merged into {base}, whose shapes it fits.")]
-
-
-def _last(name: str) -> str:
-    """Return the last part of an id or path in lower case, without a revision."""
-    return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
+    return [
+        clean(f"The adapter says that its base is {record.base}; it was merged into {model}, whose shapes it fits.")
+    ]
 
 
 def state_unexpected(report: Report) -> list[str]:
     """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
-    if not names:
-        return []
-    return [
-        f"{format_count(len(names), 'tensor')} of the files not used by {report.model.architecture}: "
-        f"{join_items(names)}."
-    ]
+    unused = f"{format_count(len(names), 'tensor')} of the files not used by {report.model.architecture}"
+    return [f"{unused}: {join_items(names)}."] if names else []
 
 
 def identity(report: Report) -> str:

@@ -93,8 +93,7 @@ def beyond_legend(rows: Sequence[Outcome]) -> str:
 
 def greedy(swap: Swap) -> str:
     """State how many generated tokens agree with the original model's; empty if nothing was generated."""
-    agreement = swap.agreement
-    if agreement is None:
+    if (agreement := swap.agreement) is None:
         return ""
     quartiles = " to ".join(_tokens(number, agreement) for number in agreement.quartiles)
     what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
@@ -235,9 +234,8 @@ def proof(swaps: Sequence[Swap]) -> str:
     """Format the identity, causality and mask errors, the worst over the kernels."""
     texts = []
     for name in ("identity", "causality", "mask"):
-        errors = (getattr(swap, f"{name}_error") for swap in swaps)
-        worst: float | None = max((error for error in errors if error is not None), default=None)
-        texts.append(f"{name} error {NO_VALUE if worst is None else f'{worst:.1e}' if worst else '0'}")
+        errors: list[float] = [error for swap in swaps if (error := getattr(swap, f"{name}_error")) is not None]
+        texts.append(f"{name} error {f'{max(errors):.1e}' if any(errors) else '0' if errors else NO_VALUE}")
     return f"Proof: {', '.join(texts)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
 
 
@@ -263,10 +261,11 @@ def ratio(pair: Pair) -> float | None:
 
 def off_simplex(swap: Swap) -> str:
     """State the share of the attention's mass that is negative; empty if there is none."""
-    if not swap.off_simplex:
+    share = swap.off_simplex
+    if not share:
         return ""
-    share = percent(swap.off_simplex, 1) if swap.off_simplex >= 5e-4 else "Less than 0.1 %"
-    return f"{share} of the attention's mass is negative, outside the simplex."
+    text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
+    return f"{text} of the attention's mass is negative, outside the simplex."
 
 
 def notes(swaps: Sequence[Swap]) -> list[str]:
