@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from attnlens.models.loading import Loaded
-
-T = TypeVar("T")
 
 
 @public
@@ -77,7 +75,9 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Te
     return {name: value.to(loading.device_of_inputs(model)) for name, value in batch.items()}
 
 
-def wrap_model(model: T | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> T | Loaded:
+def wrap_model(
+    model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str | os.PathLike[str] | Loaded:
     """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
     if isinstance(model, loading.Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
@@ -102,7 +102,7 @@ def wrap_model(model: T | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return loading.Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
 
 
-def held_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
     """Wrap a model in memory. Raise UsageError for a name or anything else."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, loading.Loaded):

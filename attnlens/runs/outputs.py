@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -139,7 +140,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     return PassOutputs(predictions(result, fed, task), hidden, owners, seconds)
 
 
-def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
+def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
     """Return the logits at the predicted positions, in float32 or better; one row per sequence for a classifier."""
     if task == "hidden":
         return None
@@ -230,16 +231,17 @@ class TokenLosses:
 
     def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
-        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
-        return TokenLosses([before], [after], [_join_rows(self.back, 0)])
+        return TokenLosses(*([part] for part in self._joined()))
+
+    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan), _join_rows(self.back, 0)
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
-        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
+        before, after, _ = self._joined()
         length, changes = before.shape[1], []
         bins = min(BINS, length)
-        for part in range(bins):
-            start, end = length * part // bins, length * (part + 1) // bins
+        for start, end in pairwise(length * part // bins for part in range(bins + 1)):
             chosen = torch.zeros_like(before, dtype=torch.bool)
             chosen[:, start:end] = True
             change, tokens = _change(before, after, chosen, design, seed)
@@ -256,8 +258,8 @@ class TokenLosses:
             distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
             return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
-        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
-        change, tokens = _change(before, after, _join_rows(self.back, 0) > window, design, seed)
+        before, after, back = self._joined()
+        change, tokens = _change(before, after, back > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 
 

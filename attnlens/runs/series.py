@@ -33,8 +33,7 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
-from attnlens.runs.inspect.pipeline import compute
-from attnlens.runs.inspect.survey import survey
+from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
@@ -213,8 +212,9 @@ def find_checkpoints(
             "Give one hub model, e.g.: attnlens converge MODEL --revisions step1,step2",
         )
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
+    all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
-    for model, revision in product(models, revisions or [None]):
+    for model, revision in product(models, all_revisions):
         place = find(model, revision, offline=offline, allow_pickle=allow_pickle)
         name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
         if any((place.folder, place.file) == (each.place.folder, each.place.file) for each in checkpoints):

@@ -84,12 +84,10 @@ class Failure:
 class Outcome(Generic[V]):
     """Results of a run's units."""
 
-    values: dict[str, V]
-    """Values by unit, in the order of the run."""
+    values: dict[str, V]  # values by unit, in the order of the run
     missing: dict[str, str]
     """Reasons of units without a value, in the order of the run; without those that an interruption prevented."""
-    stopped: bool
-    """True if the user interrupted the run."""
+    stopped: bool  # True if the user interrupted the run
 
 
 @dataclass(frozen=True)
@@ -443,8 +441,9 @@ def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tu
 
     Without an address or RAY_ADDRESS, a cluster with `plan.jobs` workers is started on this machine.
     """
+    import torch
+
     ray: Any = import_module("ray")
-    torch: Any = import_module("torch")
     started = not ray.is_initialized()
     if started:
         _start_ray(ray, plan)
