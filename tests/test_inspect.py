@@ -422,7 +422,7 @@ def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(
     assert many.settings.intervals == "texts"
     assert "hold for texts like these" in population(many)
     assert len(many.summary.texts) == 6
-    with pytest.raises(UsageError, match="need at least 5 texts, but there are 3"):
+    with pytest.raises(UsageError, match="need at least 5 texts, but the 6 sequences come from 3"):
         attnlens.inspect(demo, source="tokens", text=paths[:3], windows=6, length=32, intervals="texts")
 
 

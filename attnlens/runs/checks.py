@@ -123,11 +123,6 @@ which another last token can move too, and far below what a visible token change
 NOT_RUN = "it does not run on this input"
 
 
-def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
-    """Return the sites that these inputs reach. Raise what `survey_model` raises."""
-    return survey_model(loaded, inputs).sites
-
-
 def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Survey:
     """Survey the model on inputs `made_up` by attnlens, or by the user. Raise ModelError if it can't run on them."""
     try:
@@ -171,7 +166,7 @@ def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
     """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
     try:
-        single = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
+        single = survey_model(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs).sites
     except ModelError:  # a model that needs more tokens (Canine's strides)
         return reached
     return match_sites(reached, single) or reached  # one token does not show whether a site is causal
@@ -192,7 +187,7 @@ def without_media(
     def reach(known: Sequence[SiteCall], count: int) -> Sequence[SiteCall]:
         try:
             bare = texts.placeholder(loaded, count, seed, bare=True).batches[0].inputs
-            by_call = {(each.site.path, each.site.ordinal): each for each in sites(loaded, bare)}
+            by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, bare).sites}
         except (ModelError, TextError):
             return known
         return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]

@@ -137,11 +137,9 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 def refuse_work(request: Request) -> None:
     """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
     fields = type(request).model_fields
-    named = [
-        name for name in WorkRequest.model_fields if name in fields and getattr(request, name) != fields[name].default
-    ]
-    if named:
-        raise UsageError(
-            f"The model is in memory, which other processes cannot access: {named[0]} would be ignored.",
-            "Pass its name or folder, or omit the option.",
-        )
+    for name in WorkRequest.model_fields:
+        if name in fields and getattr(request, name) != fields[name].default:
+            raise UsageError(
+                f"The model is in memory, which other processes cannot access: {name} would be ignored.",
+                "Pass its name or folder, or omit the option.",
+            )

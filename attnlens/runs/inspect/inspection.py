@@ -51,20 +51,15 @@ class HeadValues(TypedDict):
     curves: dict[str, list[float]]
 
 
-class WeightsUnit(TypedDict, total=False):
-    """Measures of one site's weights."""
+class Unit(TypedDict, total=False):
+    """Result of a work unit. Units of weights and of gatherers have `answers`, units of tokens `values`."""
 
-    heads: dict[int, HeadValues]  # heads with finite weights
+    answers: dict[Place, dict[int, HeadValues]]  # by (site, "weights" or gatherer), and by head
     layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
     traits: dict[str, bool]  # fields of `weights.Traits`
-    skipped: list[dict[str, object]]  # fields of each `Skipped`
-
-
-class TokensUnit(TypedDict):
-    """Measures of one batch of sequences."""
-
-    sequences: int  # number of sequences
-    values: dict[Place, Tensor]  # (sequences, heads), NaN if missing
+    selections: list[dict[str, object]]  # fields of each `Selection` to show
+    sequences: int  # number of sequences of a batch
+    values: dict[Place, Tensor]  # by (site, measure): (sequences, heads), NaN if missing
     curves: dict[Place, list[list[Tensor]]]  # number of sequences and mean of each piece, both (heads, steps)
     losses: list[Tensor]  # mean loss of each sequence with predictions, and its number of predicted tokens; or empty
     vocabulary: int  # number of tokens in the model's vocabulary; 0 without losses
@@ -72,14 +67,6 @@ class TokensUnit(TypedDict):
     skipped: list[dict[str, object]]  # fields of each `Skipped`
 
 
-class GatheredUnit(TypedDict):
-    """Answers of the gatherers of a few sites over all sequences."""
-
-    answers: dict[Place, dict[int, HeadValues]]  # by (site, analyzer), and by head
-    selections: list[dict[str, object]]  # fields of each `Selection` to show
-
-
-Unit = WeightsUnit | TokensUnit | GatheredUnit
 SiteFactors = Factors | UnreadableError
 """Factors of a site's weights, or why they can't be read."""
 
@@ -266,7 +253,7 @@ class Inspection(PreparedRun):
             return self._read_gathered(self.inputs, unit)
         return self._read_tokens(self.inputs, unit.batch)
 
-    def _read_weights(self, site: Site) -> WeightsUnit:
+    def _read_weights(self, site: Site) -> Unit:
         """Compute the weights.* measures of a site, with their nulls."""
         factors, base = next(self._read_factors([site]))
         if self.factors is not None:
@@ -275,11 +262,40 @@ class Inspection(PreparedRun):
             return {}
         if isinstance(factors, UnreadableError):
             return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem).model_dump()]}
-        unit = self._measure_weights(factors, base)
-        unit["traits"] = asdict(factors.traits)
+        whole = replace(factors.query_key, base=base)
+        finite = finite_heads(whole)
+        by_head: dict[int, HeadValues] = {head: {"measures": {}, "windows": {}, "curves": {}} for head in finite}
+        unit: Unit = {
+            "answers": {(site.name, "weights"): by_head},
+            "traits": asdict(factors.traits),
+            "skipped": [entry.model_dump() for entry in self._skip_nonfinite(site, whole, finite, "weights")],
+        }
+        if not finite:
+            return unit
+        complete = len(finite) == len(whole.heads) and site.part != "cross"
+        unit["layer_symmetry"] = linalg.layer_symmetry(factors.summed) if complete else None
+        query_key = whole.select(finite)
+        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
+        norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
+        nulls = self._draw_nulls(query_key)
+        for analyzer in self.analyzers_of("weights"):
+            readings, bases = analyzer.function(query_key), {}
+            if query_key.base is not None and not analyzer.needs_base:
+                unchanged = base is not None and base.query is whole.query
+                bases = readings if unchanged else analyzer.function(query_key.base)
+            for info in analyzer.measures:
+                null = scale_null(nulls[info.name], info, norms).tolist() if info.name in nulls else None
+                for index, values in enumerate(by_head.values()):
+                    value, other = (part[info.name][index] if info.name in part else None for part in (readings, bases))
+                    if not info.curve:
+                        chance = None if null is None else Null(mean=null[index][0], sd=null[index][1])
+                        measure = build_measure(info, site, value, n=1, null=chance, base=other)
+                        values["measures"][info.name] = measure.model_dump()
+                    elif value is not None:
+                        values["curves"][info.name] = value.tolist()
         return unit
 
-    def _read_tokens(self, inputs: texts.Batches, number: int) -> TokensUnit:
+    def _read_tokens(self, inputs: texts.Batches, number: int) -> Unit:
         """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
         batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
         # lines differ in length, and so do their curves
@@ -319,7 +335,7 @@ class Inspection(PreparedRun):
             "skipped": [entry.model_dump() for entry in skipped],
         }
 
-    def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> GatheredUnit:
+    def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> Unit:
         """Compute the gatherers' answers for the sites of a unit, over all sequences.
 
         Raise Stopped with the answers so far if the user interrupts it.
@@ -424,38 +440,6 @@ class Inspection(PreparedRun):
         else:
             reason = "turn with their position (RoPE)"
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
-
-    def _measure_weights(self, factors: Factors, base: QueryKey | None) -> WeightsUnit:
-        """Compute the measures of the heads with finite weights."""
-        whole = replace(factors.query_key, base=base)
-        site, finite = factors.site, finite_heads(whole)
-        skipped = self._skip_nonfinite(site, whole, finite, "weights")
-        unit: WeightsUnit = {"heads": {}, "skipped": [entry.model_dump() for entry in skipped]}
-        if not finite:
-            return unit
-        complete = len(finite) == len(whole.heads) and site.part != "cross"
-        unit["layer_symmetry"] = linalg.layer_symmetry(factors.summed) if complete else None
-        query_key = whole.select(finite)
-        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
-        norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
-        nulls = self._draw_nulls(query_key)
-        unit["heads"] = {head: {"measures": {}, "windows": {}, "curves": {}} for head in finite}
-        for analyzer in self.analyzers_of("weights"):
-            readings, bases = analyzer.function(query_key), {}
-            if query_key.base is not None and not analyzer.needs_base:
-                unchanged = base is not None and base.query is whole.query
-                bases = readings if unchanged else analyzer.function(query_key.base)
-            for info in analyzer.measures:
-                null = scale_null(nulls[info.name], info, norms).tolist() if info.name in nulls else None
-                for index, values in enumerate(unit["heads"].values()):
-                    value, other = (part[info.name][index] if info.name in part else None for part in (readings, bases))
-                    if not info.curve:
-                        chance = None if null is None else Null(mean=null[index][0], sd=null[index][1])
-                        measure = build_measure(info, site, value, n=1, null=chance, base=other)
-                        values["measures"][info.name] = measure.model_dump()
-                    elif value is not None:
-                        values["curves"][info.name] = value.tolist()
-        return unit
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
         """Return the nulls of sites with this shape, scale and rotation; each is drawn once."""

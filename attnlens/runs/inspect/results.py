@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,12 +36,9 @@ from attnlens.runs import checks
 from attnlens.runs.feeding import LOSS, guess_notes
 from attnlens.runs.inspect.inspection import (
     TWO_DOMAINS,
-    GatheredUnit,
     HeadValues,
     Inspection,
-    TokensUnit,
     Unit,
-    WeightsUnit,
     WorkUnit,
     build_measure,
     merge_skipped,
@@ -69,18 +66,19 @@ class Results:
     missing: Mapping[str, str] = field(default_factory=dict)  # reasons of the units that failed
     interrupted: bool = False  # True if the user interrupted the run
 
-    def _units(self, stage: str) -> list[tuple[WorkUnit, Any]]:
+    def _units(self, stage: str) -> list[tuple[WorkUnit, Unit]]:
         """Return the finished units of a stage with their values, in the order of the run."""
         units = self.inspection.units.items()
         return [(unit, self.values[name]) for name, unit in units if unit.stage == stage and name in self.values]
 
     @cached_property
-    def _weights(self) -> dict[Site, WeightsUnit]:
-        return {unit.sites[0]: value for unit, value in self._units("weights")}
+    def _tokens(self) -> list[Unit]:
+        return [value for _, value in self._units("tokens")]
 
     @cached_property
-    def _tokens(self) -> list[TokensUnit]:
-        return [value for _, value in self._units("tokens")]
+    def _gathered(self) -> list[Unit]:
+        # their values cover every sequence
+        return [value for _, value in self._units("gathered") if len(self.finished) == self.total]
 
     @cached_property
     def finished(self) -> list[int]:
@@ -101,11 +99,6 @@ class Results:
         return [names[number] for number in self.finished] if names else []
 
     @cached_property
-    def _gathered(self) -> list[GatheredUnit]:
-        # their values cover every sequence
-        return [value for _, value in self._units("gathered") if len(self.finished) == self.total]
-
-    @cached_property
     def design(self) -> Design:
         """Sampling design of the finished sequences."""
         names = self.inspection.window_texts or [""] * self.total
@@ -115,17 +108,17 @@ class Results:
     def skipped(self) -> list[Skipped]:
         """What could not be measured, and why."""
         skipped = list(self.inspection.skipped)
-        for unit in [*self._weights.values(), *self._tokens]:
-            skipped += [Skipped.model_validate(entry) for entry in unit.get("skipped", ())]
+        for _, value in [*self._units("weights"), *self._units("tokens")]:
+            skipped += [Skipped.model_validate(entry) for entry in value.get("skipped", ())]
         units = self.inspection.units
         for name, reason in self.missing.items():
             skipped += [Skipped(site=site.name, reason=f"{name}: {reason}") for site in units[name].sites]
         if self.interrupted and len(self.finished) < self.total:
             unread = f"{self.total - len(self.finished)} of {self.total} sequences"
             skipped.append(Skipped(site=unread, reason=INTERRUPTED))
-        for name, work_unit in units.items():
-            if self.interrupted and name not in self.values and work_unit.stage != "tokens":
-                skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in work_unit.sites]
+        for name, unit in units.items():
+            if self.interrupted and name not in self.values and unit.stage != "tokens":
+                skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in unit.sites]
         return merge_skipped(skipped)
 
     @cached_property
@@ -180,8 +173,8 @@ class Results:
     @cached_property
     def layer_symmetry(self) -> dict[int, float | None]:
         """Symmetry of the sum of the heads' matrices, by layer."""
-        units = self._weights.items()
-        return {site.layer: unit["layer_symmetry"] for site, unit in units if "layer_symmetry" in unit}
+        units = self._units("weights")
+        return {unit.sites[0].layer: value["layer_symmetry"] for unit, value in units if "layer_symmetry" in value}
 
     def build_report(self) -> Report:
         """Build the report of the run."""
@@ -190,7 +183,7 @@ class Results:
             settings = settings.model_copy(update={"notes": [*settings.notes, *self._loss_notes()]})
         if len(self.finished) < self.total:
             settings = settings.model_copy(update={"windows": len(self.finished)})
-        traits = [Traits(**unit["traits"]) for unit in self._weights.values() if "traits" in unit]
+        traits = [Traits(**value["traits"]) for _, value in self._units("weights") if "traits" in value]
         how = checks.conventions(inspection.reached, traits) if inspection.analyzers_of("weights") else None
         body = InspectionBody(
             selections=[Selection.model_validate(fields) for unit in self._gathered for fields in unit["selections"]],
@@ -262,11 +255,12 @@ class Results:
 
     @cached_property
     def _answers(self) -> dict[Place, dict[int, HeadValues]]:
-        return {place: by_head for unit in self._gathered for place, by_head in unit["answers"].items()}
+        units = [*(value for _, value in self._units("weights")), *self._gathered]
+        return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
     def _read_head(self, site: Site, head: int) -> Iterator[NamedValue]:
         """Yield what analyzers and gatherers measure in a head."""
-        weights = self._weights.get(site, {}).get("heads", {})
+        weights = self._answers.get((site.name, "weights"), {})
         if head in weights:
             yield from _validate(weights[head])
         analyzers = self.inspection.analyzers_of("tokens") if self.inspection.batches else ()
