@@ -196,10 +196,7 @@ def without_media(
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return by how much the model's outputs change when its own attention is recomputed.
-
-    Raise ModelError if the model can't run on these inputs.
-    """
+    """Measure the change of the outputs if the model's own attention is recomputed; raise ModelError if it fails."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _refusing(loaded, inputs):
@@ -239,10 +236,7 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head; `hidden` if it predicts the next token but already sees it (PaliGemma).
-
-    Raise ModelError if the model can't run on these inputs.
-    """
+    """Return the task of the model's head; `hidden` if it predicts the next token but already sees it (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]

@@ -218,10 +218,7 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check each site as `reached` by `inputs`; `first` are the sites reached by one token, for reading weights.
-
-    Only these `layers` and `heads` are checked; a site without any of the heads is left out.
-    """
+    """Check each site as `reached`, in these layers and heads; `first` are the sites as one token reaches them."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)

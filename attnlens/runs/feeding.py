@@ -103,10 +103,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
-    """Return the settings with the model's device and dtype and its length of a window.
-
-    Raise UsageError for more tokens than the model has positions.
-    """
+    """Return the settings with the model's device, dtype and window length; raise UsageError for too many tokens."""
     return settings.model_copy(
         update={
             "device": loading.places_of(loaded.model),

@@ -115,10 +115,7 @@ def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts.
-
-    Its weights, their gradients and the state of the random number generators are not changed.
-    """
+    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts."""
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]

@@ -92,11 +92,7 @@ class Store:
         return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return the value of a unit, or None if it is not finished.
-
-        A damaged or truncated file, or one of another unit, is reported, renamed and ignored.
-        Raise OutputError if a file cannot be read.
-        """
+        """Return the value of a unit, or None; a damaged or foreign file is reported, renamed and ignored."""
         path = self.path(name)
         with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:

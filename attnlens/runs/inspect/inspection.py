@@ -336,10 +336,7 @@ class Inspection(PreparedRun):
         }
 
     def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> Unit:
-        """Compute the gatherers' answers for the sites of a unit, over all sequences.
-
-        Raise Stopped with the answers so far if the user interrupts it.
-        """
+        """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
         gatherers: dict[Site, list[Gatherer]] = {}
         answers: dict[Place, dict[int, HeadValues]] = {}
         selections = []

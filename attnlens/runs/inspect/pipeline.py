@@ -131,8 +131,7 @@ def compute(
 ) -> tuple[Report, Results]:
     """Read the units of an inspection; return the report, and the results that it is made from.
 
-    A unit that fails is replaced by its reason. Raise Interrupted, which contains the finished part, ModelError if no
-    head has a value, and what `run_units` raises.
+    Raise Interrupted, which contains the finished part, and ModelError if no head has a value.
     """
     units = plan.select_units(list(inspection.units))
     sizes = [batch.size for batch in inspection.batches]
@@ -192,8 +191,7 @@ def read_sites(
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
     """Cut the texts, find the model's sites, and verify that recomputed attention changes nothing.
 
-    `factors` is filled with the factors of each site's weights when they are read. Raise ModelError, IdentityError,
-    TextError and UsageError.
+    `factors` is filled with the factors of each site's weights when they are read.
     """
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
@@ -249,10 +247,7 @@ def inspect_sites(
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches; return the settings that describe them, and why none are read if they should be.
-
-    None are read for weights alone, or if both sources are read and no tokenizer exists.
-    """
+    """Cut the texts into batches; return the settings that describe them, and why none are read if they should be."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=feeding.NOTHING_FED)
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):

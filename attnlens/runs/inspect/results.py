@@ -400,10 +400,7 @@ def summarise(results: Results) -> Summary:
 
 
 def _summarise_heads(records: Sequence[Head], seed: int) -> tuple[dict[str, float], dict[str, Null]]:
-    """Compute each measure's median over the heads that have a value, and that of as many heads expected by chance.
-
-    Categories have no median.
-    """
+    """Compute each measure's median (categories have none) over heads with a value, and that of as many by chance."""
     by_name: dict[str, list[Measure]] = defaultdict(list)
     for record in records:
         for name, measure in record.measures.items():
