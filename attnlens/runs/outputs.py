@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,11 +128,12 @@ def owned_means(
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     """Run one forward pass and time it."""
-    _wait(model)
+    wait = partial(torch.cuda.synchronize, model.device) if model.device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     with torch.no_grad():
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
-    _wait(model)
+    wait()
     seconds = time.perf_counter() - start
     # a model that cuts images into windows yields several rows per image, image by image
     states = last_states(result)
@@ -174,11 +176,6 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     original, new = original.log_softmax(-1), new.log_softmax(-1)
     p = original.exp()
     return (new.exp() - p - p * (new - original)).sum(-1)
-
-
-def _wait(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
 
 
 LARGEST_LOSS = 700.0
