@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError, is_memory
@@ -222,16 +223,21 @@ class TokenLosses:
     ) -> None:
         """Add the losses at a batch's targets: the original's, and the changed model's."""
         predicted = (targets != NOTHING).cpu()
+        counts = predicted.sum(1).tolist()
         for loss, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(_move_to_front(loss.double().cpu(), predicted, torch.nan))
-        self.back.append(_move_to_front(evidence(ids, targets)[predicted], predicted, 0))
+            rows.append(pad_sequence(loss.double().cpu().split(counts), batch_first=True, padding_value=torch.nan))
+        self.back.append(pad_sequence(evidence(ids, targets)[predicted].split(counts), batch_first=True))
 
     def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
         return TokenLosses(*([part] for part in self._joined()))
 
     def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        return _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan), _join_rows(self.back, 0)
+        before, after, back = (
+            pad_sequence([row for part in parts for row in part], batch_first=True, padding_value=filler)
+            for parts, filler in ((self.before, torch.nan), (self.after, torch.nan), (self.back, 0))
+        )
+        return before, after, back
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
@@ -284,16 +290,3 @@ def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed:
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))
     return paired_change(first, second, counts, design, seed), int(counts.sum())
-
-
-def _move_to_front(values: Tensor, present: Bool[Tensor, "batch positions"], filler: float) -> Tensor:
-    """Arrange the values in rows as `present` does, moved to the front of their rows."""
-    rows = values.new_full(present.shape, filler)
-    rows[present.sort(dim=1, descending=True, stable=True).values] = values
-    return rows[:, : int(present.sum(1).max())]
-
-
-def _join_rows(parts: Sequence[Tensor], filler: float) -> Tensor:
-    """Join the rows of all batches; pad shorter ones."""
-    longest = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=filler) for part in parts])
