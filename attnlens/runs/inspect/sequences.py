@@ -79,7 +79,7 @@ class SequenceValues:
     """Number of sequences and mean curve of each piece, both (heads, steps)."""
 
     def measure(self, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], total: int) -> None:
-        """Add what analyzers return for a batch, whose rows belong to these sequences; `total` is the number of heads."""
+        """Add what analyzers return for a batch with rows of these sequences; `total` is the number of heads."""
         for rows, piece in split_batch(query_key):
             for analyzer in analyzers:
                 readings = analyzer.function(piece)
