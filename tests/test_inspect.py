@@ -21,9 +21,9 @@ from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import population
 from attnlens.runs import checks
-from attnlens.runs.inspect import survey
+from attnlens.runs.inspect import pipeline
 from attnlens.runs.inspect.inspection import scale_null
-from attnlens.runs.inspect.summary import extremes
+from attnlens.runs.inspect.results import extremes
 from attnlens.runs.progress import Interrupted
 
 SMALL = {"windows": 4, "length": 32}
@@ -200,7 +200,7 @@ def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
 def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monkeypatch):
     given, honest = [], checks.prove_identity
     monkeypatch.setattr(checks, "prove_identity", lambda model, inputs: given.append(inputs) or honest(model, inputs))
-    monkeypatch.setattr(survey, "LONG", longest)
+    monkeypatch.setattr(pipeline, "LONG", longest)
     attnlens.inspect(demo, source="tokens", windows=4, length=16)
     assert [len(inputs["input_ids"]) for inputs in given] == [proven]
 
@@ -422,7 +422,7 @@ def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(
     assert many.settings.intervals == "texts"
     assert "hold for texts like these" in population(many)
     assert len(many.summary.texts) == 6
-    with pytest.raises(UsageError, match="need at least 5 texts, but there are 3"):
+    with pytest.raises(UsageError, match="need at least 5 texts, but the 6 sequences come from 3"):
         attnlens.inspect(demo, source="tokens", text=paths[:3], windows=6, length=32, intervals="texts")
 
 

@@ -55,8 +55,7 @@ from attnlens.requests.experiments import (
 )
 from attnlens.runs import feeding
 from attnlens.runs.inspect.inspection import PreparedRun
-from attnlens.runs.inspect.pipeline import compute
-from attnlens.runs.inspect.survey import survey
+from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.store import Store

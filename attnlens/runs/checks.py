@@ -18,6 +18,7 @@ from attnlens.kernels.attention import attend
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import logits_of, of_text, output_options, states_of, tasks_of
+from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Skipped, Task
 
 Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
@@ -78,35 +79,25 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
     if not missing:
         return []
-    with _recording(loaded.model, missing) as (leaves, ran):
-        outputs = [output.sum() for output in measured(loaded.model, inputs) if output.requires_grad]
-        slopes = (
-            torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True) if outputs else [None] * len(leaves)
-        )
+    parameters, ran = dict(loaded.model.named_parameters(remove_duplicate=False)), set[str]()
+    leaves = {name: parameters[name].requires_grad_() for name in missing if name in parameters}
+    owners = {path: loaded.model.get_submodule(path) for path in map(_owner, leaves)}
+    handles = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
+    slopes: Sequence[Tensor | None] = [None] * len(leaves)
+    try:
+        with remove_hooks(handles), torch.enable_grad():
+            outputs = [output.sum() for output in measured(loaded.model, inputs) if output.requires_grad]
+            if outputs:
+                slopes = torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True)
+    finally:
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
     excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
     return [name for name in missing if name not in excused]
 
 
-@contextmanager
-def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
-    """Let these parameters record gradients inside the block, and collect the paths of their modules that run."""
-    parameters, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
-    leaves = {name: parameters[name].requires_grad_() for name in names if name in parameters}
-    owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
-    handles = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
-    try:
-        with torch.enable_grad():
-            yield leaves, ran
-    finally:
-        for handle in handles:
-            handle.remove()
-        for leaf in leaves.values():
-            leaf.requires_grad_(False)
-
-
-def _owner(name: str) -> str:
-    """Return the path of the module that owns a parameter."""
-    return name.rpartition(".")[0]
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 CAUSAL_NOTE = (
@@ -130,11 +121,6 @@ LOOKS_AHEAD = 1e-4
 """Relative change of predictions above which they are judged to depend on a later token: far above float32 rounding,
 which another last token can move too, and far below what a visible token changes."""
 NOT_RUN = "it does not run on this input"
-
-
-def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
-    """Return the sites that these inputs reach. Raise what `survey_model` raises."""
-    return survey_model(loaded, inputs).sites
 
 
 def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Survey:
@@ -168,40 +154,49 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: 
         ) from error
 
 
-def of_one_token(loaded: loading.Loaded, reached: list[SiteCall], seed: int) -> list[SiteCall]:
+def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
+    """Return the same sites as `others` reached them, under their names in `reached`; None if others were reached."""
+    by_call = {(each.site.path, each.site.ordinal): each for each in others}
+    calls = [(each.site.path, each.site.ordinal) for each in reached]
+    if list(by_call) != calls:
+        return None
+    return [replace(by_call[call], site=each.site) for call, each in zip(calls, reached, strict=True)]
+
+
+def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
     """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
     try:
-        single = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
+        single = survey_model(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs).sites
     except ModelError:  # a model that needs more tokens (Canine's strides)
         return reached
-    calls, single_calls = ([(each.site.path, each.site.ordinal) for each in part] for part in (reached, single))
-    if single_calls != calls:
-        return reached
-    # one token does not show whether a site is causal
-    return [replace(short, site=each.site) for short, each in zip(single, reached, strict=True)]
+    return match_sites(reached, single) or reached  # one token does not show whether a site is causal
 
 
-def text_alone(loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int) -> list[SiteCall]:
-    """Return the sites as reached by random ids without media; sites that such ids don't reach stay as they are.
+def without_media(
+    loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
+) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
+    """Return the sites as reached by one token, and by random ids, both without media, for reading the weights.
 
-    Ids that represent an image have positions of their own, which the weights don't depend on. If a model doesn't run
-    on ids alone (LXMERT), all its sites stay as they are.
+    Ids that represent an image have positions of their own, which the weights don't depend on. Sites that ids alone
+    don't reach stay as they are, as do all sites of a model that doesn't run on ids alone (LXMERT).
     """
+    one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
-        return list(reached)
-    try:
-        bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
-        by_call = {(each.site.path, each.site.ordinal): each for each in sites(loaded, bare)}
-    except (ModelError, TextError):  # a model that doesn't run without its image (LXMERT)
-        return list(reached)
-    return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in reached]
+        return one_token, reached
+
+    def reach(known: Sequence[SiteCall], count: int) -> Sequence[SiteCall]:
+        try:
+            bare = texts.placeholder(loaded, count, seed, bare=True).batches[0].inputs
+            by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, bare).sites}
+        except (ModelError, TextError):
+            return known
+        return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
+
+    return reach(one_token, 1), reach(reached, tokens)
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return by how much the model's outputs change when its own attention is recomputed.
-
-    Raise ModelError if the model can't run on these inputs.
-    """
+    """Measure the change of the outputs if the model's own attention is recomputed; raise ModelError if it fails."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _refusing(loaded, inputs):
@@ -241,18 +236,11 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head; `hidden` if it predicts the next token but already sees it (PaliGemma).
-
-    Raise ModelError if the model can't run on these inputs.
-    """
+    """Return the task of the model's head; `hidden` if it predicts the next token but already sees it (PaliGemma)."""
     tasks = tasks_of(loaded.model)
-    if tasks[0] == "causal" and _looks_ahead(loaded, inputs):
-        return tasks[1]
-    return tasks[0]
-
-
-def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
-    """Return whether changing the first sequence's last token changes the predictions at the tokens before it."""
+    if tasks[0] != "causal":
+        return tasks[0]
+    # does another last token of the first sequence change the predictions at the tokens before it?
     alone = texts.first(inputs, 1)
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
@@ -262,7 +250,7 @@ def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
         results = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
     before, after = (of_text(logits_of(result), ids, sees=True)[:, :last].double() for result in results)
     # strict: predictions that are all 0 don't depend on anything
-    return bool((before - after).norm() > LOOKS_AHEAD * before.norm())
+    return tasks[1] if bool((before - after).norm() > LOOKS_AHEAD * before.norm()) else "causal"
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:

@@ -116,8 +116,6 @@ EAGER_TOLERANCE = 1e-3
 """Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
 stays well below, another mask or scale well above."""
 
-IN_FLOAT32 = "Computed in float32, whose rounding counts as error, because in float64: {}"
-
 
 @public
 @takes(DoctorRequest)
@@ -150,19 +148,21 @@ def doctor(
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
-    if loaded.model.dtype != torch.float64:
-        return _examine(loaded, settings, inputs, progress)
+    single = loaded.model.dtype != torch.float64
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        if changed is None or changed <= TOLERANCE:  # None: weights are not finite
+        if single or changed is None or changed <= TOLERANCE:  # None: weights are not finite
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
+        if single:
+            raise
         why = error.problem
-    single = replace(loaded, model=nn.Module.float(loaded.model))
-    noted = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
-    return _examine(single, noted, hooks.as_dtype(inputs, torch.float32), progress)
+    note = f"Computed in float32, whose rounding counts as error, because in float64: {why}"
+    loaded = replace(loaded, model=nn.Module.float(loaded.model))
+    settings = settings.model_copy(update={"notes": [*settings.notes, note], "dtype": "float32"})
+    return _examine(loaded, settings, hooks.as_dtype(inputs, torch.float32), progress)
 
 
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
@@ -192,18 +192,13 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
     """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
-    lacking = {
-        "tokens": [check for check in results if check.tokens_error is None],
-        "weights": [check for check in results if check.weights_error is None],
-    }
-    skipped = [
-        Skipped(site=check.site, measure=source, reason=check.reason or "")
-        for source, checks in lacking.items()
-        for check in checks
-    ]
     heads = sum(check.heads for check in results)
     unchecked = sum(check.heads for check in results if check.verdict == "not checked")
-    without = {source: sum(check.heads for check in checks) - unchecked for source, checks in lacking.items()}
+    skipped, without = list[Skipped](), dict[str, int]()
+    for source in ("tokens", "weights"):
+        lacking = [check for check in results if getattr(check, f"{source}_error") is None]
+        skipped += [Skipped(site=check.site, measure=source, reason=check.reason or "") for check in lacking]
+        without[source] = sum(check.heads for check in lacking) - unchecked
     return Coverage(
         sites=len(results),
         heads=heads,
@@ -223,10 +218,7 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check each site as `reached` by `inputs`; `first` are the sites reached by one token, for reading weights.
-
-    Only these `layers` and `heads` are checked; a site without any of the heads is left out.
-    """
+    """Check each site as `reached`, in these layers and heads; `first` are the sites as one token reaches them."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)

@@ -31,7 +31,7 @@ LOSS = "loss"
 
 
 def predicts_text(loaded: Loaded) -> bool:
-    """Return whether the model predicts the next token of a text, so that it has a loss on it."""
+    """Return True if the model predicts the next token of a text, so that it has a loss on it."""
     return loaded.kind == "text" and task_of(loaded.model) == "causal"
 
 
@@ -55,16 +55,16 @@ def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
-    guess, notes = math.log(vocabulary), []
+    guess, losses = math.log(vocabulary), dict[str, float]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
-        loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
-        if loss > guess:
-            notes.append(
-                f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-                f"{guess:.2f}): the text does not suit the model, or the model is untrained."
-            )
-    return notes
+        losses[name] = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
+    return [
+        f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
+        f"{guess:.2f}): the text does not suit the model, or the model is untrained."
+        for name, loss in losses.items()
+        if loss > guess
+    ]
 
 
 RECORDED = (
@@ -103,10 +103,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
-    """Return the settings with the model's device and dtype and its length of a window.
-
-    Raise UsageError for more tokens than the model has positions.
-    """
+    """Return the settings with the model's device, dtype and window length; raise UsageError for too many tokens."""
     return settings.model_copy(
         update={
             "device": loading.places_of(loaded.model),

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from attnlens.models.loading import Loaded
-
-T = TypeVar("T")
 
 
 @public
@@ -77,7 +75,9 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Te
     return {name: value.to(loading.device_of_inputs(model)) for name, value in batch.items()}
 
 
-def wrap_model(model: T | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> T | Loaded:
+def wrap_model(
+    model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str | os.PathLike[str] | Loaded:
     """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
     if isinstance(model, loading.Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
@@ -102,7 +102,7 @@ def wrap_model(model: T | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return loading.Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
 
 
-def held_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
     """Wrap a model in memory. Raise UsageError for a name or anything else."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, loading.Loaded):
@@ -115,10 +115,7 @@ def held_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) 
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts.
-
-    Its weights, their gradients and the state of the random number generators are not changed.
-    """
+    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts."""
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
@@ -137,11 +134,9 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 def refuse_work(request: Request) -> None:
     """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
     fields = type(request).model_fields
-    named = [
-        name for name in WorkRequest.model_fields if name in fields and getattr(request, name) != fields[name].default
-    ]
-    if named:
-        raise UsageError(
-            f"The model is in memory, which other processes cannot access: {named[0]} would be ignored.",
-            "Pass its name or folder, or omit the option.",
-        )
+    for name in WorkRequest.model_fields:
+        if name in fields and getattr(request, name) != fields[name].default:
+            raise UsageError(
+                f"The model is in memory, which other processes cannot access: {name} would be ignored.",
+                "Pass its name or folder, or omit the option.",
+            )

@@ -38,15 +38,15 @@ class Lens:
             model = loading.load(model, **load_options)
         self.loaded = held_model(model, tokenizer)
 
-    def inspect(self, **options: Any) -> Report:
+    def inspect(self, **options: object) -> Report:
         """Measure each head; `options` are those of `attnlens.inspect`."""
         return inspect(self.loaded, **options)
 
-    def swap(self, kernels: str | Sequence[str] = KERNEL, **options: Any) -> Report:
+    def swap(self, kernels: str | Sequence[str] = KERNEL, **options: object) -> Report:
         """Compare the model under other kernels with the original; `options` are those of `attnlens.swap_kernel`."""
         return swap_kernel(self.loaded, kernels, **options)
 
-    def compare(self, other: str | os.PathLike[str] | Report | Lens | loading.Loaded, **options: Any) -> Report:
+    def compare(self, other: str | os.PathLike[str] | Report | Lens | loading.Loaded, **options: object) -> Report:
         """Compare the heads of `other` with those of this model; `options` are those of `attnlens.compare`."""
         return compare(self.loaded, other.loaded if isinstance(other, Lens) else other, **options)
 

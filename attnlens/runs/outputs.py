@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError, is_memory
@@ -126,11 +129,12 @@ def owned_means(
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     """Run one forward pass and time it."""
-    _wait(model)
+    wait = partial(torch.cuda.synchronize, model.device) if model.device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     with torch.no_grad():
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
-    _wait(model)
+    wait()
     seconds = time.perf_counter() - start
     # a model that cuts images into windows yields several rows per image, image by image
     states = last_states(result)
@@ -139,7 +143,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     return PassOutputs(predictions(result, fed, task), hidden, owners, seconds)
 
 
-def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
+def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
     """Return the logits at the predicted positions, in float32 or better; one row per sequence for a classifier."""
     if task == "hidden":
         return None
@@ -173,11 +177,6 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     original, new = original.log_softmax(-1), new.log_softmax(-1)
     p = original.exp()
     return (new.exp() - p - p * (new - original)).sum(-1)
-
-
-def _wait(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
 
 
 LARGEST_LOSS = 700.0
@@ -224,22 +223,28 @@ class TokenLosses:
     ) -> None:
         """Add the losses at a batch's targets: the original's, and the changed model's."""
         predicted = (targets != NOTHING).cpu()
+        counts = predicted.sum(1).tolist()
         for loss, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(_move_to_front(loss.double().cpu(), predicted, torch.nan))
-        self.back.append(_move_to_front(evidence(ids, targets)[predicted], predicted, 0))
+            rows.append(pad_sequence(loss.double().cpu().split(counts), batch_first=True, padding_value=torch.nan))
+        self.back.append(pad_sequence(evidence(ids, targets)[predicted].split(counts), batch_first=True))
 
     def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
-        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
-        return TokenLosses([before], [after], [_join_rows(self.back, 0)])
+        return TokenLosses(*([part] for part in self._joined()))
+
+    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        before, after, back = (
+            pad_sequence([row for part in parts for row in part], batch_first=True, padding_value=filler)
+            for parts, filler in ((self.before, torch.nan), (self.after, torch.nan), (self.back, 0))
+        )
+        return before, after, back
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
-        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
+        before, after, _ = self._joined()
         length, changes = before.shape[1], []
         bins = min(BINS, length)
-        for part in range(bins):
-            start, end = length * part // bins, length * (part + 1) // bins
+        for start, end in pairwise(length * part // bins for part in range(bins + 1)):
             chosen = torch.zeros_like(before, dtype=torch.bool)
             chosen[:, start:end] = True
             change, tokens = _change(before, after, chosen, design, seed)
@@ -256,8 +261,8 @@ class TokenLosses:
             distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
             return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
-        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
-        change, tokens = _change(before, after, _join_rows(self.back, 0) > window, design, seed)
+        before, after, back = self._joined()
+        change, tokens = _change(before, after, back > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 
 
@@ -285,16 +290,3 @@ def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed:
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))
     return paired_change(first, second, counts, design, seed), int(counts.sum())
-
-
-def _move_to_front(values: Tensor, present: Bool[Tensor, "batch positions"], filler: float) -> Tensor:
-    """Arrange the values in rows as `present` does, moved to the front of their rows."""
-    rows = values.new_full(present.shape, filler)
-    rows[present.sort(dim=1, descending=True, stable=True).values] = values
-    return rows[:, : int(present.sum(1).max())]
-
-
-def _join_rows(parts: Sequence[Tensor], filler: float) -> Tensor:
-    """Join the rows of all batches; pad shorter ones."""
-    longest = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=filler) for part in parts])

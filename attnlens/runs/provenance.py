@@ -27,10 +27,7 @@ from attnlens.records import Environment, Kind, Report, Tool
 def content_of(
     loaded: Loaded, reached: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
-    """Compute a SHA-256 of the model's config, code and adapter, of all its inputs, and of the analyzers' code.
-
-    For weight files read in parts, it covers some bytes of the sites' tensors: modification times can be forged.
-    """
+    """Hash the model's config, code and adapter, its inputs, samples of deferred weights, and the analyzers' code."""
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
     digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():

@@ -33,8 +33,7 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
-from attnlens.runs.inspect.pipeline import compute
-from attnlens.runs.inspect.survey import survey
+from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
@@ -179,10 +178,7 @@ def step_of(name: str) -> int | None:
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show.
-
-    A GGUF file has no config; its heads are compared when it is read.
-    """
+    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
     shapes = [
         {name: config[name] for name in ("model_type", "architectures") if name in config} | dict(sizes(config))
         for config in (each.place.config for each in checkpoints)
@@ -202,8 +198,7 @@ def find_checkpoints(
 ) -> list[Checkpoint]:
     """Find the checkpoints, ordered by step, or as named if steps are missing or equal.
 
-    `names` None, or `demo` alone, are the checkpoints of the demo model. Raise UsageError for fewer than two, for
-    duplicates, and for revisions of several models.
+    `names` None, or `demo` alone, are the checkpoints of the demo model.
     """
     if names is not None and not names:
         raise UsageError("checkpoints=[] names none.", "Give at least two, or omit the option to use those of demo.")
@@ -213,8 +208,9 @@ def find_checkpoints(
             "Give one hub model, e.g.: attnlens converge MODEL --revisions step1,step2",
         )
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
+    all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
-    for model, revision in product(models, revisions or [None]):
+    for model, revision in product(models, all_revisions):
         place = find(model, revision, offline=offline, allow_pickle=allow_pickle)
         name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
         if any((place.folder, place.file) == (each.place.folder, each.place.file) for each in checkpoints):
@@ -366,10 +362,7 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report from the readings; the other units have a reason, or none yet.
-
-        Raise ModelError if the checkpoints differ in their heads.
-        """
+        """Build the report. Units without a reading have a reason, or none yet. Raise ModelError if heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading.report for reading in readings.values()]
         heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
         for other, other_heads in zip(done, heads, strict=True):

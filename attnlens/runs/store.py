@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attnlens.errors import AttnlensError, OutputError, reason_of
+from attnlens.files import sha256 as sha256_of
 from attnlens.files import write_atomically
 from attnlens.wording import clean, format_count, shorten_line
 
@@ -66,10 +67,7 @@ def _version(name: str) -> str | None:
 @cache
 def own_code() -> str:
     """Return a hash of the paths and contents of all modules of attnlens."""
-    digest = sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+    return key_of([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
 
 
 def key_of(facts: object) -> str:
@@ -81,12 +79,9 @@ def key_of(facts: object) -> str:
 class Store:
     """Files of one run, which several processes and machines can share."""
 
-    folder: Path
-    """Folder as a path, or a `UPath`, which has the same methods."""
-    facts: Mapping[str, object]
-    """Facts that determine the numbers of the run, as JSON."""
-    resume: bool = True
-    """True if files of an earlier run are used."""
+    folder: Path  # folder as a path, or a `UPath`, which has the same methods
+    facts: Mapping[str, object]  # facts that determine the numbers of the run, as JSON
+    resume: bool = True  # True if files of an earlier run are used
 
     def path(self, name: str) -> Path:
         """Return the path of a unit's file."""
@@ -97,11 +92,7 @@ class Store:
         return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return the value of a unit, or None if it is not finished.
-
-        A damaged or truncated file, or one of another unit, is reported, renamed and ignored.
-        Raise OutputError if a file cannot be read.
-        """
+        """Return the value of a unit, or None; a damaged or foreign file is reported, renamed and ignored."""
         path = self.path(name)
         with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:
@@ -109,22 +100,8 @@ class Store:
                 other = isinstance(path, Path) and path.exists() and not path.is_file()
                 return _parse(b"" if other else path.read_bytes(), self._stamp(name))
             except ValueError:
-                self._set_aside(name)
+                _set_aside(path, name)
         return None
-
-    def _set_aside(self, name: str) -> None:
-        """Rename a file under a unit's name that is not its result, and log that."""
-        path = self.path(name)
-        aside = path.with_name(path.name + ".damaged")
-        try:
-            path.rename(aside)
-        except FileNotFoundError:  # another process has renamed it
-            return
-        except OSError as error:
-            what = f"it cannot be renamed: {error.strerror or error}"
-        else:
-            what = f"it is kept as {aside.name} and computed again"
-        LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
 
     def save(self, name: str, value: object) -> None:
         """Write a unit's value atomically. Raise OutputError if it cannot be written."""
@@ -178,6 +155,19 @@ class Store:
 
     def _stamp(self, name: str) -> str:
         return f"{key_of(self.facts)} {name}"
+
+
+def _set_aside(path: Path, name: str) -> None:
+    """Rename a file under a unit's name that is not its result, and log that."""
+    aside = path.with_name(path.name + ".damaged")
+    what = f"it is kept as {aside.name} and computed again"
+    try:
+        path.rename(aside)
+    except FileNotFoundError:  # another process has renamed it
+        return
+    except OSError as error:
+        what = f"it cannot be renamed: {error.strerror or error}"
+    LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -84,12 +84,10 @@ class Failure:
 class Outcome(Generic[V]):
     """Results of a run's units."""
 
-    values: dict[str, V]
-    """Values by unit, in the order of the run."""
+    values: dict[str, V]  # values by unit, in the order of the run
     missing: dict[str, str]
     """Reasons of units without a value, in the order of the run; without those that an interruption prevented."""
-    stopped: bool
-    """True if the user interrupted the run."""
+    stopped: bool  # True if the user interrupted the run
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,7 @@ class WorkPlan:
 
     @property
     def root(self) -> Path:
-        """Folder in which runs are kept, or the location behind an address (a `UPath`, which has the same methods).
-
-        Raises UsageError if an address needs a package that is not installed.
-        """
+        """Folder in which runs are kept, or the location behind an address (a `UPath`, which has the same methods)."""
         if self.work is None:
             return user_cache_path("attnlens", appauthor=False) / "work"
         if "://" not in os.fspath(self.work):
@@ -143,10 +138,7 @@ class WorkPlan:
         return names if self.shard is None else names[self.shard[0] - 1 :: self.shard[1]]
 
     def check(self, texts: Collection[object] = ()) -> None:
-        """Raise UsageError or OutputError before the work if the plan contradicts itself or nothing can be kept.
-
-        `texts` are those that the run reads: other processes cannot read stdin.
-        """
+        """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or nothing can be kept."""
         if self.address is not None and self.engine != "ray":
             raise UsageError("address only applies to --engine ray.", "Omit it, or use --engine ray.")
         if self.engine == "ray":
@@ -310,10 +302,9 @@ _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that the workers of `--jobs` are forked from, which imports the library in the meantime.
+    """Start the process that the workers of `--jobs` are forked from, before the program imports torch.
 
-    The program calls it before it imports torch. Each worker imports the library itself on systems other than Linux,
-    and if an accelerator could be open in the forked process.
+    Otherwise (not on Linux, or an accelerator could be open in the forked process), workers import the library.
     """
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
@@ -338,8 +329,7 @@ Work = Callable[[str], Failure | None]
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
     """Call a function on every name in `plan.jobs` processes of one thread each; yield names and results.
 
-    Each process has its own pool, so that one that is killed only takes its own unit with it, which is then tried
-    once more.
+    Each has its own pool: one that is killed only takes its own unit with it, which is then tried once more.
     """
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ended = Event()
@@ -418,10 +408,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if Ray is not installed, or no Ray cluster answers at HOST:PORT.
-
-    Ray itself would try for two minutes, and then end the process.
-    """
+    """Raise UsageError if no Ray cluster answers: Ray itself would try for two minutes, and then end the process."""
     if find_spec("ray") is None:
         raise UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE
@@ -439,12 +426,10 @@ def check_cluster(address: str | None) -> None:
 
 
 def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function on every name as tasks of a Ray cluster, which runs a lost task again.
+    """Call a function on every name in a Ray cluster, by default on this machine, which runs a lost task again."""
+    import torch
 
-    Without an address or RAY_ADDRESS, a cluster with `plan.jobs` workers is started on this machine.
-    """
     ray: Any = import_module("ray")
-    torch: Any = import_module("torch")
     started = not ray.is_initialized()
     if started:
         _start_ray(ray, plan)

@@ -21,7 +21,6 @@ from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, form_distances
-from attnlens.runs.inspect.inspection import measure_tokens
 from attnlens.runs.inspect.sequences import (
     PIECE_BYTES,
     SequenceValues,
@@ -428,7 +427,7 @@ def _measure_calls(
             query_key = hiding_padding(call, batch.inputs).query_key(site)
             if finite := finite_heads(query_key):
                 numbers = sequence_numbers(len(call.query), batch, start)
-                measure_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads), values)
+                values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
         for name, by_batch in row_distances.items():
             for site, distances in by_batch[number].items():
                 add_distances(values, site, name, distances, batch, start)

@@ -17,9 +17,8 @@ from attnlens.models.loading import Loaded
 from attnlens.records import Measure, QueryKey, Report, Site, Windows
 from attnlens.runs.in_memory import at_rest
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
-from attnlens.runs.inspect.pipeline import compute
+from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.inspect.sequences import finite_heads
-from attnlens.runs.inspect.survey import survey
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
-from attnlens.records import Call, QueryKey, Settings, Site, Skipped
+from attnlens.records import Call, Measure, Null, QueryKey, Settings, Site, Skipped
 from attnlens.runs.feeding import measure_losses
 from attnlens.runs.inspect.sequences import (
     Place,
@@ -35,7 +35,6 @@ from attnlens.runs.inspect.sequences import (
     finite_heads,
     sentence_of,
     sequence_numbers,
-    split_batch,
     split_sequences,
 )
 from attnlens.runs.progress import Progress, silent, time_stage
@@ -44,23 +43,23 @@ from attnlens.runs.store import versions
 from attnlens.runs.work import Stopped
 
 
-class WeightsUnit(TypedDict, total=False):
-    """Measures of one site's weights."""
+class HeadValues(TypedDict):
+    """Values of one head, of its weights or from a gatherer."""
 
-    heads: list[int]  # heads with finite weights, in the order of the tensors below
-    values: dict[str, Tensor]  # by measure: (heads,), or (heads, steps) for a curve
-    base: dict[str, Tensor]  # by measure: (heads,), without the adapter
-    nulls: dict[str, Tensor]  # by measure: (heads, 2), mean and standard deviation expected by chance
+    measures: dict[str, dict[str, object]]  # fields of each `Measure`, by name
+    windows: dict[str, dict[int, float]]  # values per sequence of measures that are means over sequences
+    curves: dict[str, list[float]]
+
+
+class Unit(TypedDict, total=False):
+    """Result of a work unit. Units of weights and of gatherers have `answers`, units of tokens `values`."""
+
+    answers: dict[Place, dict[int, HeadValues]]  # by (site, "weights" or gatherer), and by head
     layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
     traits: dict[str, bool]  # fields of `weights.Traits`
-    skipped: list[dict[str, object]]  # fields of each `Skipped`
-
-
-class TokensUnit(TypedDict):
-    """Measures of one batch of sequences."""
-
-    sequences: int  # number of sequences
-    values: dict[Place, Tensor]  # (sequences, heads), NaN if missing
+    selections: list[dict[str, object]]  # fields of each `Selection` to show
+    sequences: int  # number of sequences of a batch
+    values: dict[Place, Tensor]  # by (site, measure): (sequences, heads), NaN if missing
     curves: dict[Place, list[list[Tensor]]]  # number of sequences and mean of each piece, both (heads, steps)
     losses: list[Tensor]  # mean loss of each sequence with predictions, and its number of predicted tokens; or empty
     vocabulary: int  # number of tokens in the model's vocabulary; 0 without losses
@@ -68,25 +67,12 @@ class TokensUnit(TypedDict):
     skipped: list[dict[str, object]]  # fields of each `Skipped`
 
 
-class HeadAnswer(TypedDict):
-    """The fields of a gatherer's `Answer` for one head that enter the report."""
-
-    measures: dict[str, dict[str, object]]
-    windows: dict[str, dict[int, float]]
-    curves: dict[str, list[float]]
-
-
-class GatheredUnit(TypedDict):
-    """Answers of the gatherers of a few sites over all sequences."""
-
-    answers: dict[Place, dict[int, HeadAnswer]]  # by (site, analyzer), and by head
-    selections: list[dict[str, object]]  # fields of each `Selection` to show
-
-
-Unit = WeightsUnit | TokensUnit | GatheredUnit
 SiteFactors = Factors | UnreadableError
 """Factors of a site's weights, or why they can't be read."""
 
+PAST_ONLY = "not identified: the model never compares a query with a later key"
+"""Reason why causal heads lack a value that only a comparison of all pairs determines."""
+TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
 SEES_NOTHING = "its mask hides all keys from every query"
 NULL_DRAWS = 64
 """Number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %."""
@@ -101,23 +87,19 @@ def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> T
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
 
-def measure_tokens(
-    site: Site,
-    query_key: QueryKey,
-    analyzers: Sequence[Analyzer],
-    numbers: Sequence[int],
-    total: int,
-    values: SequenceValues,
-    steps: int | None = None,
-) -> None:
-    """Add what analyzers return for a batch to `values`; `numbers` are the sequences that its rows belong to.
-
-    `total` is the site's number of heads, and `steps` the length that curves are extended to.
-    """
-    for rows, piece in split_batch(query_key):
-        sequences = [numbers[row] for row in rows]
-        for analyzer in analyzers:
-            values.add(site, analyzer.function(piece), sequences, piece.heads, total, steps)
+def build_measure(
+    info: MeasureInfo, site: Site, value: Tensor | None, *, n: int, base: Tensor | None = None, **fields: Any
+) -> Measure:
+    """Return a measure, or the reason why its value is missing or NaN."""
+    if site.part == "cross" and info.self_only:
+        return Measure(value=None, reason=TWO_DOMAINS)
+    if value is None or bool(value.isnan()):
+        hidden = info.identified == "all pairs" and site.part == "decoder"
+        return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
+    if base is not None and not bool(base.isnan()):
+        fields["base"] = float(base)
+    label = info.labels[round(float(value))] if info.labels else None
+    return Measure(value=float(value), label=label, n=n, **fields)
 
 
 def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
@@ -154,13 +136,10 @@ class PreparedRun:
     loaded: loading.Loaded
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
-    contents: Sequence[texts.Content] = ()
-    """Texts to read."""
-    cut: texts.Cut = field(default_factory=texts.Cut)
-    """How they are cut into sequences."""
+    contents: Sequence[texts.Content] = ()  # texts to read
+    cut: texts.Cut = field(default_factory=texts.Cut)  # how they are cut into sequences
     progress: Progress = silent
-    timings: dict[str, float] = field(default_factory=dict)
-    """Seconds per stage so far."""
+    timings: dict[str, float] = field(default_factory=dict)  # seconds per stage so far
     show: str | None = None
 
     @property
@@ -183,22 +162,15 @@ class PreparedRun:
 class Inspection(PreparedRun):
     """A surveyed model with its inputs, which is measured unit by unit; any process can read any unit."""
 
-    calls: Sequence[SiteCall]
-    """All sites of the model."""
-    one_token: Sequence[SiteCall]
-    """The same sites of `weights_model`, reached by one token of text alone."""
-    window: Sequence[SiteCall]
-    """The same sites of `weights_model`, reached by a window of text alone."""
-    reached: Sequence[SiteCall]
-    """Requested sites."""
-    inputs: texts.Batches | None = None
-    """Batches that the model reads; None for weights alone."""
-    skipped: Sequence[Skipped] = ()
-    """What the survey found but can't read."""
+    calls: Sequence[SiteCall]  # all sites of the model
+    one_token: Sequence[SiteCall]  # the same sites of `weights_model`, reached by one token of text alone
+    window: Sequence[SiteCall]  # the same sites of `weights_model`, reached by a window of text alone
+    reached: Sequence[SiteCall]  # requested sites
+    inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
+    skipped: Sequence[Skipped] = ()  # what the survey found but can't read
     identity_error: float | None = None
     """Change of the model's outputs if its attention is recomputed; None if it is unknown."""
-    factors: dict[Site, SiteFactors] | None = None
-    """Factors of each site's weights, kept if a caller needs them."""
+    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
     """Nulls by shape, with the rotation that each was drawn under: keeping it alive prevents reuse of its id."""
@@ -222,6 +194,11 @@ class Inspection(PreparedRun):
     def key_heads(self) -> dict[Site, list[int]]:
         """Key head of each query head, by requested site."""
         return {each.site: list(each.call.key_heads) for each in self.reached}
+
+    @cached_property
+    def requested(self) -> dict[Site, list[int]]:
+        """Requested heads by requested site."""
+        return {site: self._select_requested(range(len(key_heads))) for site, key_heads in self.key_heads.items()}
 
     @property
     def from_files(self) -> bool:
@@ -276,7 +253,7 @@ class Inspection(PreparedRun):
             return self._read_gathered(self.inputs, unit)
         return self._read_tokens(self.inputs, unit.batch)
 
-    def _read_weights(self, site: Site) -> WeightsUnit:
+    def _read_weights(self, site: Site) -> Unit:
         """Compute the weights.* measures of a site, with their nulls."""
         factors, base = next(self._read_factors([site]))
         if self.factors is not None:
@@ -285,16 +262,44 @@ class Inspection(PreparedRun):
             return {}
         if isinstance(factors, UnreadableError):
             return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem).model_dump()]}
-        unit = self._measure_weights(factors, base)
-        unit["traits"] = asdict(factors.traits)
+        whole = replace(factors.query_key, base=base)
+        finite = finite_heads(whole)
+        by_head: dict[int, HeadValues] = {head: {"measures": {}, "windows": {}, "curves": {}} for head in finite}
+        unit: Unit = {
+            "answers": {(site.name, "weights"): by_head},
+            "traits": asdict(factors.traits),
+            "skipped": [entry.model_dump() for entry in self._skip_nonfinite(site, whole, finite, "weights")],
+        }
+        if not finite:
+            return unit
+        complete = len(finite) == len(whole.heads) and site.part != "cross"
+        unit["layer_symmetry"] = linalg.layer_symmetry(factors.summed) if complete else None
+        query_key = whole.select(finite)
+        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
+        norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
+        nulls = self._draw_nulls(query_key)
+        for analyzer in self.analyzers_of("weights"):
+            readings, bases = analyzer.function(query_key), {}
+            if query_key.base is not None and not analyzer.needs_base:
+                unchanged = base is not None and base.query is whole.query
+                bases = readings if unchanged else analyzer.function(query_key.base)
+            for info in analyzer.measures:
+                null = scale_null(nulls[info.name], info, norms).tolist() if info.name in nulls else None
+                for index, values in enumerate(by_head.values()):
+                    value, other = (part[info.name][index] if info.name in part else None for part in (readings, bases))
+                    if not info.curve:
+                        chance = None if null is None else Null(mean=null[index][0], sd=null[index][1])
+                        measure = build_measure(info, site, value, n=1, null=chance, base=other)
+                        values["measures"][info.name] = measure.model_dump()
+                    elif value is not None:
+                        values["curves"][info.name] = value.tolist()
         return unit
 
-    def _read_tokens(self, inputs: texts.Batches, number: int) -> TokensUnit:
+    def _read_tokens(self, inputs: texts.Batches, number: int) -> Unit:
         """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
         batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
         # lines differ in length, and so do their curves
-        steps = self.settings.length if self.settings.pack is False else None
-        values = SequenceValues(batch.size)
+        values = SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
         rows: list[dict[str, object]] = []
         skipped: list[Skipped] = []
 
@@ -309,7 +314,7 @@ class Inspection(PreparedRun):
                 skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
             elif finite:
                 numbers = sequence_numbers(len(call.query), batch, 0)
-                measure_tokens(site, query_key.select(finite), analyzers, numbers, call.query.shape[1], values, steps)
+                values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
                 sentence = sentence_of(site.part, self.loaded, inputs.batches, 0)
                 heads = self._select_requested(finite)
@@ -330,13 +335,10 @@ class Inspection(PreparedRun):
             "skipped": [entry.model_dump() for entry in skipped],
         }
 
-    def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> GatheredUnit:
-        """Compute the gatherers' answers for the sites of a unit, over all sequences.
-
-        Raise Stopped with the answers so far if the user interrupts it.
-        """
+    def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> Unit:
+        """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
         gatherers: dict[Site, list[Gatherer]] = {}
-        answers: dict[Place, dict[int, HeadAnswer]] = {}
+        answers: dict[Place, dict[int, HeadValues]] = {}
         selections = []
         try:
             self._gather(inputs, unit.sites, gatherers)
@@ -435,31 +437,6 @@ class Inspection(PreparedRun):
         else:
             reason = "turn with their position (RoPE)"
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
-
-    def _measure_weights(self, factors: Factors, base: QueryKey | None) -> WeightsUnit:
-        """Compute the measures of the heads with finite weights."""
-        whole = replace(factors.query_key, base=base)
-        finite = finite_heads(whole)
-        skipped = self._skip_nonfinite(factors.site, whole, finite, "weights")
-        unit: WeightsUnit = {"heads": finite, "skipped": [entry.model_dump() for entry in skipped]}
-        if not finite:
-            return unit
-        complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
-        unit["layer_symmetry"] = linalg.layer_symmetry(factors.summed) if complete else None
-        query_key = whole.select(finite)
-        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
-        norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
-        nulls = self._draw_nulls(query_key)
-        unit["values"], unit["base"], unit["nulls"] = {}, {}, {}
-        for analyzer in self.analyzers_of("weights"):
-            infos = [info for info in analyzer.measures if info.name in nulls]
-            unit["nulls"] |= {info.name: scale_null(nulls[info.name], info, norms) for info in infos}
-            readings = analyzer.function(query_key)
-            unit["values"] |= readings
-            if query_key.base is not None and not analyzer.needs_base:
-                unchanged = base is not None and base.query is whole.query
-                unit["base"] |= readings if unchanged else analyzer.function(query_key.base)
-        return unit
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
         """Return the nulls of sites with this shape, scale and rotation; each is drawn once."""

@@ -5,26 +5,28 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from attnlens.arguments import public
-from attnlens.errors import ModelError, TooLargeError
-from attnlens.models import loading, texts
+from attnlens.choices import ATTENTION
+from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError
+from attnlens.maths.linalg.long import LONG
+from attnlens.models import hooks, loading, texts
 from attnlens.models.hooks import SiteCall
-from attnlens.records import InspectionBody, Report, Site
+from attnlens.models.loading.deferred import mute_shape_errors
+from attnlens.records import Report, Settings, Site, Skipped
 from attnlens.requests import InspectRequest, reading, takes
-from attnlens.runs import feeding
-from attnlens.runs.checks import conventions
+from attnlens.runs import checks, feeding
 from attnlens.runs.in_memory import at_rest, refuse_work, wrap_model
-from attnlens.runs.inspect.inspection import Inspection, PreparedRun, WorkUnit
+from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors, WorkUnit, merge_skipped
 from attnlens.runs.inspect.results import Results
-from attnlens.runs.inspect.summary import summarise
-from attnlens.runs.inspect.survey import inspect_sites, survey
-from attnlens.runs.progress import Interrupted, Progress, silent
-from attnlens.runs.provenance import report_of
+from attnlens.runs.inspect.sequences import refuse_many_rows
+from attnlens.runs.progress import Interrupted, Progress, silent, time_stage
 from attnlens.runs.store import Store
 from attnlens.runs.work import NOTHING_KEPT, Compute, Elsewhere, WorkPlan, run_units
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
+BY_HAND = "the module has its own attention code, which must be traced on actual values, so the model must be loaded"
+"""Reason why a site of a meta-device model is not read."""
 ALL = "units"
 """Name of the progress over the units of all stages."""
 
@@ -127,8 +131,7 @@ def compute(
 ) -> tuple[Report, Results]:
     """Read the units of an inspection; return the report, and the results that it is made from.
 
-    A unit that fails is replaced by its reason. Raise Interrupted, which contains the finished part, ModelError if no
-    head has a value, and what `run_units` raises.
+    Raise Interrupted, which contains the finished part, and ModelError if no head has a value.
     """
     units = plan.select_units(list(inspection.units))
     sizes = [batch.size for batch in inspection.batches]
@@ -146,7 +149,7 @@ def compute(
             raise KeyboardInterrupt
         reason = results.skipped[0].reason
         raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
-    report = _build_report(results)
+    report = results.build_report()
     if outcome.stopped:
         raise Interrupted(report)
     return report, results
@@ -155,24 +158,24 @@ def compute(
 def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
     """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
     sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
-    totals: Counter[str] = Counter()
+    totals, done = Counter[str](), Counter[str]()
     for name, size in sizes.items():
         totals[units[name].stage] += size
-    done: Counter[str] = Counter()
     several = len(totals) > 1
+    first = list(totals)[:1] + [ALL] * several
+    totals[ALL] = len(units)
+
+    def report(stage: str, steps: int) -> None:
+        done[stage] += steps
+        progress(stage, done[stage], totals[stage])
 
     def tell(name: str) -> None:
         if several:  # first, because plain output prints only one line
-            done[ALL] += 1
-            progress(ALL, done[ALL], len(units))
-        stage = units[name].stage
-        done[stage] += sizes[name]
-        progress(stage, done[stage], totals[stage])
+            report(ALL, 1)
+        report(units[name].stage, sizes[name])
 
-    for stage in list(totals)[:1]:
-        progress(stage, 0, totals[stage])
-    if several:
-        progress(ALL, 0, len(units))
+    for stage in first:
+        report(stage, 0)
     return tell
 
 
@@ -185,31 +188,95 @@ def read_sites(
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
 
-def _build_report(results: Results) -> Report:
-    """Build the report of a run from its results."""
-    inspection, settings = results.inspection, results.inspection.settings
-    if not results.interrupted:
-        settings = settings.model_copy(update={"notes": [*settings.notes, *_loss_notes(results)]})
-    if len(results.finished) < results.total:
-        settings = settings.model_copy(update={"windows": len(results.finished)})
-    how = conventions(inspection.reached, results.traits) if inspection.analyzers_of("weights") else None
-    return report_of(
-        "inspect",
-        "inspection",
-        model=inspection.loaded.info.model_copy(update={"conventions": how}),
-        settings=settings,
-        coverage=results.count_coverage(),
-        heads=results.heads,
-        summary=summarise(results),
-        inspection=InspectionBody(selections=results.selections, attention=results.attention),
-        timings=dict(inspection.timings),
-    ).with_windows(results.name_windows())
+def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
+    """Cut the texts, find the model's sites, and verify that recomputed attention changes nothing.
+
+    `factors` is filled with the factors of each site's weights when they are read.
+    """
+    settings, inputs, no_text = _cut_inputs(run)
+    run = replace(run, settings=settings)
+    loaded, weights_model = run.loaded, run.weights_model
+    with (
+        time_stage(run.timings, "survey"),
+        mute_shape_errors() if weights_model.deferred is not None else nullcontext(),
+    ):
+        sample = _draw_sample(loaded, settings)
+        result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
+        identity_error, skipped = None, list[Skipped]()
+        if loaded.deferred is None:  # otherwise it can't run, and each of its sites is verified when it is read
+            # one long sequence is sufficient, and its predictions alone take gigabytes
+            long = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in result.sites)
+            probe = sample if inputs is None else texts.first(inputs.batches[0].inputs, 1 if long else 2)
+            identity_error, broken = checks.prove_identity(loaded, probe)
+            if broken is not None:
+                why = f"{broken} contains NaN or Inf, so the model's outputs cannot be verified"
+                skipped.append(Skipped(site=broken, reason=why))
+        checks.refuse_initialised(weights_model, sample, checks.attention)
+        if inputs is not None and feeding.predicts_text(loaded):
+            lacking = checks.no_loss(weights_model, sample, "causal")
+            skipped += [] if lacking is None else [Skipped(site=lacking[0], measure=feeding.LOSS, reason=lacking[1])]
+        checks.check_chosen(settings.layers, settings.heads, result.sites)
+        run = replace(run, settings=feeding.record_length(settings, loaded, result.sites))
+        reached = [each for each in result.sites if settings.layers is None or each.site.layer in settings.layers]
+        if run.show == ATTENTION:
+            refuse_many_rows(reached, settings.heads)
+        if no_text:
+            skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
+        for entry in checks.out_of_reach(loaded, result):
+            unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
+            skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
+        inspection = inspect_sites(run, result.sites, reached, inputs)
+        return replace(inspection, skipped=merge_skipped(skipped), identity_error=identity_error, factors=factors)
 
 
-def _loss_notes(results: Results) -> list[str]:
-    """Return notes on texts with a higher loss than an even guess."""
-    units = [unit for unit in results.tokens if unit["losses"]]
-    if not units or any(entry.measure == feeding.LOSS for entry in results.inspection.skipped):
-        return []
-    means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
-    return feeding.guess_notes(means, counts, results.window_texts, units[0]["vocabulary"])
+def inspect_sites(
+    run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
+) -> Inspection:
+    """Return the inspection of the `reached` sites of a verified model, which all were also reached by text alone."""
+    loaded, settings, sites = run.weights_model, run.settings, all_sites
+    if loaded is not run.loaded:
+        shapes = survey_shapes(loaded, _draw_sample(loaded, settings))
+        sites = checks.match_sites(all_sites, shapes.sites) or ()
+        if not sites:
+            raise ModelError(
+                f"{loaded.info.id} runs attention that a pass without values does not reveal.",
+                "Leave out --device spread.",
+            )
+    one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
+    return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
+
+
+def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
+    """Cut the texts into batches; return the settings that describe them, and why none are read if they should be."""
+    loaded, settings, cut = run.loaded, run.settings, run.cut
+    without_input = settings.model_copy(update=feeding.NOTHING_FED)
+    if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):
+        return without_input, None, None
+    try:
+        batches = texts.batches(loaded, run.contents, cut)
+    except TextError as error:
+        readable = loaded.tokenizer is not None or not texts.reads_text(loaded) or cut.image or cut.audio
+        if readable or settings.source == "tokens":
+            raise
+        return without_input, None, error.problem
+    feeding.design_of(settings, batches)  # refuses too few texts
+    return feeding.describe_input(settings, batches, loaded), batches, None
+
+
+def _draw_sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
+    """Return random ids as long as a window."""
+    return texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
+
+
+def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
+    """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
+    remedy = "Omit --device files or spread: this architecture must be loaded."
+    problem = f"{loaded.info.id} can't be analysed from its files alone: "
+    try:
+        result = hooks.run_survey(loaded.model, inputs)
+    except (ModelError, *FAILURES) as error:
+        first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
+        raise ModelError(f"{problem}its forward pass depends on actual values ({first})", remedy) from error
+    if any(each.site.traced for each in result.sites):
+        raise ModelError(f"{problem}{BY_HAND}.", remedy)
+    return result

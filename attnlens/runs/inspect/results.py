@@ -1,40 +1,56 @@
-"""Combine the values of an inspection's units into the heads of a report."""
+"""Combine the values of an inspection's units into the heads of a report, and summarise them."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, product
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, product
+from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.analyzers.registry import MeasureInfo, measure_sources
-from attnlens.maths.statistics import Design, Stream, standard_error
+from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sources
+from attnlens.maths.statistics import Design, Stream, median_error, null_of_median, robust_z, standard_error
 from attnlens.models.weights import Traits
-from attnlens.records import AttentionRows, Coverage, Head, HeadId, Measure, Null, Selection, Site, Skipped, Windows
+from attnlens.records import (
+    AttentionRows,
+    Coverage,
+    Extreme,
+    Head,
+    HeadId,
+    InspectionBody,
+    Measure,
+    Null,
+    Report,
+    Selection,
+    Site,
+    Skipped,
+    Summary,
+    TextSummary,
+    Windows,
+)
+from attnlens.runs import checks
+from attnlens.runs.feeding import LOSS, guess_notes
 from attnlens.runs.inspect.inspection import (
-    GatheredUnit,
-    HeadAnswer,
+    TWO_DOMAINS,
+    HeadValues,
     Inspection,
-    TokensUnit,
     Unit,
-    WeightsUnit,
+    WorkUnit,
+    build_measure,
     merge_skipped,
 )
 from attnlens.runs.inspect.sequences import Place, arrange_by_measure
 from attnlens.runs.progress import INTERRUPTED
+from attnlens.runs.provenance import report_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-PAST_ONLY = "not identified: the model never compares a query with a later key"
-"""Reason why causal heads lack a value that only a comparison of all pairs determines."""
-TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
 ONE_WINDOW = "one window has no spread"
 ALONE = "only one window or one text has a value, so its spread is unknown"
 NamedValue = tuple[str, Measure | list[float]]
@@ -46,38 +62,30 @@ class Results:
     """Results of an inspection, derived from the values of its units. The same values give the same results."""
 
     inspection: Inspection
-    values: Mapping[str, Unit]
-    """Values of the finished units by name."""
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """Reasons of the units that failed."""
-    interrupted: bool = False
-    """True if the user interrupted the run."""
+    values: Mapping[str, Unit]  # values of the finished units by name
+    missing: Mapping[str, str] = field(default_factory=dict)  # reasons of the units that failed
+    interrupted: bool = False  # True if the user interrupted the run
 
-    def _units(self, stage: str) -> list[Any]:
-        """Return the values of the finished units of a stage, in the order of the run."""
+    def _units(self, stage: str) -> list[tuple[WorkUnit, Unit]]:
+        """Return the finished units of a stage with their values, in the order of the run."""
         units = self.inspection.units.items()
-        return [self.values[name] for name, unit in units if unit.stage == stage and name in self.values]
+        return [(unit, self.values[name]) for name, unit in units if unit.stage == stage and name in self.values]
 
     @cached_property
-    def _weights(self) -> dict[Site, WeightsUnit]:
-        units = self.inspection.units
-        sites = [units[name].sites[0] for name in units if name in self.values and units[name].stage == "weights"]
-        return dict(zip(sites, self._units("weights"), strict=True))
+    def _tokens(self) -> list[Unit]:
+        return [value for _, value in self._units("tokens")]
 
     @cached_property
-    def tokens(self) -> list[TokensUnit]:
-        """Values of the finished batches."""
-        return self._units("tokens")
+    def _gathered(self) -> list[Unit]:
+        # their values cover every sequence
+        return [value for _, value in self._units("gathered") if len(self.finished) == self.total]
 
     @cached_property
     def finished(self) -> list[int]:
         """Numbers of the sequences whose batches have a value."""
-        finished, start = list[int](), 0
-        names = [name for name, unit in self.inspection.units.items() if unit.stage == "tokens"]
-        for name, batch in zip(names, self.inspection.batches, strict=True):
-            finished += range(start, start + batch.size) if name in self.values else ()
-            start += batch.size
-        return finished
+        starts = list(accumulate((batch.size for batch in self.inspection.batches), initial=0))
+        batches = [unit.batch or 0 for unit, _ in self._units("tokens")]
+        return [number for batch in batches for number in range(starts[batch], starts[batch + 1])]
 
     @property
     def total(self) -> int:
@@ -91,11 +99,6 @@ class Results:
         return [names[number] for number in self.finished] if names else []
 
     @cached_property
-    def _gathered(self) -> list[GatheredUnit]:
-        # their values cover every sequence
-        return self._units("gathered") if len(self.finished) == self.total else []
-
-    @cached_property
     def design(self) -> Design:
         """Sampling design of the finished sequences."""
         names = self.inspection.window_texts or [""] * self.total
@@ -105,27 +108,26 @@ class Results:
     def skipped(self) -> list[Skipped]:
         """What could not be measured, and why."""
         skipped = list(self.inspection.skipped)
-        for unit in [*self._weights.values(), *self.tokens]:
-            skipped += [Skipped.model_validate(entry) for entry in unit.get("skipped", ())]
+        for _, value in [*self._units("weights"), *self._units("tokens")]:
+            skipped += [Skipped.model_validate(entry) for entry in value.get("skipped", ())]
         units = self.inspection.units
         for name, reason in self.missing.items():
             skipped += [Skipped(site=site.name, reason=f"{name}: {reason}") for site in units[name].sites]
         if self.interrupted and len(self.finished) < self.total:
             unread = f"{self.total - len(self.finished)} of {self.total} sequences"
             skipped.append(Skipped(site=unread, reason=INTERRUPTED))
-        for name, work_unit in units.items():
-            if self.interrupted and name not in self.values and work_unit.stage != "tokens":
-                skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in work_unit.sites]
+        for name, unit in units.items():
+            if self.interrupted and name not in self.values and unit.stage != "tokens":
+                skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in unit.sites]
         return merge_skipped(skipped)
 
     @cached_property
     def heads(self) -> list[Head]:
         """Requested heads, ordered by layer and head."""
         records = []
-        for site, heads in self._requested.items():
+        for site, heads in self.inspection.requested.items():
             for head in heads:
-                pairs = self._read_weights(site, head), self._read_tokens(site, head), self._read_answers(site, head)
-                values = dict(chain(*pairs))
+                values = dict(self._read_head(site, head))
                 curves = {name: value for name, value in values.items() if isinstance(value, list)}
                 records.append(
                     Head(
@@ -143,44 +145,77 @@ class Results:
     @cached_property
     def windows(self) -> dict[Place, Float[Tensor, "windows heads"]]:
         """Values per window by site and measure, for all heads of the site; NaN if missing."""
-        return self._token_windows | self._gathered_windows()
+        widths = {site.name: len(key_heads) for site, key_heads in self.inspection.key_heads.items()}
+        tables: dict[Place, Tensor] = {}
+
+        def table(place: Place) -> Tensor:
+            if place not in tables:
+                tables[place] = torch.full((self.design.count, widths[place[0]]), torch.nan, dtype=torch.float64)
+            return tables[place]
+
+        start = 0
+        for unit in self._tokens:
+            for place, values in unit["values"].items():
+                table(place)[start : start + unit["sequences"]] = values
+            start += unit["sequences"]
+        for (site, _), by_head in self._answers.items():
+            for head, answer in by_head.items():
+                for name, by_sequence in answer["windows"].items():
+                    for sequence, value in by_sequence.items():
+                        table((site, name))[sequence, head] = value
+        return tables
 
     @cached_property
     def by_measure(self) -> dict[str, Float[Tensor, "windows heads"]]:
         """Values per window by measure, with one column per head, in the order of `heads`."""
         return arrange_by_measure(self.windows, [(head.site, head.head) for head in self.heads], self.design.count)
 
-    def name_windows(self) -> Windows:
-        """Return the values of each head per window; for noise, each input is one window."""
-        settings = self.inspection.settings
+    @cached_property
+    def layer_symmetry(self) -> dict[int, float | None]:
+        """Symmetry of the sum of the heads' matrices, by layer."""
+        units = self._units("weights")
+        return {unit.sites[0].layer: value["layer_symmetry"] for unit, value in units if "layer_symmetry" in value}
+
+    def build_report(self) -> Report:
+        """Build the report of the run."""
+        inspection, settings = self.inspection, self.inspection.settings
+        if not self.interrupted:
+            settings = settings.model_copy(update={"notes": [*settings.notes, *self._loss_notes()]})
+        if len(self.finished) < self.total:
+            settings = settings.model_copy(update={"windows": len(self.finished)})
+        traits = [Traits(**value["traits"]) for _, value in self._units("weights") if "traits" in value]
+        how = checks.conventions(inspection.reached, traits) if inspection.analyzers_of("weights") else None
+        body = InspectionBody(
+            selections=[Selection.model_validate(fields) for unit in self._gathered for fields in unit["selections"]],
+            attention=[AttentionRows.model_validate(fields) for unit in self._tokens for fields in unit["rows"]],
+        )
+        # values of each head per window; for noise, each input is one window
         places = [(text.name, number) for text in settings.texts for number in text.windows]
         if not places and settings.noise is not None:
             places = [(settings.noise.name, number) for number in range(self.total)]
         heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in self.heads]
-        return Windows([places[number] for number in self.finished if number < len(places)], heads, self.by_measure)
+        windows = [places[number] for number in self.finished if number < len(places)]
+        return report_of(
+            "inspect",
+            "inspection",
+            model=inspection.loaded.info.model_copy(update={"conventions": how}),
+            settings=settings,
+            coverage=self._count_coverage(),
+            heads=self.heads,
+            summary=summarise(self),
+            inspection=body,
+            timings=dict(inspection.timings),
+        ).with_windows(Windows(windows, heads, self.by_measure))
 
-    @cached_property
-    def layer_symmetry(self) -> dict[int, float | None]:
-        """Symmetry of the sum of the heads' matrices, by layer."""
-        units = self._weights.items()
-        return {site.layer: unit["layer_symmetry"] for site, unit in units if "layer_symmetry" in unit}
+    def _loss_notes(self) -> list[str]:
+        """Return notes on texts with a higher loss than an even guess."""
+        units = [unit for unit in self._tokens if unit["losses"]]
+        if not units or any(entry.measure == LOSS for entry in self.inspection.skipped):
+            return []
+        means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
+        return guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
 
-    @property
-    def traits(self) -> list[Traits]:
-        """Notes for readers on the weights of each site that was read."""
-        return [Traits(**unit["traits"]) for unit in self._weights.values() if "traits" in unit]
-
-    @property
-    def selections(self) -> list[Selection]:
-        """Posed problems to show."""
-        return [Selection.model_validate(fields) for unit in self._gathered for fields in unit["selections"]]
-
-    @property
-    def attention(self) -> list[AttentionRows]:
-        """Attention rows to show."""
-        return [AttentionRows.model_validate(fields) for unit in self.tokens for fields in unit["rows"]]
-
-    def count_coverage(self) -> Coverage:
+    def _count_coverage(self) -> Coverage:
         """Count the requested heads that have a value, and those of them that have none from one of the sources."""
         known, sources_by_head = measure_sources(), list[set[str]]()
         for head in self.heads:
@@ -198,110 +233,54 @@ class Results:
         )
 
     @cached_property
-    def _requested(self) -> dict[Site, list[int]]:
-        chosen = self.inspection.settings.heads
-        return {
-            site: [head for head in range(len(key_heads)) if chosen is None or head in chosen]
-            for site, key_heads in self.inspection.key_heads.items()
-        }
-
-    @cached_property
     def _reasons(self) -> dict[tuple[str, int], str]:
         """Reasons for missing heads, by site and head."""
         return {(entry.site, head): entry.reason for entry in reversed(self.skipped) for head in entry.heads}
 
     @cached_property
-    def _token_windows(self) -> dict[Place, Tensor]:
-        """Values of token measures; NaN for batches that lack them."""
-        windows: dict[Place, Tensor] = {}
-        start = 0
-        for unit in self.tokens:
-            for place, values in unit["values"].items():
-                if place not in windows:
-                    windows[place] = torch.full((self.design.count, values.shape[1]), torch.nan, dtype=torch.float64)
-                windows[place][start : start + unit["sequences"]] = values
-            start += unit["sequences"]
-        return windows
-
-    @cached_property
     def _errors(self) -> dict[Place, Float[Tensor, " heads"]]:
         """Standard errors of the means of token measures."""
-        return {place: standard_error(table, self.design) for place, table in self._token_windows.items()}
+        places = dict.fromkeys(place for unit in self._tokens for place in unit["values"])
+        return {place: standard_error(self.windows[place], self.design) for place in places}
 
     @cached_property
     def _curves(self) -> dict[Place, Float[Tensor, "heads steps"]]:
         """Mean curves over all sequences."""
         streams: dict[Place, Stream] = defaultdict(Stream)
-        for unit in self.tokens:
+        for unit in self._tokens:
             for place, pieces in unit["curves"].items():
                 for count, mean in pieces:
                     streams[place].merge(count, mean)
         return {place: stream.mean for place, stream in streams.items()}
 
     @cached_property
-    def _answers(self) -> dict[Place, dict[int, HeadAnswer]]:
-        return {place: by_head for unit in self._gathered for place, by_head in unit["answers"].items()}
+    def _answers(self) -> dict[Place, dict[int, HeadValues]]:
+        units = [*(value for _, value in self._units("weights")), *self._gathered]
+        return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
-    def _gathered_windows(self) -> dict[Place, Tensor]:
-        """Return the gatherers' values per window; NaN for heads without an answer."""
-        windows: dict[Place, Tensor] = {}
-        for gathering, (site, heads) in product(self.inspection.gatherings, self._requested.items()):
-            by_head = self._answers.get((site.name, gathering.name), {})
-            for head, info in product(heads, gathering.measures):
-                if head in by_head and info.name in by_head[head]["windows"]:
-                    empty = torch.full((self.design.count, 1 + max(heads)), torch.nan, dtype=torch.float64)
-                    table = windows.setdefault((site.name, info.name), empty)
-                    for sequence, value in by_head[head]["windows"][info.name].items():
-                        table[sequence, head] = value
-        return windows
-
-    def _infos(self, source: str) -> list[MeasureInfo]:
-        return [info for analyzer in self.inspection.analyzers_of(source) for info in analyzer.measures]
-
-    def _read_weights(self, site: Site, head: int) -> Iterator[NamedValue]:
-        """Yield what analyzers measure in a head's weights; nothing if they are not finite."""
-        unit = self._weights.get(site, {})
-        if head not in unit.get("heads", ()):
-            return
-        index = unit["heads"].index(head)
-        for info in self._infos("weights"):
-            values, null, base = unit["values"].get(info.name), None, unit["base"].get(info.name)
-            if info.curve:
-                if values is not None:
-                    yield info.name, values[index].tolist()
-                continue
-            if info.name in unit["nulls"]:
-                mean, sd = unit["nulls"][info.name][index].tolist()
-                null = Null(mean=mean, sd=sd)
-            measure = _measure(info, site, None if values is None else float(values[index]), n=1, null=null)
-            if base is not None and measure.value is not None and not math.isnan(base[index]):
-                measure = measure.model_copy(update={"base": float(base[index])})
-            yield info.name, measure
-
-    def _read_tokens(self, site: Site, head: int) -> Iterator[NamedValue]:
-        """Yield what analyzers measure in a head's attention to the input, averaged over windows."""
-        for info in self._infos("tokens") if self.inspection.batches else ():
+    def _read_head(self, site: Site, head: int) -> Iterator[NamedValue]:
+        """Yield what analyzers and gatherers measure in a head."""
+        weights = self._answers.get((site.name, "weights"), {})
+        if head in weights:
+            yield from _validate(weights[head])
+        analyzers = self.inspection.analyzers_of("tokens") if self.inspection.batches else ()
+        for info in (info for analyzer in analyzers for info in analyzer.measures):
             place = site.name, info.name
             if place in self._curves:
                 yield info.name, self._curves[place][head].tolist()
-            elif place in self._token_windows:
+            elif place in self._errors:
                 yield info.name, self._average(info, site, head, self._errors[place][head])
             elif site.part == "cross" and info.self_only and not info.curve:
                 yield info.name, Measure(value=None, reason=TWO_DOMAINS)
-
-    def _read_answers(self, site: Site, head: int) -> Iterator[NamedValue]:
-        """Yield the gatherers' answers for a head; a head that they never saw has a reason."""
         for gathering in self.inspection.gatherings:
             by_head = self._answers.get((site.name, gathering.name))
             if by_head is not None and head in by_head:
-                answer = by_head[head]
-                yield from ((name, Measure.model_validate(fields)) for name, fields in answer["measures"].items())
+                yield from _validate(by_head[head])
                 for info in gathering.measures:
-                    if info.name in answer["windows"]:
+                    if info.name in by_head[head]["windows"]:
                         error = standard_error(self.windows[site.name, info.name][:, head], self.design)
                         yield info.name, self._average(info, site, head, error)
-                yield from answer["curves"].items()
-            elif by_head is not None and (site.name, head) in self._reasons:
+            elif by_head is not None and (site.name, head) in self._reasons:  # the gatherer never saw the head
                 missing = Measure(value=None, reason=self._reasons[site.name, head])
                 yield from ((info.name, missing) for info in gathering.measures if not info.curve)
 
@@ -311,25 +290,182 @@ class Results:
         values = values[~values.isnan()]
         if not len(values):
             reason = self._reasons.get((site.name, head))
-            return Measure(value=None, reason=reason) if reason else _measure(info, site, None, n=0)
+            return Measure(value=None, reason=reason) if reason else build_measure(info, site, None, n=0)
         why = (ONE_WINDOW if len(values) == 1 else ALONE) if bool(error.isnan()) else None
         se = None if why else float(error)
-        return _measure(info, site, float(values.mean()), n=len(values), se=se, se_reason=why)
+        return build_measure(info, site, values.mean(), n=len(values), se=se, se_reason=why)
 
 
-def _measure(
-    info: MeasureInfo,
-    site: Site,
-    value: float | None,
-    n: int,
-    se: float | None = None,
-    null: Null | None = None,
-    se_reason: str | None = None,
-) -> Measure:
-    if site.part == "cross" and info.self_only:
-        return Measure(value=None, reason=TWO_DOMAINS)
-    if value is None or math.isnan(value):
-        hidden = info.identified == "all pairs" and site.part == "decoder"
-        return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
-    label = info.labels[round(value)] if info.labels else None
-    return Measure(value=value, label=label, se=se, se_reason=se_reason, n=n, null=null)
+def _validate(values: HeadValues) -> Iterator[NamedValue]:
+    yield from ((name, Measure.model_validate(fields)) for name, fields in values["measures"].items())
+    yield from values["curves"].items()
+
+
+FEWEST_HEADS = 12
+"""Minimum number of heads for naming the most extreme one: the median and spread of fewer say little."""
+MOST = 8
+"""Maximum number of named heads."""
+DEEP = 3
+"""Number of heads at each end of a measure that can be named."""
+
+
+def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
+    """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
+
+    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: one of any
+    heads is the largest. Only measures that define an end are considered. Calls of one module share its weights, so
+    that weights.* count and name them once.
+    """
+    candidates: list[tuple[float, Extreme]] = []
+    for part in dict.fromkeys(record.part for record in records):
+        calls: dict[tuple[str, int], list[Head]] = defaultdict(list)
+        for record in records:
+            if record.part == part:
+                calls[record.site.partition("#")[0], record.head].append(record)
+        separate, shared = [[record] for group in calls.values() for record in group], list(calls.values())
+        for info in infos.values():
+            if info.ends:
+                candidates += _ends(info, shared if info.name.startswith("weights.") else separate)
+    best: dict[tuple[int, int], Extreme] = {}
+    for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
+        best.setdefault((candidate.layer, candidate.head), candidate)
+    return list(best.values())[:MOST]
+
+
+def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[float, Extreme]]:
+    """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
+    by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
+    present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
+    if len(present) < FEWEST_HEADS:
+        return []
+    values = torch.tensor([value for value, _ in present], dtype=torch.float64)
+    scores, median = robust_z(values).abs().tolist(), float(values.quantile(0.5))
+    ended, count = [], len(present)
+    for rank, end in product(range(1, DEEP + 1), ("largest", "smallest")):
+        above = count - rank if end == "largest" else rank - 1
+        value, calls = present[above]
+        if info.ends not in (end, "both") or math.isnan(scores[above]) or value == median:
+            continue
+        even = calls[0].measures.get(info.beside)
+        uniform = "" if even is None or even.value is None else f", even attention {even.value:.3g}"
+        shared = f" (all {len(calls)} calls)" if len(calls) > 1 else ""
+        number = ("", "2nd ", "3rd ")[rank - 1]
+        extreme = Extreme(
+            layer=calls[0].layer,
+            head=calls[0].head,
+            measure=info.name,
+            value=value,
+            rank=rank,
+            of=count,
+            percentile=100 * (above + 0.5) / count,
+            text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{uniform}{shared}",
+        )
+        ended.append((scores[above], extreme))
+    return ended
+
+
+NEVER_RUN = (
+    "the model was not loaded and therefore not run: each site's queries and keys were compared with those of its own "
+    "module, which contained only its weights"
+)
+"""Reason for a missing identity error of a model that is read from its files."""
+
+
+def summarise(results: Results) -> Summary:
+    """Compute medians over the model, each layer and each text, and the extreme heads."""
+    records, seed = results.heads, results.inspection.settings.seed
+    by_layer: dict[int, list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        by_layer[record.layer].append(place)
+    groups = [range(len(records)), *by_layer.values()]
+    middles = [_summarise_heads([records[place] for place in group], seed) for group in groups]
+    errors = _errors(results.by_measure, results.design, groups, seed)
+    texts = _summarise_texts(results, seed)
+    lone = _lone(results.design) if results.windows else {}
+    return Summary(
+        medians=middles[0][0],
+        median_errors=errors[0],
+        median_nulls=middles[0][1],
+        layers=[medians for medians, _ in middles[1:]],
+        layer_errors=errors[1:],
+        layer_nulls=[nulls for _, nulls in middles[1:]],
+        layer_numbers=list(by_layer),
+        layer_symmetry=[results.layer_symmetry.get(layer) for layer in by_layer] if results.layer_symmetry else [],
+        texts=texts,
+        between_texts=_spread(texts),
+        extremes=extremes(records, measure_infos()),
+        identity_error=results.inspection.identity_error,
+        reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.from_files else {}),
+    )
+
+
+def _summarise_heads(records: Sequence[Head], seed: int) -> tuple[dict[str, float], dict[str, Null]]:
+    """Compute each measure's median (categories have none) over heads with a value, and that of as many by chance."""
+    by_name: dict[str, list[Measure]] = defaultdict(list)
+    for record in records:
+        for name, measure in record.measures.items():
+            if measure.value is not None:
+                by_name[name].append(measure)
+    medians, nulls = {}, {}
+    for name, measures in by_name.items():
+        if values := [measure.value for measure in measures if measure.label is None]:
+            medians[name] = _median(torch.tensor(values, dtype=torch.float64))
+        if chance := [measure.null for measure in measures if measure.null is not None]:
+            means, sds = torch.tensor([null.mean for null in chance]), torch.tensor([null.sd for null in chance])
+            mean, sd = null_of_median(means, sds, seed)
+            nulls[name] = Null(mean=mean, sd=sd)
+    return medians, nulls
+
+
+def _median(values: Tensor) -> float:
+    return float(values.nanquantile(0.5))
+
+
+def _errors(
+    windows: Mapping[str, Tensor], design: Design, groups: Sequence[Sequence[int]], seed: int
+) -> list[dict[str, float]]:
+    """Compute the standard error of each group's median per measure; errors that can't be estimated are left out."""
+    by_group: list[dict[str, float]] = [{} for _ in groups]
+    for name, values in windows.items():
+        for errors, error in zip(by_group, median_error(values, design, groups, seed=seed), strict=True):
+            if math.isfinite(error):
+                errors[name] = error
+    return by_group
+
+
+def _lone(design: Design) -> dict[str, str]:
+    """Return the reason why medians over windows lack errors: there is only one window; empty if they have them."""
+    return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
+
+
+def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
+    """Compute the medians of each text's own windows; empty for a single text."""
+    distinct = list(dict.fromkeys(results.window_texts))
+    summaries: list[TextSummary] = []
+    if len(distinct) < 2 or not results.by_measure:
+        return summaries
+    for text in distinct:
+        rows = [place for place, name in enumerate(results.window_texts) if name == text]
+        values = {name: part[rows] for name, part in results.by_measure.items()}
+        middles = {name: _median(part.nanmean(0)) for name, part in values.items()}
+        design = Design.plain(len(rows))
+        (errors,) = _errors(values, design, [range(len(results.heads))], seed)
+        summaries.append(
+            TextSummary(
+                name=text,
+                sequences=len(rows),
+                medians={name: middle for name, middle in middles.items() if math.isfinite(middle)},
+                median_errors=errors,
+                reasons=_lone(design),
+            )
+        )
+    return summaries
+
+
+def _spread(texts: Sequence[TextSummary]) -> dict[str, float]:
+    """Compute the standard deviation between the texts' medians."""
+    each: dict[str, list[float]] = defaultdict(list)
+    for name, median in (pair for text in texts for pair in text.medians.items()):
+        each[name].append(median)
+    several = {name: torch.tensor(medians, dtype=torch.float64) for name, medians in each.items() if len(medians) > 1}
+    return {name: float(medians.std()) for name, medians in several.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.analyzers.registry import Readings
+from attnlens.analyzers.registry import Analyzer, Readings
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.maths.statistics import count_and_mean
@@ -71,31 +71,31 @@ def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
 class SequenceValues:
     """Scalars of each sequence and head, and the parts of mean curves, by site and measure."""
 
-    count: int
-    """Number of sequences."""
+    count: int  # number of sequences
+    steps: int | None = None  # length that shorter curves, which are cumulative, are extended to
     sums: dict[Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Sum and number of values of each sequence's rows: a module may cut a sequence into windows (Swin)."""
     curves: dict[Place, list[list[Tensor]]] = field(default_factory=dict)
     """Number of sequences and mean curve of each piece, both (heads, steps)."""
 
-    def add(
-        self,
-        site: Site,
-        readings: Readings,
-        sequences: Sequence[int],
-        heads: Sequence[int],
-        total: int,
-        steps: int | None = None,
-    ) -> None:
-        """Add what an analyzer returns for these sequences and heads: (sequences, heads) or (sequences, heads, steps).
+    def measure(self, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], total: int) -> None:
+        """Add what analyzers return for a batch with rows of these sequences; `total` is the number of heads."""
+        for rows, piece in split_batch(query_key):
+            for analyzer in analyzers:
+                readings = analyzer.function(piece)
+                self.add(query_key.site, readings, [numbers[row] for row in rows], piece.heads, total)
 
-        `total` is the site's number of heads. Curves shorter than `steps` are cumulative and are extended.
-        """
+    def add(self, site: Site, readings: Readings, sequences: Sequence[int], heads: Sequence[int], total: int) -> None:
+        """Add readings of these sequences and heads: (sequences, heads) or (sequences, heads, steps)."""
         for name, reading in readings.items():
             place = site.name, name
             if reading.dim() == 3:
-                curve = _extend_curve(reading, heads, total, steps)
-                self.curves.setdefault(place, []).append(list(count_and_mean(curve)))
+                if self.steps is not None and reading.shape[2] < self.steps:
+                    last = reading[..., -1:].expand(-1, -1, self.steps - reading.shape[2])
+                    reading = torch.cat([reading, last], -1)
+                full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
+                full[:, list(heads)] = reading
+                self.curves.setdefault(place, []).append(list(count_and_mean(full)))
                 continue
             values = reading.double().cpu()
             empty = torch.zeros(self.count, total, dtype=torch.float64)
@@ -109,15 +109,6 @@ class SequenceValues:
     def means(self) -> dict[Place, Float[Tensor, "sequences heads"]]:
         """Mean over each sequence's rows; NaN if it has no value."""
         return {place: sums / counts for place, (sums, counts) in self.sums.items()}
-
-
-def _extend_curve(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
-    """Expand a curve to all heads, NaN for missing ones; a shorter curve is extended by its last value."""
-    if steps is not None and reading.shape[2] < steps:
-        reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
-    full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
-    full[:, list(heads)] = reading
-    return full
 
 
 def arrange_by_measure(

@@ -83,7 +83,7 @@ def sweep_units(
 def head_measures(session: SwapSession, units: Sequence[Unit]) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
     analyzers, loaded, batches = registry.select_sweep_analyzers(), session.loaded, session.evaluated
-    sites = checks.sites(loaded, batches.batches[0].inputs)
+    sites = checks.survey_model(loaded, batches.batches[0].inputs).sites
     run = PreparedRun(loaded, session.settings, analyzers)
     results = read_sites(run, sites, {site for site, _ in units}, batches)
     measures = {(record.site, record.head): record.measures for record in results.heads}
