@@ -114,8 +114,9 @@ class Grams:
     def add(self, queries: Tensor, latents: list[tuple[Tensor, ...]], factor: float = 1.0) -> None:
         """Add `factor` times other moments."""
         self.queries = self.queries + factor * queries
-        pairs = zip(self.latents or [(0.0, 0.0, 0.0)] * len(latents), latents, strict=True)
-        self.latents = [tuple(a + factor * b for a, b in zip(*pair, strict=True)) for pair in pairs]
+        self.latents = self.latents or [tuple(torch.zeros_like(part) for part in sums) for sums in latents]
+        pairs = [zip(before, sums, strict=True) for before, sums in zip(self.latents, latents, strict=True)]
+        self.latents = [tuple(a + factor * b for a, b in pair) for pair in pairs]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
         """Return the moments of both together; if `equal`, with the other's weights scaled to the sum of these."""

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from attnlens.records import Call
 
     Side = Float[Tensor, "batch heads tokens features"]
+    Output = Float[Tensor, "batch heads tokens value_dim"]
     Map = Float[Tensor, "heads features scores"]
     OutputMap = Float[Tensor, "heads both value_dim"]
     Offset = Float[Tensor, "heads value_dim"]
+
 HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
 STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
 
@@ -34,9 +36,7 @@ class Moments:
     sequences: int
 
     @classmethod
-    def of(
-        cls, z: Float[Tensor, "batch heads tokens size"], y: Float[Tensor, "batch heads tokens value_dim"]
-    ) -> Moments:
+    def of(cls, z: Float[Tensor, "batch heads tokens size"], y: Output) -> Moments:
         """Sum over the tokens of a batch."""
         return cls((z.mT @ z).sum(0), (z.mT @ y).sum(0), y.square().sum((0, 2, 3)), len(z))
 
@@ -80,11 +80,7 @@ class PrimalFit:
         self.observe(inputs.query, inputs.key, inputs.real, output)
 
     def observe(
-        self,
-        query: Side,
-        key: Side,
-        real: Bool[Tensor, "#batch #heads tokens"] | None,
-        output: Float[Tensor, "batch heads tokens value_dim"],
+        self, query: Side, key: Side, real: Bool[Tensor, "#batch #heads tokens"] | None, output: Output
     ) -> None:
         """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
@@ -194,17 +190,8 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Flo
     needs_fit=True,
 )
 def primal(
-    query: Side,
-    key: Side,
-    scores: int,
-    samples: int,
-    query_map: Map,
-    key_map: Map,
-    log_multipliers: Float[Tensor, "heads scores"],
-    output_map: OutputMap,
-    offset: Offset,
-    tokens: Float[Tensor, " heads"],
-) -> Float[Tensor, "batch heads tokens value_dim"]:
+    query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
+) -> Output:
     """Primal-Attention from KSVD scores, which reads no values and no other token (but running means where causal)."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)

@@ -354,7 +354,7 @@ LARGEST_EXPONENT = 40.0
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
     x = wide(x) * scale**0.5
-    return x.relu() + x.clamp_max(0.0).exp()  # elu(x) + 1 would round eˣ below 1e-7 to 0
+    return torch.relu(x) + x.clamp_max(0.0).exp()  # elu(x) + 1 would round eˣ below 1e-7 to 0
 
 
 @kernel(
@@ -365,7 +365,7 @@ def elu(x: Tokens, scale: float, side: str) -> Tokens:
 )
 def relu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with rectified features."""
-    return (wide(x) * scale**0.5).relu() + RELU_FLOOR
+    return torch.relu(wide(x) * scale**0.5) + RELU_FLOOR
 
 
 @kernel(

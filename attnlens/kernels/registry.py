@@ -114,7 +114,7 @@ class Fit(Protocol):
         """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
 
 
-PAIR = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
+PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
 SCORE = {**PAIR, "form": "score"}
 """Facts that most kernels of queries and keys, and of the score, have in common."""
 KERNELS: dict[str, KernelInfo] = {}

@@ -164,18 +164,12 @@ def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None
     return significance.test_unpaired(after - before, error, design.freedom)
 
 
-OTHER_HEADS = "The models have different sites or heads, which cannot be matched: only distributions are compared."
-
-
 def compare_distributions(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare the quartiles of each common measure of two reports whose heads do not correspond."""
-    spreads = {name: (_quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()}
-    shifts = [
-        Shift(measure=name, before=before, after=after)
-        for name, (before, after) in spreads.items()
-        if before is not None and after is not None
-    ]
-    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[OTHER_HEADS])
+    spreads = [(name, _quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()]
+    shifts = [Shift(measure=name, before=a, after=b) for name, a, b in spreads if a is not None and b is not None]
+    note = "The models have different sites or heads, which cannot be matched: only distributions are compared."
+    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[note])
 
 
 def _quartiles(report: Report, name: str) -> Spread | None:
@@ -194,7 +188,8 @@ OTHER_INPUT = (
     "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
     "of images): what reads them is not compared."
 )
-Side = str | PathLike[str] | Report | loading.Loaded | PreTrainedModel
+Model = str | PathLike[str] | loading.Loaded | PreTrainedModel
+Side = Model | Report
 
 
 @public
@@ -229,12 +224,13 @@ def compare(
         same = same and all(options.get(name) is None for name in SECOND)
     if same:
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
-    if any(isinstance(side, Report) for side in subjects):
+    models = [side for side in subjects if not isinstance(side, Report)]
+    if len(models) < 2:
         _refuse_ignored(subjects, options)
         reports = _inspect_reports(subjects, tokenizer, progress, options)
         comparison, report = compare_reports(*reports, request.fdr), reports[1]
     else:
-        sides = _inspect_sides(subjects, tokenizer, progress, options)
+        sides = _inspect_sides(models, tokenizer, progress, options)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
@@ -286,7 +282,7 @@ def _select_options(subject: Side, options: Mapping[str, object], number: int) -
 
 
 def _inspect_sides(
-    subjects: Sequence[Side],
+    models: Sequence[Model],
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
     options: Mapping[str, object],
@@ -294,7 +290,7 @@ def _inspect_sides(
     """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
     swaps: hooks.Swaps
-    for number, subject in enumerate(subjects):
+    for number, subject in enumerate(models):
         side_options, swaps = _select_options(subject, options, number), {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}

@@ -73,9 +73,9 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     If only M is 0, all of M' is new and the change is 1.
     """
     finite = sorted(set(finite_heads(first)) & set(finite_heads(second)))
-    tables = {name: torch.full((len(first.heads),), torch.nan, dtype=torch.float64) for name in FORM_DISTANCES}
+    table = torch.full((len(FORM_DISTANCES), len(first.heads)), torch.nan, dtype=torch.float64)
     if not finite:
-        return tables
+        return dict(zip(FORM_DISTANCES, table, strict=True))
     first, second = first.select(finite), second.select(finite)
     rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
     change, _ = linalg.change(rescaled, first)
@@ -86,14 +86,11 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     else:
         key_angles = linalg.largest_angle(first.paired_key, second.paired_key)
     query_angles = linalg.largest_angle(first.query, second.query)
-    for name, values in zip(
-        FORM_DISTANCES, (change.masked_fill(change.isinf(), 1.0), query_angles, key_angles), strict=True
-    ):
-        tables[name][finite] = values.double().cpu()
-    return tables
+    rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
+    table[:, finite] = torch.stack([values.double().cpu() for values in rows])
+    return dict(zip(FORM_DISTANCES, table, strict=True))
 
 
-OTHER_KERNEL = "the measure requires the exponential kernel, but this model uses another one"
 Block = tuple[str, nn.Module]
 """The path of a block of the model, and the block."""
 
@@ -153,7 +150,8 @@ class ComparedModel:
 
 def _remove_token_measures(report: Report) -> Report:
     """Return the report with the values of token measures removed."""
-    missing = Measure(value=None, reason=OTHER_KERNEL)
+    reason = "the measure requires the exponential kernel, but this model uses another one"
+    missing = Measure(value=None, reason=reason)
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}
     heads = [
         head.model_copy(update={"measures": head.measures | dict.fromkeys(head.measures.keys() & tokens, missing)})

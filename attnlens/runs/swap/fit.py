@@ -239,7 +239,6 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
 
 SEQUENCES = 16
 """Maximum number of sequences per text for the gradients of the output metric."""
-UNPLACED = "the model does not pass token positions to its attention"
 
 
 def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
@@ -294,13 +293,13 @@ def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(reached, model_weights.rotations(loaded.model, reached), strict=True)
-    by_site = {
-        each.site: _read_turn(rotation) if each.call.places is not None else UNPLACED for each, rotation in rotations
-    }
+    by_site = {each.site: _read_turn(each.call, rotation) for each, rotation in rotations}
     return {site: by_site[site] for site in sites}
 
 
-def _read_turn(rotation: Rotation | UnreadableError | None) -> Turn | str:
+def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn | str:
+    if call.places is None:
+        return "the model does not pass token positions to its attention"
     if isinstance(rotation, UnreadableError):
         return rotation.problem
     if rotation is None:

@@ -278,7 +278,7 @@ class KernelRun:
         """Return the record with the effect of each head or layer alone; without effects if the user interrupts."""
         fitted = key_of({site.name: digest_of(dict(each.kernel.fitted)) for site, each in self.last.items()})
 
-        def keep(name: str, make: Callable[[], object]) -> object:
+        def keep(name: str, make: Callable[[], Result]) -> Result:
             return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
 
         try:

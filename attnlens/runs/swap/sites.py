@@ -163,7 +163,7 @@ def replaced(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     part: Part | None = None,
-    batch: Mapping[str, object] | None = None,
+    batch: Mapping[str, Tensor] | None = None,
     allow_signed: bool = False,
 ) -> AbstractContextManager[hooks.CallCounter]:
     """Replace attention by softmax(log k + mask) v, with the kernel k, in each forward pass inside a `with` block.
