@@ -22,7 +22,6 @@ for _module in sorted(iter_modules(__path__), key=lambda module: module.name != 
     if not _module.ispkg:
         import_module(f"{__name__}.{_module.name}")
 
-OWN = Kernel(KERNELS["exponential"])
-"""The models' own kernel."""
+OWN = Kernel(KERNELS["exponential"])  # the models' own kernel
 
 __all__ = ["FILTERS", "HYBRIDS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]

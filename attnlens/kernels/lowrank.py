@@ -178,8 +178,7 @@ class Latents:
     key_of: tuple[int, ...]  # see Grams
     query_map: Float[Tensor, "latents size size"]
     """A = C_q^{−½}UΣ^½, C_q the block diagonal of those of the latent's key heads; zeros beyond a smaller latent."""
-    key_map: Float[Tensor, "latents size size"]
-    """B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩."""
+    key_map: Float[Tensor, "latents size size"]  # B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩
     mean: Float[Tensor, "kv_heads head_dim"] | None = None  # k̄ before the rotation; None for latents of rotated keys
     turn: Turn | None = None  # rotation applied to the reconstructed keys; None for latents of rotated keys
 
@@ -259,12 +258,9 @@ def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
-ALL = 65536
-"""More key heads than any site has: all of them share one latent."""
-AFTER, BEFORE = 0, 1
-"""Values of `rotation`: latents of keys after, or before, the rotation."""
-ATTENTION, OUTPUT = 0, 1
-"""Values of `metric`: weights of the pairs of queries and keys."""
+ALL = 65536  # more key heads than any site has: all of them share one latent
+AFTER, BEFORE = 0, 1  # values of `rotation`: latents of keys after, or before, the rotation
+ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries and keys
 
 
 class MapsFit:

@@ -205,8 +205,7 @@ HYBRIDS = _by_name(
 """Hybrids: near keys keep the model's own kernel, and all other keys have a kernel of features."""
 MODIFIERS.update(TIES, FILTERS, HYBRIDS)
 
-NEAR_WEIGHT = "near_log_weight"
-"""Name of log γ, (heads,), among the fitted parameters of a hybrid."""
+NEAR_WEIGHT = "near_log_weight"  # name of log γ, (heads,), among the fitted parameters of a hybrid
 
 
 class NearFit:

@@ -115,8 +115,7 @@ class Fit(Protocol):
 
 
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
-SCORE = {**PAIR, "form": "score"}
-"""Facts that most kernels of queries and keys, and of the score, have in common."""
+SCORE = {**PAIR, "form": "score"}  # facts that most kernels of queries and keys, and of the score, have in common
 KERNELS: dict[str, KernelInfo] = {}
 """Registered kernels by name. Importing the package `attnlens.kernels` registers the built-in ones, and Python imports
 it before this module: no plug-in can be first."""

@@ -270,8 +270,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
     return f"{name}:{','.join(words)}" if words else name
 
 
-MOST_ROWS = 32
-"""Queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums."""
+MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums
 
 
 def pairs_seen(query: Query, key: Key, allowed: Bool[Tensor, "#batch #heads queries keys"] | None) -> Seen:

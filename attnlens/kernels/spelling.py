@@ -198,8 +198,7 @@ def example(name: str, parameters: Sequence[KernelParameter]) -> str:
     return f"{name}:{','.join(str(EXAMPLES[parameter.name]) for parameter in parameters)}"
 
 
-ONE_KEY, FLOOR = "hard", "uniform"
-"""The two extreme kernels: all weight on one key, and equal weight on all keys."""
+ONE_KEY, FLOOR = "hard", "uniform"  # the two extreme kernels: all weight on one key, and equal weight on all keys
 SINKS, WIDTH = 4, 64
 """First and nearest tokens of the sink-window that is compared with a kernel whose state grows with the text."""
 

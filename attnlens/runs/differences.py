@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import Cache, PreTrainedModel
 
-MOST = 16
-"""Maximum number of evaluated windows whose first halves are continued, and of prompts per batch."""
-TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
-"""Inputs of a model that reads only text."""
+MOST = 16  # maximum number of evaluated windows whose first halves are continued, and of prompts per batch
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # inputs of a model that reads only text
 FAILED = (*FAILURES, ModelError, UsageError)
 """Exceptions that running with a cache may raise for a model or a kernel that does not support it."""
 
@@ -212,8 +210,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
 
 
 Name = TypeVar("Name")
-Fields = tuple[dict[str, object], dict[str, str]]
-"""Fields of an Outcome, and reasons for missing ones."""
+Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing ones
 NOT_CAUSAL = "only defined for models that predict the next token"
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 

@@ -45,10 +45,8 @@ CHANGED_P = 1e-3
 ROUNDING_SPACINGS = 4.0
 """Maximum relative difference of factors, in spacings of their type, that counts as rounding: a number is rounded a few
 times, when it is stored, loaded and multiplied."""
-ROTATION_CHANGE = 1e-3
-"""‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates."""
-NEAR_FACTOR = 10
-"""That change must also be this many times the one at equal positions, which rounding explains."""
+ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
+NEAR_FACTOR = 10  # that change must also be this many times the one at equal positions, which rounding explains
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]:

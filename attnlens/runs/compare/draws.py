@@ -34,8 +34,7 @@ from attnlens.runs.progress import Tell
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOOR = 1e-12
-"""Lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats."""
+FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
 """Names of block inputs that are states, besides the first input, which is one whatever its name."""
 BySite = Mapping[Site, Tensor]
@@ -222,8 +221,7 @@ BITS = {
 DIFFERENT, MANY = 16, 4096
 """Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
 of 2 are exact in every type."""
-MOVED = 12
-"""One number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing."""
+MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing
 
 
 def stored_type(weight: Tensor) -> torch.dtype:

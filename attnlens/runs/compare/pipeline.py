@@ -182,8 +182,7 @@ def _quartiles(report: Report, name: str) -> Spread | None:
     return Spread(heads=len(values), quartiles=(low, middle, high), median_se=report.summary.median_errors.get(name))
 
 
-SECOND = ("revision", "adapter")
-"""Options that apply to the second model only."""
+SECOND = ("revision", "adapter")  # options that apply to the second model only
 OTHER_INPUT = (
     "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
     "of images): what reads them is not compared."

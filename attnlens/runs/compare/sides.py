@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)
-"""Measures of the distance between two forms."""
+FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)  # measures of the distance between two forms
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
 distance to the head in its own place. The distance of unrelated heads is about 1, and that of fine-tuned ones is small:
@@ -91,8 +90,7 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     return dict(zip(FORM_DISTANCES, table, strict=True))
 
 
-Block = tuple[str, nn.Module]
-"""The path of a block of the model, and the block."""
+Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 
 @dataclass(frozen=True)

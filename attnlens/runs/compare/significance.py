@@ -17,8 +17,7 @@ from attnlens.records import Head, MeasureChange
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-POWER = 0.8
-"""Probability with which the smallest detectable change is named."""
+POWER = 0.8  # probability with which the smallest detectable change is named
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,7 @@ def combine_rounding(
     return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
 
 
-Heads = tuple[Sequence[Head], Sequence[Head]]
-"""Heads of the first model, and their partners in the second."""
+Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and their partners in the second
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:

@@ -31,8 +31,7 @@ from attnlens.runs.progress import Tell
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-LARGEST, HALVINGS = 30.0, 50
-"""Bound on |log γ|, and number of halvings of [−30, 30]: to a width of 5e-14."""
+LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [−30, 30]: to a width of 5e-14
 
 
 @dataclass
@@ -73,12 +72,10 @@ class NearShares:
         return {**self.kernel.fitted, NEAR_WEIGHT: log_weight.to(self.kernel.fitted[NEAR_WEIGHT])}
 
 
-MOST_FITTED = 128
-"""Maximum number of calibration sequences that a fit reads."""
+MOST_FITTED = 128  # maximum number of calibration sequences that a fit reads
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Interpolation weights tried between the typed parameters (0) and the fitted ones (1)."""
-TINIEST = 1e-30
-"""Lower bound on attention weights, so that the logarithm of a masked key's weight stays finite."""
+TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a masked key's weight stays finite
 
 
 @dataclass
@@ -237,8 +234,7 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
             weight.requires_grad_(False)
 
 
-SEQUENCES = 16
-"""Maximum number of sequences per text for the gradients of the output metric."""
+SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
 
 
 def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:

@@ -31,8 +31,7 @@ from attnlens.runs.swap.sites import Local, leaks, locally
 from attnlens.runs.swap.sweep import sweep_units
 from attnlens.runs.work import Stopped
 
-EXACT: Route = "auto"
-"""Path of the controls. The `path` option applies to the kernel alone; all paths are exact."""
+EXACT: Route = "auto"  # path of the controls. The `path` option applies to the kernel alone; all paths are exact
 NO_PEAK = "this platform does not report it"
 Result = TypeVar("Result")
 

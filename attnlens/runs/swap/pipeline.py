@@ -39,10 +39,8 @@ from attnlens.runs.work import Compute, WorkPlan, run_units
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
 """Options that name files: input files, whose content is hashed instead, and the output folder."""
-FITTING = 32
-"""Calibration sequences that a fit reads."""
-Model = str | PathLike[str] | loading.Loaded
-"""Name or path of a model, or a model in memory."""
+FITTING = 32  # calibration sequences that a fit reads
+Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
 
 @dataclass

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from attnlens.runs.swap.session import SwapSession
 
 
-LEVEL = 0.05
-"""Corrected p below which a measure counts as a predictor."""
-FEWEST_HEADS = 8
-"""Minimum number of swept heads to correlate measures with their harm."""
+LEVEL = 0.05  # corrected p below which a measure counts as a predictor
+FEWEST_HEADS = 8  # minimum number of swept heads to correlate measures with their harm
 CONSTANT = "the same in every head"
 
 
@@ -163,8 +161,7 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     )
 
 
-Unit = tuple[Site, int | None]
-"""A site and the number of one of its heads, or None for all."""
+Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or None for all
 
 
 def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
