@@ -17,7 +17,7 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.attention import attend, route, sums, weights
-from attnlens.kernels.features import LearnedStart
+from attnlens.kernels.products import LearnedStart
 from attnlens.kernels.spelling import HeadShape, branches, state_numbers
 from attnlens.models import hooks, loading
 from attnlens.models.texts import placeholder

@@ -199,7 +199,7 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
     ("make", "says"),
     [
         (lambda: PrimalHeads(2, 4, 0), "scores must be at least 1"),
-        (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must not be negative"),
+        (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must be at least 0"),
         (lambda: PrimalHeads(2, 4, 1.5), "scores must be a whole number, not 1.5"),
         (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number, not 2.0"),
         (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number, not '4'"),

@@ -14,9 +14,9 @@ from attnlens.kernels.attention import attend, route, weights
 from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.primal import (
     STRENGTHS,
+    Moments,
     PrimalFit,
     _assemble_map,
-    _moments,
     regression,
     singular_maps,
     squared_loss,
@@ -116,7 +116,7 @@ def test_an_output_that_is_linear_in_the_scores_is_found_again():
 
 def test_the_regression_is_ridge_and_its_loss_the_naive_one():
     z, y = torch.randn(1, HEADS, 50, 3).double(), torch.randn(1, HEADS, 50, 2).double()
-    moments = _moments(torch.cat([z, torch.ones(1, HEADS, 50, 1)], -1), y)
+    moments = Moments.of(torch.cat([z, torch.ones(1, HEADS, 50, 1)], -1), y)
     for strength in (1e-8, 0.3):
         found, offset = regression(moments, torch.full((HEADS,), strength, dtype=torch.float64))
         for head in range(HEADS):

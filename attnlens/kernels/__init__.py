@@ -1,7 +1,7 @@
 """Attention kernels, one function each, and attention under any of them.
 
-Contents: `registry` (the decorator `kernel`, KernelInfo), `products`, `features`, `lowrank`, `nearest`, `primal` (the
-built-in kernels with their fits), `modifiers` (ties, filters, hybrids), `spec` (Kernel: a kernel with its parameters),
+Contents: `registry` (the decorator `kernel`, KernelInfo), `products`, `lowrank`, `nearest`, `primal` (the built-in
+kernels with their fits), `modifiers` (ties, filters, hybrids), `spec` (Kernel: a kernel with its parameters),
 `spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
 Inputs: a `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys.
 Outputs: log k, attention weights, attention outputs, and parameters fitted per head.
@@ -18,11 +18,10 @@ from attnlens.kernels.registry import KERNELS, kernels
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed
 
-_FIRST = ("products", "features")  # their kernels come first in lists
-for _name in (*_FIRST, *(module.name for module in iter_modules(__path__) if not module.ispkg)):
-    import_module(f"{__name__}.{_name}")
+for _module in sorted(iter_modules(__path__), key=lambda module: module.name != "products"):  # first in lists
+    if not _module.ispkg:
+        import_module(f"{__name__}.{_module.name}")
 
-OWN = Kernel(KERNELS["exponential"])
-"""The models' own kernel."""
+OWN = Kernel(KERNELS["exponential"])  # the models' own kernel
 
 __all__ = ["FILTERS", "HYBRIDS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]

@@ -9,27 +9,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.registry import KernelParameter, kernel
+from attnlens.kernels.registry import SCORE, KernelParameter, choice, kernel, torch
 from attnlens.kernels.spec import output_weighted, pairs_weighted, wide
-from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
-    import torch
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from attnlens.kernels.registry import Key, Matrix, Query, Tokens
     from attnlens.records import Call
 
-    Tokens = Float[Tensor, "batch heads tokens head_dim"]
     Gram = Float[Tensor, "*latents size size"]
-    Weight = Float[Tensor, "batch heads queries keys"]
-
-    Query = Float[Tensor, "batch heads queries head_dim"]
-    Key = Float[Tensor, "batch heads keys head_dim"]
     Map = Float[Tensor, "heads head_dim rank"]
     Low = tuple[Float[Tensor, "batch heads queries rank"], Float[Tensor, "batch heads keys rank"], float]
-else:
-    torch = LazyModule("torch")
 
 
 @dataclass(frozen=True)
@@ -39,10 +31,8 @@ class Turn:
     Su et al. 2021 (RoFormer), Eq. 16. In a pair that rotates by θ, the first coordinate has ω = −θ, the second θ.
     """
 
-    frequency: Float[Tensor, " head_dim"]
-    """ω; 0 for an unrotated coordinate."""
-    partner: Int[Tensor, " head_dim"]
-    """π, the coordinate that each rotates with; itself if unrotated."""
+    frequency: Float[Tensor, " head_dim"]  # ω; 0 for an unrotated coordinate
+    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each rotates with; itself if unrotated
 
     def rotate(self, x: Tokens, positions: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
         """Rotate x from position 0 to its positions, or `back` to position 0."""
@@ -72,21 +62,6 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 
 
 @dataclass
-class LatentSums:
-    """Weighted sums over the stacked keys k of one latent."""
-
-    second: Tensor
-    """C_k, (size, size); before the rotation Σ_j w_j k_j k_jᵀ."""
-    first: Tensor
-    """Σ_j w_j k_j."""
-    weight: Tensor
-    """Σ_j w_j."""
-
-    def __add__(self, other: LatentSums) -> LatentSums:
-        return LatentSums(self.second + other.second, self.first + other.first, self.weight + other.weight)
-
-
-@dataclass
 class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
@@ -95,18 +70,15 @@ class Grams:
     the rotation one mean serves all queries, since softmax ignores a row's common part only after the rotation.
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    """Key heads of each latent, as indices among those swapped."""
-    key_of: tuple[int, ...]
-    """Key head of each swapped query head, as index among those swapped."""
+    groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among those swapped
+    key_of: tuple[int, ...]  # key head of each swapped query head, as index among those swapped
     turn: Turn | None = None
     """Rotation by which keys are first brought back to position 0; None if they are used as they are."""
-    queries: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """C_q, (kv_heads, head_dim, head_dim)."""
-    latents: list[LatentSums] = field(default_factory=list)
-    """Sums over the keys of each latent; empty before the first batch."""
+    queries: Tensor = field(default_factory=lambda: torch.zeros(()))  # C_q, (kv_heads, head_dim, head_dim)
+    latents: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j and Σ_j w_j of each latent; empty before any batch."""
 
-    def update(self, call: Call, weight: Weight) -> None:
+    def update(self, call: Call, weight: Matrix) -> None:
         """Add the pairs of a batch, each with its weight."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
@@ -120,14 +92,14 @@ class Grams:
         rows = rows if call.sinks is None else (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
-        by_key_head = by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head)
-        self.queries = self.queries + by_key_head
         # with a sink, the rest of 1 is the weight of a key at 0; else a row's weights are the whole
         whole = torch.ones_like(rows) if call.sinks is not None else rows
-        sums = [self._sum_latent(group, key, weight, whole) for group in self.groups]
-        self.latents = [a + b for a, b in zip(self.latents, sums, strict=True)] if self.latents else sums
+        self.add(
+            by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head),
+            [self._sum_latent(group, key, weight, whole) for group in self.groups],
+        )
 
-    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Weight, whole: Tensor) -> LatentSums:
+    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> tuple[Tensor, ...]:
         """Sum over the stacked keys of the key heads `group`; `whole` is the sum of each row's weights, (…, 1)."""
         heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
         stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
@@ -137,19 +109,21 @@ class Grams:
             mean = weight[:, heads] @ stack[:, None]
             scaled = mean / whole[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)  # no weight: 0/tiny, not 0/0
             second = second - (scaled.mT @ mean).sum((0, 1))
-        return LatentSums(second, (stack * by_key).sum((0, 1)), by_key.sum())
+        return second, (stack * by_key).sum((0, 1)), by_key.sum()
 
-    def scale_to(self, other: Grams) -> Grams:
-        """Return the same moments, with weights scaled to the sum of the other's."""
-        weights = [sum(float(latent.weight) for latent in grams.latents) for grams in (self, other)]
-        factor = weights[1] / max(weights[0], 1e-300)  # avoids division by 0
-        scaled = [LatentSums(factor * sums.second, factor * sums.first, factor * sums.weight) for sums in self.latents]
-        return replace(self, queries=factor * self.queries, latents=scaled)
+    def add(self, queries: Tensor, latents: list[tuple[Tensor, ...]], factor: float = 1.0) -> None:
+        """Add `factor` times other moments."""
+        self.queries = self.queries + factor * queries
+        self.latents = self.latents or [tuple(torch.zeros_like(part) for part in sums) for sums in latents]
+        pairs = [zip(before, sums, strict=True) for before, sums in zip(self.latents, latents, strict=True)]
+        self.latents = [tuple(a + factor * b for a, b in pair) for pair in pairs]
 
-    def __add__(self, other: Grams) -> Grams:
-        """Return the moments of both texts together."""
-        latents = [a + b for a, b in zip(self.latents, other.latents, strict=True)]
-        return replace(self, queries=self.queries + other.queries, latents=latents)
+    def plus(self, other: Grams, *, equal: bool = False) -> Grams:
+        """Return the moments of both together; if `equal`, with the other's weights scaled to the sum of these."""
+        weights = [sum(float(latent[2]) for latent in grams.latents) for grams in (self, other)]
+        both = replace(self)
+        both.add(other.queries, other.latents, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
+        return both
 
     def solve(self) -> Latents:
         """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
@@ -158,11 +132,10 @@ class Grams:
         size, maps = self.queries.shape[-1], []
         means = self.queries.new_zeros(len(self.queries), size) if self.turn is not None else None
         width = size * max(map(len, self.groups))
-        for group, sums in zip(self.groups, self.latents, strict=True):
-            second = sums.second
+        for group, (second, first, weight) in zip(self.groups, self.latents, strict=True):
             if means is not None:
-                mean = sums.first / sums.weight.clamp_min(torch.finfo(sums.first.dtype).tiny)  # no weight: mean 0
-                second = second - torch.outer(mean, sums.first)
+                mean = first / weight.clamp_min(torch.finfo(first.dtype).tiny)  # no weight: mean 0
+                second = second - torch.outer(mean, first)
                 means[list(group)] = mean.view(len(group), size)
             blocks: Tensor = torch.block_diag(*self.queries[list(group)])  # type: ignore[no-untyped-call]
             sides = directions(blocks, second)
@@ -201,18 +174,13 @@ class Latents:
     Otherwise each query head would need a key of its own, and a cached token would grow instead of shrink.
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    """Key heads of each latent, as indices among those swapped."""
-    key_of: tuple[int, ...]
-    """Key head of each swapped query head, as index among those swapped."""
+    groups: tuple[tuple[int, ...], ...]  # see Grams
+    key_of: tuple[int, ...]  # see Grams
     query_map: Float[Tensor, "latents size size"]
     """A = C_q^{−½}UΣ^½, C_q the block diagonal of those of the latent's key heads; zeros beyond a smaller latent."""
-    key_map: Float[Tensor, "latents size size"]
-    """B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩."""
-    mean: Float[Tensor, "kv_heads head_dim"] | None = None
-    """k̄ before the rotation; None for latents of rotated keys."""
-    turn: Turn | None = None
-    """Rotation applied to the reconstructed keys; None for latents of rotated keys."""
+    key_map: Float[Tensor, "latents size size"]  # B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩
+    mean: Float[Tensor, "kv_heads head_dim"] | None = None  # k̄ before the rotation; None for latents of rotated keys
+    turn: Turn | None = None  # rotation applied to the reconstructed keys; None for latents of rotated keys
 
     @property
     def head_dim(self) -> int:
@@ -290,12 +258,9 @@ def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
-ALL = 65536
-"""More key heads than any site has: all of them share one latent."""
-AFTER, BEFORE = 0, 1
-"""Values of `rotation`: latents of keys after, or before, the rotation."""
-ATTENTION, OUTPUT = 0, 1
-"""Values of `metric`: weights of the pairs of queries and keys."""
+ALL = 65536  # more key heads than any site has: all of them share one latent
+AFTER, BEFORE = 0, 1  # values of `rotation`: latents of keys after, or before, the rotation
+ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries and keys
 
 
 class MapsFit:
@@ -320,7 +285,7 @@ class MapsFit:
         self.outputs: Grams | None = None
         """The same moments, with pairs weighted by their effect on the output."""
 
-    def update(self, call: Call, by_attention: Weight | None = None) -> None:
+    def update(self, call: Call, by_attention: Matrix | None = None) -> None:
         """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
         blank = partial(Grams, *group_key_heads(call, self.group), turn=self.turn if self.before else None)
         self.grams = self.grams or blank()
@@ -333,14 +298,14 @@ class MapsFit:
     def plus(self, other: MapsFit) -> MapsFit:
         """Return the fit to both texts."""
         both = copy(self)
-        both.grams = self.grams + other.grams if self.grams and other.grams else None
-        both.outputs = self.outputs + other.outputs if self.outputs and other.outputs else None
+        both.grams = self.grams.plus(other.grams) if self.grams and other.grams else None
+        both.outputs = self.outputs.plus(other.outputs) if self.outputs and other.outputs else None
         return both
 
     def latents(self) -> Latents:
         """Return the directions; with the output metric half of the weight is the attention's, half the output's."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
-        return (self.grams if self.outputs is None else self.grams + self.outputs.scale_to(self.grams)).solve()
+        return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
     def solve(self) -> dict[str, Tensor]:
         """Return the parameters of the swapped heads, r at most head_dim; the identity if nothing is cut."""
@@ -399,10 +364,7 @@ def share_keys(
     formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½; of G key heads k is their stacked keys, and "
     "A and B have r·G columns; before the rotation R the keys are made again: s⟨q, R(kBAᵀ + c)⟩",
     source="Chen et al. 2023 (Primal-Attention's claim); closed form of attnlens",
-    positive=True,
-    symmetric=False,
-    features="infinite",
-    form="score",
+    **SCORE | {"symmetric": False},
     parameters=(
         KernelParameter("rank", "how many dimensions r are kept of head_dim", int, low=1, high=65536),
         KernelParameter(
@@ -415,21 +377,17 @@ def share_keys(
             words=(("all", ALL),),
             shown_at_default=False,
         ),
-        KernelParameter(
+        choice(
             "rotation",
             "whether latents are of keys after their rotation or before it",
-            int,
+            ("after", "before"),
             default=AFTER,
-            words=(("after", AFTER), ("before", BEFORE)),
-            shown_at_default=False,
         ),
-        KernelParameter(
+        choice(
             "metric",
             "pairs weighted by attention, or half by what they do to predictions, a²(v − ō)ᵀG(v − ō)",
-            int,
+            ("attention", "output"),
             default=ATTENTION,
-            words=(("attention", ATTENTION), ("output", OUTPUT)),
-            shown_at_default=False,
         ),
     ),
     dot=_low_rank_dot,

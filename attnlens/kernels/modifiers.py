@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attnlens.kernels.registry import MODIFIERS, Fit, KernelParameter
-from attnlens.lazy import LazyModule
+from attnlens.kernels.registry import MODIFIERS, Fit, KernelParameter, torch
 
 if TYPE_CHECKING:
-    import torch
     from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
 
+    from attnlens.kernels.registry import Pairs
     from attnlens.records import Call
-
-    Pairs = Float[Tensor, "*batch n n"]
-else:
-    torch = LazyModule("torch")
 
 
 def skewless(log_k: Pairs) -> Pairs:
@@ -70,26 +65,19 @@ def _split_identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]
 class Modifier:
     """A tie, a filter or a hybrid, as shown by `attnlens list kernels`."""
 
-    name: str
-    """Name on the command line."""
-    formula: str
-    """Effect on log k, or the condition for a query i to keep a key j."""
-    meaning: str
-    """Effect in plain words."""
-    source: str
-    """The paper that defines it."""
+    name: str  # on the command line
+    formula: str  # effect on log k, or the condition for a query i to keep a key j
+    meaning: str  # effect in plain words
+    source: str  # paper that defines it
     parameters: tuple[KernelParameter, ...] = ()
-    """Its parameters."""
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
     """Filters: maps (query positions, key positions, **parameters) to which keys are kept, with broadcasting."""
-    reach: Callable[..., int | None] | None = None
-    """Filters: largest |i − j| of a kept key, in tokens; None for any distance."""
+    reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
     from_start: bool = False
     """Filters: whether positions count from the start of the text, and not only relative to each other."""
     part: Callable[[Pairs], Pairs] | None = None
     """Ties of whole sequences: maps log k of all pairs of tokens to the part kept, up to query-only terms."""
-    caution: str = ""
-    """Warning for readers of its numbers, one sentence."""
+    caution: str = ""  # warning for readers of its numbers, one sentence
 
 
 @dataclass(frozen=True)
@@ -110,133 +98,114 @@ class KeyFilter:
         return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
 
 
-def _count(name: str, meaning: str) -> KernelParameter:
-    return KernelParameter(name, meaning, int, low=1, high=2**31)
+def _whole(name: str, formula: str, meaning: str, source: str, part: Callable[[Pairs], Pairs]) -> Modifier:
+    """Build a tie of whole sequences of bidirectional heads."""
+    caution = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."
+    return Modifier(name, formula, f"{meaning}; bidirectional heads", source, part=part, caution=caution)
 
 
-WHOLE = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."
-"""Warning for ties that need a whole sequence."""
+def _by_name(*modifiers: Modifier) -> dict[str, Modifier]:
+    return {modifier.name: modifier for modifier in modifiers}
 
-TIES = {
-    tie.name: tie
-    for tie in (
-        Modifier(
-            "symmetric",
-            "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
-            "the mean of log k and its transpose",
-            "Tsai T.2",
-            caution="Averaging log k and its transpose halves the gate on keys and imports a term of the query alone; "
-            "what it costs is not the cost of asymmetry, which skewless measures in bidirectional heads.",
-        ),
-        Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
-        Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
-        Modifier(
-            "skewless",
-            "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
-            "the asymmetry that no gate on queries or keys removes is gone, the gates stay; bidirectional heads",
-            "Schoenberg 1938; Wright & Gonzalez 2021",
-            part=skewless,
-            caution=WHOLE,
-        ),
-        Modifier(
-            "negativeless",
-            "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
-            "the negative part of the symmetric kernel is gone, skew part and gates stay; bidirectional heads",
-            "Schoenberg 1938; Wright & Gonzalez 2021",
-            part=negativeless,
-            caution=WHOLE,
-        ),
-        Modifier(
-            "mercer",
-            "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
-            "the positive definite (Mercer) part of log k times the key gate; bidirectional heads",
-            "Schoenberg 1938; Wright & Gonzalez 2021",
-            part=mercer,
-            caution=WHOLE,
-        ),
-        Modifier(
-            "keyless",
-            "L − 1cᵀ, c the centred column means of L",
-            "the key gate is gone: no key is liked by all queries; bidirectional heads",
-            "attnlens",
-            part=keyless,
-            caution=WHOLE,
-        ),
-    )
-}
+
+PARTS = "Schoenberg 1938; Wright & Gonzalez 2021"
+TIES = _by_name(
+    Modifier(
+        "symmetric",
+        "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
+        "the mean of log k and its transpose",
+        "Tsai T.2",
+        caution="Averaging log k and its transpose halves the gate on keys and imports a term of the query alone; "
+        "what it costs is not the cost of asymmetry, which skewless measures in bidirectional heads.",
+    ),
+    Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
+    Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
+    _whole(
+        "skewless",
+        "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
+        "the asymmetry that no gate on queries or keys removes is gone, the gates stay",
+        PARTS,
+        skewless,
+    ),
+    _whole(
+        "negativeless",
+        "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
+        "the negative part of the symmetric kernel is gone, skew part and gates stay",
+        PARTS,
+        negativeless,
+    ),
+    _whole(
+        "mercer",
+        "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
+        "the positive definite (Mercer) part of log k times the key gate",
+        PARTS,
+        mercer,
+    ),
+    _whole(
+        "keyless",
+        "L − 1cᵀ, c the centred column means of L",
+        "the key gate is gone: no key is liked by all queries",
+        "attnlens",
+        keyless,
+    ),
+)
 """Ties of queries and keys, for self-attention only."""
 
-FILTERS = {
-    key_filter.name: key_filter
-    for key_filter in (
-        Modifier(
-            "window",
-            "|i − j| < w",
-            "the w nearest tokens, itself included",
-            "Tsai 2.2.4; Beltagy 2020",
-            (_count("width", "tokens on each side, itself included"),),
-            lambda i, j, width: (i - j).abs() < width,
-            lambda width: width - 1,
-        ),
-        Modifier(
-            "sink-window",
-            "j < sinks or |i − j| < w",
-            "the first tokens and the w nearest",
-            "Xiao et al. 2024",
-            (_count("sinks", "first tokens that all see"), _count("width", "tokens on each side, itself included")),
-            lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
-            from_start=True,
-        ),
-        Modifier(
-            "strided",
-            "|i − j| < s or (i − j) mod s = 0",
-            "the s nearest tokens, and of the others every s-th",
-            "Child et al. 2019; Tsai 2.2.4",
-            (_count("stride", "distance between kept tokens"),),
-            lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),
-            None,
-        ),
-    )
-}
+WIDTH = KernelParameter("width", "tokens on each side, itself included", int, low=1, high=2**31)
+FILTERS = _by_name(
+    Modifier(
+        "window",
+        "|i − j| < w",
+        "the w nearest tokens, itself included",
+        "Tsai 2.2.4; Beltagy 2020",
+        (WIDTH,),
+        lambda i, j, width: (i - j).abs() < width,
+        lambda width: width - 1,
+    ),
+    Modifier(
+        "sink-window",
+        "j < sinks or |i − j| < w",
+        "the first tokens and the w nearest",
+        "Xiao et al. 2024",
+        (replace(WIDTH, name="sinks", meaning="first tokens that all see"), WIDTH),
+        lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
+        from_start=True,
+    ),
+    Modifier(
+        "strided",
+        "|i − j| < s or (i − j) mod s = 0",
+        "the s nearest tokens, and of the others every s-th",
+        "Child et al. 2019; Tsai 2.2.4",
+        (replace(WIDTH, name="stride", meaning="distance between kept tokens"),),
+        lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),
+    ),
+)
 """Filters: which keys a query keeps, by position."""
 
 
-def _hybrid(name: str, window: str, near: str, meaning: str, source: str) -> Modifier:
-    """Build the hybrid whose near keys are those that the filter `window` keeps; `near` is their condition."""
-    key_filter = FILTERS[window]
+def _hybrid(name: str, window: Modifier, source: str) -> Modifier:
+    """Build the hybrid whose near keys are those that a filter keeps."""
     return Modifier(
         name,
-        f"a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) where {near}, φ(q_i)φ(k_j) elsewhere",
-        f"the model's own kernel among {meaning}, a kernel of positive features beyond them",
+        f"a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) where {window.formula}, φ(q_i)φ(k_j) elsewhere",
+        f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
         source,
-        key_filter.parameters,
-        key_filter.keeps,
-        from_start=key_filter.from_start,
+        window.parameters,
+        window.keeps,
+        from_start=window.from_start,
         caution="γ, a number of each head, is 1 unless it was fitted or healed. While no key is beyond the window, it "
         "is the model itself.",
     )
 
 
-HYBRIDS = {
-    hybrid.name: hybrid
-    for hybrid in (
-        _hybrid(
-            "hybrid", "window", "|i − j| < w", "the w nearest tokens, itself included", "Zhang et al. 2024 (LoLCATs)"
-        ),
-        _hybrid(
-            "sink-hybrid",
-            "sink-window",
-            "j < sinks or |i − j| < w",
-            "the first tokens and the w nearest",
-            "Zhang et al. 2024 (LoLCATs); Xiao et al. 2024",
-        ),
-    )
-}
+HYBRIDS = _by_name(
+    _hybrid("hybrid", FILTERS["window"], "Zhang et al. 2024 (LoLCATs)"),
+    _hybrid("sink-hybrid", FILTERS["sink-window"], "Zhang et al. 2024 (LoLCATs); Xiao et al. 2024"),
+)
 """Hybrids: near keys keep the model's own kernel, and all other keys have a kernel of features."""
 MODIFIERS.update(TIES, FILTERS, HYBRIDS)
 
-NEAR_WEIGHT = "near_log_weight"
-"""Name of log γ, (heads,), among the fitted parameters of a hybrid."""
+NEAR_WEIGHT = "near_log_weight"  # name of log γ, (heads,), among the fitted parameters of a hybrid
 
 
 class NearFit:

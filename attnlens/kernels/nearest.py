@@ -8,28 +8,21 @@ from typing import TYPE_CHECKING
 from attnlens.errors import UsageError
 from attnlens.kernels.lowrank import matrix_roots
 from attnlens.kernels.modifiers import positive_part
-from attnlens.kernels.registry import KernelParameter, kernel
+from attnlens.kernels.registry import SCORE, choice, kernel, torch
 from attnlens.kernels.spec import own_attention, wide
-from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
-    import torch
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.kernels.registry import Key, Query
     from attnlens.records import Call
 
     Square = Float[Tensor, "*heads size size"]
-    Query = Float[Tensor, "batch heads queries head_dim"]
-    Key = Float[Tensor, "batch heads keys head_dim"]
-else:
-    torch = LazyModule("torch")
 
 STEPS, ENOUGH = 500, 1e-9
-"""Most steps towards the nearest positive form, and the relative change below which they end.
-
-1e-9 is far below the float32 in which the form is applied, and far above the rounding of float64 steps.
-"""
+"""Most steps towards the nearest positive form, and the relative change below which they end: far below the float32 in
+which the form is applied, and far above the rounding of float64 steps."""
 
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
@@ -114,10 +107,8 @@ class NearestFit:
     def __init__(self, part: int, how: int = FITTED) -> None:
         self.typed: dict[str, float] = {}
         self.part = part
-        self.count = self.total = self.second = torch.zeros(())
-        """Number of queries that have a choice, Σ u and Σ uuᵀ over them, head by head."""
-        self.seen = torch.zeros(())
-        """Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ."""
+        # number of queries that have a choice, Σ u and Σ uuᵀ over them, and Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, head by head
+        self.count = self.total = self.second = self.seen = torch.zeros(())
 
     def update(self, call: Call) -> None:
         """Add the pairs of a batch. Raises UsageError if the logits are not a form of a token's query and key."""
@@ -218,26 +209,20 @@ def tie_of(part: float, how: float) -> str | None:
     "nearest",
     formula="s(u_i−ū)ᵀN(u_j−ū) + gates, u = [q; k], N nearest to N₀, u_iᵀN₀u_j = ⟨q_i, k_j⟩",
     source="Schoenberg 1938; Wright & Gonzalez 2021; closed form of attnlens",
-    positive=True,
-    symmetric=False,
-    features="infinite",
-    form="score",
+    **SCORE | {"symmetric": False},
     parameters=(
-        KernelParameter(
+        choice(
             "part",
             "what the kernel keeps: its symmetric part, the positive definite part of that (a Mercer kernel), all but "
             "the key gate, all but the skew part",
-            int,
-            words=(("symmetric", SYMMETRIC), ("positive", POSITIVE), ("no-key", NO_KEY), ("no-skew", NO_SKEW)),
+            ("symmetric", "positive", "no-key", "no-skew"),
         ),
-        KernelParameter(
+        choice(
             "how",
             "a form fitted to calibration text, a model; or the evaluated text's own logits taken apart, an "
             "analysis (bidirectional heads)",
-            int,
+            ("fitted", "oracle"),
             default=FITTED,
-            words=(("fitted", FITTED), ("oracle", ORACLE)),
-            shown_at_default=False,
         ),
     ),
     dot=alone,

@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError
 from attnlens.kernels.lowrank import matrix_roots
-from attnlens.kernels.registry import KERNELS, KernelParameter, kernel
+from attnlens.kernels.registry import KERNELS, PAIR, KernelParameter, kernel, torch
 from attnlens.kernels.spec import Kernel
-from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
-    import torch
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from attnlens.records import Call
 
     Side = Float[Tensor, "batch heads tokens features"]
+    Output = Float[Tensor, "batch heads tokens value_dim"]
     Map = Float[Tensor, "heads features scores"]
     OutputMap = Float[Tensor, "heads both value_dim"]
     Offset = Float[Tensor, "heads value_dim"]
-else:
-    torch = LazyModule("torch")
 
 HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
 STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
@@ -38,8 +35,12 @@ class Moments:
     energy: Float[Tensor, " heads"]  # Σ ‖y‖²
     sequences: int
 
+    @classmethod
+    def of(cls, z: Float[Tensor, "batch heads tokens size"], y: Output) -> Moments:
+        """Sum over the tokens of a batch."""
+        return cls((z.mT @ z).sum(0), (z.mT @ y).sum(0), y.square().sum((0, 2, 3)), len(z))
+
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both."""
         sums = self.gram + other.gram, self.cross + other.cross, self.energy + other.energy
         return Moments(*sums, self.sequences + other.sequences)
 
@@ -79,11 +80,7 @@ class PrimalFit:
         self.observe(inputs.query, inputs.key, inputs.real, output)
 
     def observe(
-        self,
-        query: Side,
-        key: Side,
-        real: Bool[Tensor, "#batch #heads tokens"] | None,
-        output: Float[Tensor, "batch heads tokens value_dim"],
+        self, query: Side, key: Side, real: Bool[Tensor, "#batch #heads tokens"] | None, output: Output
     ) -> None:
         """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
@@ -94,7 +91,7 @@ class PrimalFit:
         self.seen += len(z)
         for part, chosen in enumerate((~held_out, held_out)):
             if bool(chosen.any()):
-                moments, before = _moments(z[chosen], y[chosen]), self.parts[part]
+                moments, before = Moments.of(z[chosen], y[chosen]), self.parts[part]
                 self.parts[part] = moments if before is None else before + moments
 
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
@@ -117,12 +114,10 @@ class PrimalFit:
             )
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         maps = _assemble_map(query_map, key_map)
-        parts = [moments.of_scores(maps) for moments in (train, held_out, both)]
-        errors = torch.stack(
-            [squared_loss(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS]
-        )
-        best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
-        output_map, offset = regression(parts[2], best)
+        fitting, choosing, whole = (moments.of_scores(maps) for moments in (train, held_out, both))
+        errors = [squared_loss(choosing, *regression(fitting, fitting.tokens * 0 + each)) for each in STRENGTHS]
+        best = torch.tensor(STRENGTHS).to(errors[0])[torch.stack(errors).argmin(0)]
+        output_map, offset = regression(whole, best)
         return {
             "query_map": query_map,
             "key_map": key_map,
@@ -131,10 +126,6 @@ class PrimalFit:
             "offset": offset,
             "tokens": both.tokens / both.sequences,
         }
-
-
-def _moments(z: Float[Tensor, "batch heads tokens size"], y: Float[Tensor, "batch heads tokens value_dim"]) -> Moments:
-    return Moments((z.mT @ z).sum(0), (z.mT @ y).sum(0), y.square().sum((0, 2, 3)), len(z))
 
 
 def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:
@@ -188,10 +179,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Flo
     "primal",
     formula="output = W_c[e; r] + b, no k(q, k); e = W_eᵀFφ(q), r = W_rᵀFφ(k), φ(x) = x/‖x‖",
     source="Chen et al. 2023, Eq. 6; closed form of attnlens",
-    positive=True,
-    symmetric=False,
-    features="finite",
-    form="output",
+    **PAIR | {"symmetric": False, "features": "finite", "form": "output"},
     parameters=(
         KernelParameter("scores", "how many scores s of each kind a token has", int, low=1, high=65536),
         KernelParameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
@@ -202,17 +190,8 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Flo
     needs_fit=True,
 )
 def primal(
-    query: Side,
-    key: Side,
-    scores: int,
-    samples: int,
-    query_map: Map,
-    key_map: Map,
-    log_multipliers: Float[Tensor, "heads scores"],
-    output_map: OutputMap,
-    offset: Offset,
-    tokens: Float[Tensor, " heads"],
-) -> Float[Tensor, "batch heads tokens value_dim"]:
+    query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
+) -> Output:
     """Primal-Attention from KSVD scores, which reads no values and no other token (but running means where causal)."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)

@@ -1,28 +1,24 @@
-"""Kernels of the score s⟨q, k⟩, and kernels of a distance, an overlap or an angle between query and key."""
+"""Kernels of the score s⟨q, k⟩, of a distance, an overlap or an angle, and inner products of finitely many features."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING
 
-from attnlens.kernels.registry import KernelParameter, kernel
+from attnlens.kernels.registry import PAIR, SCORE, KernelParameter, kernel, torch
 from attnlens.kernels.spec import centre_rows, log_magnitude, pairs_weighted, sample_rows, wide
-from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
-    import torch
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.kernels.registry import Key, Matrix, Query, Tokens
     from attnlens.records import Call
 
     Score = Float[Tensor, "*scores"]
-    Query = Float[Tensor, "batch heads queries head_dim"]
-    Key = Float[Tensor, "batch heads keys head_dim"]
-    Log = Float[Tensor, "batch heads queries keys"]
-else:
-    torch = LazyModule("torch")
 
-PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
+SERIES = {**SCORE, "features": "finite", "fused": "FlexAttention; row tiles on a CPU"}
+SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
 
 LARGEST_NARROW_ORDER = 8
@@ -33,10 +29,7 @@ LARGEST_NARROW_ORDER = 8
     "exponential",
     formula="s⟨q, k⟩",
     source="Vaswani et al. 2017, Eq. 1; Tsai et al. 2019, Eq. 3",
-    positive=True,
-    symmetric=True,
-    features="infinite",
-    form="score",
+    **SCORE,
     dot=lambda query, key, scale: (query, key, scale),
     fused="SDPA",
 )
@@ -104,16 +97,12 @@ def _polynomial_sign(
     "polynomial",
     formula="p·log|s⟨q, k⟩ + c|",
     source="Tsai et al. 2019, T. 2 (p = 2, c = 0); Wright & Gonzalez 2021 (quadratic)",
-    positive=True,
-    symmetric=True,
-    features="finite",
-    form="score",
+    **SERIES,
     parameters=(
         KernelParameter("degree", "the power p", int, default=2, low=1, high=64, even=True),
         KernelParameter("offset", "the constant c beside the score", float, default=0.0),
     ),
     sign=_polynomial_sign,
-    fused="FlexAttention; row tiles on a CPU",
     fit=OffsetFit,
     trainable=("offset_of_head",),
 )
@@ -137,13 +126,9 @@ def _partial_exponential(score: Score, order: int) -> Score:
     "taylor",
     formula="log Σ_{n≤N} (s⟨q, k⟩)ⁿ/n!",
     source="Wright & Gonzalez 2021 (truncated feature map)",
-    positive=True,
-    symmetric=True,
-    features="finite",
-    form="score",
+    **SERIES,
     parameters=(KernelParameter("order", "the last power N", int, default=4, low=1, high=64, even=True),),
     sign=lambda score, order: _odd_sign(_partial_exponential(score, order)).to(wide(score)),
-    fused="FlexAttention; row tiles on a CPU",
 )
 def taylor(score: Score, order: int) -> Score:
     """The exponential's series, cut off; positive everywhere where the last power is even."""
@@ -154,13 +139,9 @@ def taylor(score: Score, order: int) -> Score:
     "linear",
     formula="log|s⟨q, k⟩|, with the sign of ⟨q, k⟩",
     source="Tsai et al. 2019, T. 2",
-    positive=False,
-    symmetric=True,
-    features="finite",
-    form="score",
+    **SUMMED | {"positive": False, "form": "score"},
     sign=_odd_sign,
     phi=lambda x, scale, side: x * scale**0.5,
-    fused="running sums, O(tokens)",
 )
 def linear(score: Score) -> Score:
     """The product itself: rows sum to 1 but leave the simplex."""
@@ -171,10 +152,7 @@ def linear(score: Score) -> Score:
     "hard",
     formula="β·s⟨q, k⟩ as β → ∞: all weight on the largest score",
     source="Tarzanagh et al. 2023 (Att-SVM's limit)",
-    positive=True,
-    symmetric=True,
-    features="none",
-    form="score",
+    **SCORE | {"features": "none"},
     hard=True,
 )
 def hard(score: Score) -> Score:
@@ -252,7 +230,7 @@ def _rbf_dot(
 )
 def rbf(
     query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
-) -> Log:
+) -> Matrix:
     """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, and the same where all ‖k‖ are equal.
 
     −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
@@ -271,7 +249,7 @@ def rbf(
     **PAIR,
     parameters=(KernelParameter("gamma", "the inverse width γ", float, default=1.0, above=0.0),),
 )
-def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
+def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Matrix:
     """The exponential of the city-block distance."""
     return -gamma * scale * _distance(query, key, 1)
 
@@ -279,7 +257,7 @@ def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
 @kernel(
     "intersection", formula="s·Σ_l min(q_l, k_l)", source="Wright & Gonzalez 2021 (EI, with the model's scale)", **PAIR
 )
-def intersection(query: Query, key: Key, scale: float) -> Log:
+def intersection(query: Query, key: Key, scale: float) -> Matrix:
     """The exponential intersection kernel: Σ min(q, k) = −½‖q − k‖₁ + ½Σq + ½Σk."""
     sums = wide(query).sum(-1)[..., :, None] + wide(key).sum(-1)[..., None, :]
     return scale / 2 * (sums - _distance(query, key, 1))
@@ -289,17 +267,14 @@ def intersection(query: Query, key: Key, scale: float) -> Log:
     "l2",
     formula="log(σ·s‖q − k‖), σ = 1: any other cancels",
     source="Wright & Gonzalez 2021",
-    positive=True,
-    symmetric=True,
-    features="none",
-    form="pair",
+    **PAIR | {"features": "none"},
 )
-def l2(query: Query, key: Key, scale: float) -> Log:
+def l2(query: Query, key: Key, scale: float) -> Matrix:
     """The distance itself: attends to what is unlike; a row of zeros is uniform."""
     return log_magnitude(scale * _distance(query, key, 2))
 
 
-def _distance(query: Query, key: Key, norm: int) -> Log:
+def _distance(query: Query, key: Key, norm: int) -> Matrix:
     """Compute ‖q − k‖ without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
     return torch.cdist(wide(query), wide(key), norm, compute_mode="donot_use_mm_for_euclid_dist")
 
@@ -360,7 +335,118 @@ def _cosine_dot(
 )
 def cosine(
     query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
-) -> Log:
+) -> Matrix:
     """The exponential of the angle's cosine: lengths don't count, and nor does the model's scale."""
     query, key, factor = _cosine_dot(wide(query), wide(key), scale, beta, beta_of_head)
     return factor * (query @ key.mT)
+
+
+RELU_FLOOR = 1e-3
+"""Constant that Performer's code adds to every feature (kernel_epsilon), so that no row of attention is 0/0."""
+
+LARGEST_EXPONENT = 40.0
+"""Bound of ⟨ω, x√s⟩ − s‖x‖²/2. Reaching it takes 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 standard deviations of ω."""
+
+
+@kernel(
+    "elu", formula="log⟨φ(q), φ(k)⟩, φ(x) = elu(x√s) + 1", source="Katharopoulos et al. 2020, Eq. 7 (s = 1)", **SUMMED
+)
+def elu(x: Tokens, scale: float, side: str) -> Tokens:
+    """Linear attention with positive features: x + 1 above 0, eˣ below."""
+    x = wide(x) * scale**0.5
+    return torch.relu(x) + x.clamp_max(0.0).exp()  # elu(x) + 1 would round eˣ below 1e-7 to 0
+
+
+@kernel(
+    "relu",
+    formula="log⟨φ(q), φ(k)⟩, φ(x) = max(x√s, 0) + 0.001",
+    source="Choromanski et al. 2021 (Performer-ReLU, with its code's floor)",
+    **SUMMED,
+)
+def relu(x: Tokens, scale: float, side: str) -> Tokens:
+    """Linear attention with rectified features."""
+    return torch.relu(wide(x) * scale**0.5) + RELU_FLOOR
+
+
+@kernel(
+    "random-features",
+    formula="log⟨φ(q), φ(k)⟩, φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√m; its mean over ω is exp(s⟨q, k⟩)",
+    source="Choromanski et al. 2021 (Performer), Lemma 1, orthogonal draws",
+    **SUMMED,
+    parameters=(
+        KernelParameter("count", "how many features m", int, default=256, low=1, high=65536),
+        KernelParameter("seed", "which draw of ω", int, default=0, low=0, high=2**63 - 1),
+    ),
+)
+def random_features(
+    x: Tokens, scale: float, side: str, count: int, seed: int
+) -> Float[Tensor, "batch heads tokens features"]:
+    """An unbiased estimate of the exponential kernel by positive random features, the same for all heads.
+
+    Each token's features depend on it alone, so that no later token changes an earlier one's; the exponent is bounded
+    instead of shifted by a maximum over tokens. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130:
+    attention is even there.
+    """
+    from attnlens.maths.ksvd.dual import orthogonal_draws
+
+    x = wide(x) * scale**0.5
+    exponent = x @ orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
+    return exponent.clamp_max(LARGEST_EXPONENT).exp() / math.sqrt(count)
+
+
+@kernel("uniform", formula="0", source="the floor of every comparison", **SUMMED, reads=False)
+def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
+    """All visible keys are weighted equally, φ = 1: attention is the mean of the values, for any queries and keys."""
+    return wide(x).new_ones(*x.shape[:-1], 1)
+
+
+class LearnedStart:
+    """the maps W of queries and keys: at first rows of random orthogonal directions with the lengths of Gaussian rows.
+
+    Before training, φ(q)φ(k) is therefore close to positive random features of ±ω (Choromanski et al. 2021, Lemma 1):
+    Σ_l e^{⟨ω_l, x⟩} is about e^{‖x‖²/2} times their number, and softmax divides by it. Only shapes are read.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.typed: dict[str, float] = {}
+        self.count = count
+        self.weight = torch.zeros(())
+
+    def update(self, call: Call) -> None:
+        """Record the shapes of a batch."""
+        from attnlens.maths.ksvd.dual import orthogonal_draws
+
+        weight = orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
+        self.weight = weight.expand(call.query.shape[1], -1, -1)
+
+    def solve(self) -> dict[str, Float[Tensor, "heads half head_dim"]]:
+        """Return `query_weight` and `key_weight`, (heads, half, head_dim), initially equal."""
+        return {"query_weight": self.weight.clone(), "key_weight": self.weight.clone()}
+
+
+@kernel(
+    "learned-features",
+    formula="log⟨φ_q(q), φ_k(k)⟩, φ(x) = [softmax(Wx√s), softmax(−Wx√s)], W of m/2 rows",
+    source="Zhang et al. 2024 (Hedgehog), the form with a softmax over features, as in LoLCATs",
+    **{**SUMMED, "symmetric": False},
+    parameters=(KernelParameter("count", "how many features m", int, default=64, low=2, high=65536, multiple_of=2),),
+    fit=LearnedStart,
+    fit_reads=False,
+    trainable=("query_weight", "key_weight"),
+    needs_fit=True,
+)
+def learned_features(
+    x: Tokens,
+    scale: float,
+    side: str,
+    count: int,
+    query_weight: Float[Tensor, "heads half head_dim"],
+    key_weight: Float[Tensor, "heads half head_dim"],
+) -> Float[Tensor, "batch heads tokens features"]:
+    """Linear attention with learned positive features: maps of queries and of keys, each head its own.
+
+    The features of each sign sum to 1, so that k lies between 0 and 2. `heal` trains the maps by attention transfer.
+    """
+    x = wide(x) * scale**0.5
+    projected = x @ (query_weight if side == "query" else key_weight).to(x).mT
+    return torch.cat((projected.softmax(-1), (-projected).softmax(-1)), -1)

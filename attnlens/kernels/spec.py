@@ -10,24 +10,17 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
-from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter
-from attnlens.lazy import LazyModule
+from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter, torch
 
 if TYPE_CHECKING:
-    import torch
     from jaxtyping import Bool, Float, Shaped
     from torch import Tensor, dtype
 
+    from attnlens.kernels.registry import Key, Matrix, Pairs, Query
     from attnlens.records import Call
 
-    Query = Float[Tensor, "batch heads queries head_dim"]
-    Key = Float[Tensor, "batch heads keys head_dim"]
-    Matrix = Float[Tensor, "batch heads queries keys"]
     Seen = Float[Tensor, "#batch #heads queries keys"]
-    Pairs = Float[Tensor, "*batch n n"]
     Cap = float | None
-else:
-    torch = LazyModule("torch")
 
 WHOLE = slice(None)
 
@@ -36,14 +29,10 @@ WHOLE = slice(None)
 class Kernel:
     """A kernel with everything needed to compute it."""
 
-    info: KernelInfo
-    """The registered kernel."""
-    parameters: Mapping[str, float] = field(default_factory=dict)
-    """Its parameters, including defaults."""
-    tie: str | None = None
-    """Name of a tie in TIES, or None."""
-    filter: KeyFilter | None = None
-    """Filter of the keys a query keeps, in addition to the model's own mask."""
+    info: KernelInfo  # the registered kernel
+    parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
+    tie: str | None = None  # name of a tie in TIES, or None
+    filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)
     """Parameters chosen per head by a fit."""
     near: KeyFilter | None = None
@@ -55,13 +44,16 @@ class Kernel:
         base = _spell(self.info.name, self.info.parameters, self.parameters)
         if self.oracle:
             return base
-        parts = [] if (self.tie or self.filter) and self.info.name == "exponential" else [base]
-        if self.tie:
-            parts.append(self.tie)
-        for key_filter in filter(None, (self.filter, self.near)):
-            modifier = key_filter.modifier
-            parts.append(_spell(modifier.name, modifier.parameters, key_filter.parameters, named=False))
-        return "+".join(parts)
+        parts = ["" if (self.tie or self.filter) and self.info.name == "exponential" else base, self.tie]
+        parts += [
+            _spell(each.modifier.name, each.modifier.parameters, each.parameters, named=False) for each in self.filters
+        ]
+        return "+".join(filter(None, parts))
+
+    @property
+    def filters(self) -> list[KeyFilter]:
+        """Its filter, and the filter of a hybrid's near keys."""
+        return [each for each in (self.filter, self.near) if each is not None]
 
     @cached_property
     def formula(self) -> str:
@@ -69,7 +61,7 @@ class Kernel:
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         modifiers = [TIES[self.tie]] if self.tie is not None else []
-        modifiers += [key_filter.modifier for key_filter in (self.filter, self.near) if key_filter is not None]
+        modifiers += [each.modifier for each in self.filters]
         return "; ".join([self.info.formula, *(f"{modifier.name}: {modifier.formula}" for modifier in modifiers)])
 
     @cached_property
@@ -221,19 +213,18 @@ class Kernel:
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         """Compute log|k| of untied queries and keys."""
-        numbers = {**self.parameters, **self.own_fitted}
-        if self.info.form == "output":
+        info, numbers = self.info, {**self.parameters, **self.own_fitted}
+        if info.form == "output":
             raise UsageError(
-                f"{self.info.name} is not a function of a query and a key: it has no attention matrix.",
+                f"{info.name} is not a function of a query and a key: it has no attention matrix.",
                 "Compare outputs, or choose another kernel.",
             )
         self._refuse_unfitted()
-        if self.info.form == "score":
-            if self.info.dot is not None:
-                query, key, scale = self.info.dot(query, key, scale, **numbers)
-            return self.info.function(score(query, key, scale, softcap), **numbers)
-        if self.info.form == "pair":
-            return self.info.function(query, key, scale, **numbers)
+        if info.form == "pair":
+            return info.function(query, key, scale, **numbers)
+        if info.form == "score":
+            query, key, scale = (query, key, scale) if info.dot is None else info.dot(query, key, scale, **numbers)
+            return info.function(score(query, key, scale, softcap), **numbers)
         product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
         return log_magnitude(product + smallest_kernel(product.dtype))
 
@@ -272,22 +263,19 @@ def smallest_kernel(of: dtype) -> float:
 def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
     """Spell a kernel, filter or hybrid with its parameters; those that are left out at their default are not named."""
     words = []
-    for parameter in known:
-        value = values[parameter.name]
+    for parameter, value in ((parameter, values[parameter.name]) for parameter in known):
         if parameter.shown_at_default or value != parameter.default:
             word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
             words.append(f"{parameter.name}={word}" if named else word)
     return f"{name}:{','.join(words)}" if words else name
 
 
-MOST_ROWS = 32
-"""Queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums."""
+MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums
 
 
 def pairs_seen(query: Query, key: Key, allowed: Bool[Tensor, "#batch #heads queries keys"] | None) -> Seen:
     """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
-    ones = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
-    seen = ones if allowed is None else allowed.double()
+    seen = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2]) if allowed is None else allowed.double()
     return seen * (seen.sum(-1, keepdim=True) >= 2)
 
 

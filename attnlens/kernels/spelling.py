@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifier
-from attnlens.kernels.registry import KernelParameter, kernels
+from attnlens.kernels.registry import KernelParameter, kernels, torch
 from attnlens.kernels.spec import Kernel
 
 EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of filters and hybrids
@@ -87,40 +87,37 @@ def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter])
         if parameter.name in values:
             raise UsageError(f"{name}: duplicate parameter {parameter.name}.", _suggest_spelling(name, parameters))
         values[parameter.name] = _parse_number(name, parameter, value.strip())
-    for parameter in parameters:
-        if parameter.name in values:
-            continue
-        if parameter.default is None:
-            choices = f" ({' or '.join(word for word, _ in parameter.words)})" if parameter.words else ""
-            raise UsageError(
-                f"{name} needs {parameter.name}: {parameter.meaning}{choices}.", _suggest_spelling(name, parameters)
-            )
-        values[parameter.name] = parameter.default
+    missing = next((p for p in parameters if p.name not in values and p.default is None), None)
+    if missing is not None:
+        choices = f" ({' or '.join(word for word, _ in missing.words)})" if missing.words else ""
+        raise UsageError(
+            f"{name} needs {missing.name}: {missing.meaning}{choices}.", _suggest_spelling(name, parameters)
+        )
+    values = {p.name: p.default for p in parameters if p.default is not None} | values
     return {p.name: values[p.name] for p in parameters}
 
 
 def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
     """Parse one value; raise UsageError if it has the wrong type or violates a bound."""
-    known = dict(parameter.words)
+    known, low, above, high = dict(parameter.words), parameter.low, parameter.above, parameter.high
     if word in known:
         return known[word]
     value, expected = math.nan, ""
-    if known and parameter.high is None:
+    try:
+        value = parameter.kind(word)
+    except ValueError:
+        expected = "a whole number" if parameter.kind is int else "a number"
+    if known and high is None:
         expected = " or ".join(known)
-    else:
-        try:
-            value = parameter.kind(word)
-        except ValueError:
-            expected = "a whole number" if parameter.kind is int else "a number"
     if expected:
         word = repr(word)
-    elif value != value or abs(value) == math.inf or (parameter.above is not None and value <= parameter.above):
+    elif value != value or abs(value) == math.inf or (above is not None and value <= above):
         # math.isfinite would raise for integers beyond the largest float
-        expected = "finite" if parameter.above is None else f"finite and above {parameter.above:g}"
-    elif parameter.low is not None and value < parameter.low:
-        expected = f"at least {parameter.low:g}"
-    elif parameter.high is not None and value > parameter.high:
-        expected = f"at most {parameter.high}"
+        expected = "finite" if above is None else f"finite and above {above:g}"
+    elif low is not None and value < low:
+        expected = f"at least {low:g}"
+    elif high is not None and value > high:
+        expected = f"at most {high}"
     elif parameter.kind is int and value % parameter.multiple_of:
         expected = f"a multiple of {parameter.multiple_of}"
     if expected:
@@ -201,8 +198,7 @@ def example(name: str, parameters: Sequence[KernelParameter]) -> str:
     return f"{name}:{','.join(str(EXAMPLES[parameter.name]) for parameter in parameters)}"
 
 
-ONE_KEY, FLOOR = "hard", "uniform"
-"""The two extreme kernels: all weight on one key, and equal weight on all keys."""
+ONE_KEY, FLOOR = "hard", "uniform"  # the two extreme kernels: all weight on one key, and equal weight on all keys
 SINKS, WIDTH = 4, 64
 """First and nearest tokens of the sink-window that is compared with a kernel whose state grows with the text."""
 
@@ -235,17 +231,17 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
         return float(kept_keys(kernel.filter, shape) * token)
     if cached is not None:
         return shape.tokens * token
-    features = feature_count(kernel, shape)
-    if features is None:
+    if kernel.info.feature_map is None:
         return None
     near = 0 if kernel.near is None else kept_keys(kernel.near, shape) * token
+    key = torch.zeros(1, shape.heads, 1, shape.head_dim)
+    on_cpu = kernel.with_fitted({name: part.cpu() for name, part in kernel.fitted.items()})
+    features = on_cpu.phi(key, shape.head_dim**-0.5, "key").shape[-1]
     return float(features * (shape.value_dim + 1) + near)
 
 
 def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
     """Return the most keys that any of `tokens` queries sees through the filter."""
-    import torch
-
     places = torch.arange(shape.tokens)
     most = 0
     for first in range(0, shape.tokens, 1024):  # in parts, because the text may be long
@@ -261,8 +257,6 @@ def cached_numbers(kernel: Kernel) -> float | None:
 
     If key heads share a latent, each counts its part.
     """
-    import torch
-
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
@@ -271,17 +265,6 @@ def cached_numbers(kernel: Kernel) -> float | None:
     members = kernel.fitted.get("members")
     sharing = 1.0 if members is None else torch.tensor([float(len(row.unique())) for row in members])
     return float((ranks / sharing).mean())
-
-
-def feature_count(kernel: Kernel, shape: HeadShape) -> int | None:
-    """Return the length of φ(k) for kernels that are computed by running sums; else None."""
-    import torch
-
-    if kernel.info.feature_map is None:
-        return None
-    key = torch.zeros(1, shape.heads, 1, shape.head_dim)
-    on_cpu = kernel.with_fitted({name: part.cpu() for name, part in kernel.fitted.items()})
-    return int(on_cpu.phi(key, shape.head_dim**-0.5, "key").shape[-1])
 
 
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:

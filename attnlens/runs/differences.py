@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import Cache, PreTrainedModel
 
-MOST = 16
-"""Maximum number of evaluated windows whose first halves are continued, and of prompts per batch."""
-TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
-"""Inputs of a model that reads only text."""
+MOST = 16  # maximum number of evaluated windows whose first halves are continued, and of prompts per batch
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # inputs of a model that reads only text
 FAILED = (*FAILURES, ModelError, UsageError)
 """Exceptions that running with a cache may raise for a model or a kernel that does not support it."""
 
@@ -212,8 +210,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
 
 
 Name = TypeVar("Name")
-Fields = tuple[dict[str, object], dict[str, str]]
-"""Fields of an Outcome, and reasons for missing ones."""
+Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing ones
 NOT_CAUSAL = "only defined for models that predict the next token"
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 
@@ -309,11 +306,12 @@ class Differences:
             return {}, dict.fromkeys(names, f"the model has {HEADLESS}")
         if not torch.cat((*self.divergences, *self.after)).isfinite().all():
             return {"diverged": True}, dict.fromkeys(names, DIVERGED)
-        kl, interval = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
+        counts = torch.cat(self.counts)
+        kl, interval = _mean(torch.cat(self.divergences), counts, self.sampled, (0.0, math.inf), seed)
         fields: dict[str, object] = {
             "kl": max(kl, 0.0),  # if both are equal, a mean of rounding errors of either sign
             "kl_ci95": interval,
-            "top1_agreement": self.agreeing / float(torch.cat(self.counts).sum()),
+            "top1_agreement": self.agreeing / float(counts.sum()),
         }
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
         if not self.noise:
@@ -333,14 +331,15 @@ class Differences:
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
         if self.likeness is None:
             return {}, dict.fromkeys(names, "the model returns no hidden states")
-        if not torch.cat(self.cosines).isfinite().all():
+        cosines, real = torch.cat(self.cosines), torch.cat(self.real)
+        if not cosines.isfinite().all():
             return {"diverged": True}, dict.fromkeys(names, DIVERGED)
         if self.directionless:
             return {}, dict.fromkeys(names, "a hidden state is zero and has no direction")
-        cosine, interval = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
+        cosine, interval = _mean(cosines, real, self.design, (-1.0, 1.0), seed)
         by_text = []
         for name, rows in _by_text(self.design, texts):
-            mean, ci95 = self._mean(self.cosines, self.real, Design.plain(len(rows)), (-1.0, 1.0), seed, rows)
+            mean, ci95 = _mean(cosines[rows], real[rows], Design.plain(len(rows)), (-1.0, 1.0), seed)
             by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=ci95))
         cka = self.likeness.value
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
@@ -352,20 +351,6 @@ class Differences:
             "hidden_cosine_by_text": by_text,
         }
         return fields | {"hidden_cka": cka}, reasons
-
-    def _mean(
-        self,
-        parts: Sequence[Tensor],
-        counts: Sequence[Tensor],
-        design: Design,
-        bounds: tuple[float, float],
-        seed: int,
-        rows: Tensor | slice = slice(None),
-    ) -> tuple[float, tuple[float, float] | None]:
-        """Return the mean over the tokens of the sequences `rows`, and its 95 % interval within `bounds`, if any."""
-        means, weights = torch.cat(list(parts))[rows], torch.cat(list(counts))[rows]
-        value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
-        return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
         """Return loss and perplexity on each text alone, with intervals over its windows; empty for a single text."""
@@ -394,6 +379,14 @@ class Differences:
         if rows is None:
             return paired_change(before, after, counts, self.sampled, seed, of)
         return paired_change(before[rows], after[rows], counts[rows], Design.plain(len(rows)), seed, of)
+
+
+def _mean(
+    means: Tensor, counts: Tensor, design: Design, bounds: tuple[float, float], seed: int
+) -> tuple[float, tuple[float, float] | None]:
+    """Return the mean over the tokens of all sequences, and its 95 % interval within `bounds`, if any."""
+    value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=counts, seed=seed)
+    return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import average_layer, objectives, running
+from attnlens.kernels.attention.primal_scores import average_layer, cosine_features, objectives
 from attnlens.kernels.spec import wide
 from attnlens.maths import ksvd
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.maths.ksvd import Convention
+
+    Tokens = Float[Tensor, "batch heads tokens head_dim"]
 
 
 class PrimalHeads(nn.Module):
@@ -42,10 +44,9 @@ class PrimalHeads(nn.Module):
         for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores), ("samples", samples)):
             if not isinstance(count, Integral):
                 raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
-            if count < 1 and name != "samples":
-                raise UsageError(f"{name} must be at least 1, not {count}.", "Give a larger number.")
-        if samples < 0:
-            raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
+            least = 0 if name == "samples" else 1
+            if count < least:
+                raise UsageError(f"{name} must be at least {least}, not {count}.", "Give a larger number.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
         if scores > bound:
             text = f"{scores} scores requested, but {what} limits their rank to {bound}; further scores have no effect."
@@ -62,31 +63,26 @@ class PrimalHeads(nn.Module):
 
     def forward(
         self,
-        query: Float[Tensor, "batch heads tokens head_dim"],
-        key: Float[Tensor, "batch heads tokens head_dim"],
+        query: Tokens,
+        key: Tokens,
         *,
         causal: bool = False,
         real: Bool[Tensor, "#batch #heads tokens"] | None = None,
-        rows: Float[Tensor, "batch heads tokens head_dim"] | None = None,
+        rows: Tokens | None = None,
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
         `causal`: queries and keys are averaged over the tokens 0 … i before they are normalised, as in the published
         code. Raises UsageError if rows are missing, or for sampling with `causal`.
         """
-        query, key = wide(query), wide(key)
-        if causal:
-            query, key = running(query, real), running(key, real)
-        query, key = ksvd.unit(query), ksvd.unit(key)
+        query, key = cosine_features(query, key, real, causal=causal)
         if self.samples:
-            if rows is None or causal:
-                raise UsageError(
-                    "Data-dependent primal attention samples rows of the whole text, which is not allowed under a "
-                    "causal mask."
-                    if causal
-                    else "Data-dependent primal attention needs the inputs that its rows are sampled from.",
-                    "Use samples=0." if causal else "Hand `rows` over.",
-                )
+            what = "Data-dependent primal attention"
+            if causal:
+                problem = f"{what} samples rows of the whole text, which is not allowed under a causal mask."
+                raise UsageError(problem, "Use samples=0.")
+            if rows is None:
+                raise UsageError(f"{what} needs the inputs that its rows are sampled from.", "Pass rows.")
             chosen = ksvd.evenly_spaced(wide(rows), self.samples, real)
             query, key = query @ chosen.mT, key @ chosen.mT
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,20 +18,18 @@ if TYPE_CHECKING:
 
     from attnlens.maths.ksvd import Convention
 
-    TokenScores = Float[Tensor, "batch heads tokens scores"]
+    Tokens = Float[Tensor, "batch heads tokens features"]
+    Scores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """Features mapped linearly to scores: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
 
-    query: Float[Tensor, "batch heads tokens features"]
-    """Fφ(q), in float32 or better."""
-    key: Float[Tensor, "batch heads tokens features"]
-    """Fφ(k), with keys repeated under GQA."""
-    real: Bool[Tensor, "#batch #heads tokens"] | None = None
-    """Which tokens are not padding; None for all."""
+    query: Tokens  # Fφ(q), in float32 or better
+    key: Tokens  # Fφ(k), with keys repeated under GQA
+    real: Real = None  # which tokens are not padding; None for all
 
 
 def features(call: Call, samples: int = 0) -> Features:
@@ -46,10 +43,8 @@ def features(call: Call, samples: int = 0) -> Features:
     cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
     """
     keys_reached = whole_reach(call)
-    real, query, key = keys_reached.real, wide(call.query), wide(call.paired_key)
-    if keys_reached.causal:
-        query, key = running(query, real), running(key, real)
-    query, key = ksvd.unit(query), ksvd.unit(key)
+    real = keys_reached.real
+    query, key = cosine_features(call.query, call.paired_key, real, causal=keys_reached.causal)
     if samples:
         if keys_reached.causal:
             raise UsageError(
@@ -59,6 +54,14 @@ def features(call: Call, samples: int = 0) -> Features:
         rows = ksvd.evenly_spaced(key, samples, real)
         query, key = query @ rows.mT, key @ rows.mT
     return Features(query, key, real)
+
+
+def cosine_features(query: Tokens, key: Tokens, real: Real, *, causal: bool) -> tuple[Tokens, Tokens]:
+    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`, in float32 or better."""
+    query, key = wide(query), wide(key)
+    if causal:
+        query, key = running(query, real), running(key, real)
+    return ksvd.unit(query), ksvd.unit(key)
 
 
 def whole_reach(call: Call) -> Reach:
@@ -112,12 +115,12 @@ def average_layer(objective: Float[Tensor, "batch heads"], convention: Conventio
 
 
 def objectives(
-    e: TokenScores,
-    r: TokenScores,
+    e: Scores,
+    r: Scores,
     query_map: Map,
     key_map: Map,
     multipliers: Float[Tensor, "heads scores"],
-    real: Bool[Tensor, "#batch #heads tokens"] | None,
+    real: Real,
     convention: Convention,
 ) -> Float[Tensor, "batch heads"]:
     """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
@@ -130,9 +133,7 @@ def objectives(
     return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
 
 
-def running(
-    x: Float[Tensor, "batch heads tokens head_dim"], real: Bool[Tensor, "#batch #heads tokens"] | None = None
-) -> Float[Tensor, "batch heads tokens head_dim"]:
+def running(x: Tokens, real: Real = None) -> Tokens:
     """Compute row i as the mean of the kept rows among 0 … i; zero before the first kept row."""
     if real is None:
         count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from attnlens.choices import Route
@@ -17,9 +17,6 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-
-
-CAPPED = "the model caps its scores (softcap)"
 
 
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
@@ -49,8 +46,8 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     if path == "eager":
         return "row tiles"
     obstacles = []
-    for name, find_obstacle in _OBSTACLES.items():
-        obstacle = find_obstacle(call, kernel)
+    for name, find_obstacles in _OBSTACLES.items():
+        obstacle = next(find_obstacles(call, kernel), None)
         if obstacle is None:
             return name
         obstacles.append(obstacle)
@@ -90,82 +87,81 @@ def _refuse(call: Call, kernel: Kernel) -> None:
         )
 
 
-def _general_obstacle(call: Call, kernel: Kernel) -> str | None:
-    """Return why no fused route except bands supports the call; None if one may."""
+def _general(call: Call, kernel: Kernel) -> Iterator[str]:
+    """Yield obstacles for all fused routes except bands."""
     if call.dropout:
-        return "dropout acts on attention weights, which a fused path does not materialise"
+        yield "dropout acts on attention weights, which a fused path does not materialise"
     if call.sinks is not None:
-        return "the model has attention sinks, which need the full form"
+        yield "the model has attention sinks, which need the full form"
     if kernel.part is not None:
-        return f"{kernel.tie} needs log k of the whole sequence at once"
+        yield f"{kernel.tie} needs log k of the whole sequence at once"
     if kernel.mirrored:
-        return f"{kernel.tie} needs log k and its transpose"
+        yield f"{kernel.tie} needs log k and its transpose"
     if kernel.info.hard:
-        return f"{kernel.info.name} picks a single key instead of summing over keys"
-    return None
+        yield f"{kernel.info.name} picks a single key instead of summing over keys"
 
 
-def _sdpa_obstacle(call: Call, kernel: Kernel) -> str | None:
-    if kernel.info.dot is None:
-        return ""
-    return _linear_obstacle(call, kernel, "mask that SDPA computes by itself") or _general_obstacle(call, kernel)
-
-
-def _hybrid_obstacle(call: Call, kernel: Kernel) -> str | None:
-    if kernel.near is None:
-        return ""
-    if call.query.shape[2] != call.key.shape[2]:
-        return "with a key-value cache, rows are computed as a whole"
-    if kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
-        return "in left-padded sequences the first tokens are not at position 0"
-    return _sums_obstacle(call, kernel)
-
-
-def _sums_obstacle(call: Call, kernel: Kernel) -> str | None:
-    if kernel.info.feature_map is None:
-        return ""
-    obstacle = _linear_obstacle(call, kernel, "running sum")
-    if obstacle is None and call.bias is not None:
-        return "the model adds a bias to its scores, which running sums do not support"
-    obstacle = obstacle or _general_obstacle(call, kernel)
-    if obstacle is None and find_reach(call) is None:
-        return "the mask is neither causal nor a mask of padded keys alone"
-    return obstacle
-
-
-def _linear_obstacle(call: Call, kernel: Kernel, what: str) -> str | None:
-    """Return why neither products nor sums support the call; `what` completes "the filter … is not a"."""
+def _linear(call: Call, kernel: Kernel, what: str) -> Iterator[str]:
+    """Yield obstacles for products and sums; `what` completes "the filter … is not a"."""
     if kernel.info.form == "score" and call.softcap is not None:
-        return CAPPED
-    return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is not a {what}"
+        yield "the model caps its scores (softcap)"
+    if kernel.filter is not None:
+        yield f"the filter {kernel.filter.modifier.name} is not a {what}"
 
 
-def _flex_obstacle(call: Call, kernel: Kernel) -> str | None:
+def _sdpa(call: Call, kernel: Kernel) -> Iterator[str]:
+    if kernel.info.dot is None:
+        yield ""
+    yield from _linear(call, kernel, "mask that SDPA computes by itself")
+    yield from _general(call, kernel)
+
+
+def _sums(call: Call, kernel: Kernel) -> Iterator[str]:
+    if kernel.info.feature_map is None:
+        yield ""
+    yield from _linear(call, kernel, "running sum")
+    if call.bias is not None:
+        yield "the model adds a bias to its scores, which running sums do not support"
+    yield from _general(call, kernel)
+    if find_reach(call) is None:
+        yield "the mask is neither causal nor a mask of padded keys alone"
+
+
+def _hybrid(call: Call, kernel: Kernel) -> Iterator[str]:
+    if kernel.near is None:
+        yield ""
+    elif call.query.shape[2] != call.key.shape[2]:
+        yield "with a key-value cache, rows are computed as a whole"
+    elif kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
+        yield "in left-padded sequences the first tokens are not at position 0"
+    yield from _sums(call, kernel)
+
+
+def _flex(call: Call, kernel: Kernel) -> Iterator[str]:
     if kernel.info.form != "score" or kernel.signed:
-        return ""
+        yield ""
     if not call.query.is_cuda:
-        return f"{kernel.info.name} is fused only by FlexAttention, which requires a GPU"
+        yield f"{kernel.info.name} is fused only by FlexAttention, which requires a GPU"
     if kernel.fitted:
-        return "its parameters are fitted per head"
-    return _general_obstacle(call, kernel)
+        yield "its parameters are fitted per head"
+    yield from _general(call, kernel)
 
 
-def _bands_obstacle(call: Call, kernel: Kernel) -> str | None:
+def _bands(_call: Call, kernel: Kernel) -> Iterator[str]:
     if kernel.filter is None:
-        return ""
-    if kernel.filter.reach is None:
-        return f"the filter {kernel.filter.modifier.name} keeps keys at any distance"
-    return None
+        yield ""
+    elif kernel.filter.reach is None:
+        yield f"the filter {kernel.filter.modifier.name} keeps keys at any distance"
 
 
-_OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
-    "sdpa": _sdpa_obstacle,
-    "running sums": lambda call, kernel: "" if kernel.near is not None else _sums_obstacle(call, kernel),
-    "window and running sums": _hybrid_obstacle,
-    "flex attention": _flex_obstacle,
-    "banded tiles": _bands_obstacle,
+_OBSTACLES: dict[str, Callable[[Call, Kernel], Iterator[str]]] = {
+    "sdpa": _sdpa,
+    "running sums": lambda call, kernel: _sums(call, kernel) if kernel.near is None else iter([""]),
+    "window and running sums": _hybrid,
+    "flex attention": _flex,
+    "banded tiles": _bands,
 }
-"""Fused routes, fastest first, and why a call cannot use them: None if it can, "" if the route is for other kernels."""
+"""Fused routes, fastest first, and why a call cannot use them: "" if the route is for other kernels."""
 
 _COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "sdpa": by_products,

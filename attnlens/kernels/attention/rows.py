@@ -66,20 +66,13 @@ def visible_under(mask: Tensor) -> Tensor:
 class Positions:
     """Positions of a call's queries among its keys."""
 
-    query: Int[Tensor, "#batch queries"]
-    """Index, among the keys, of each query's own token."""
-    first: Int[Tensor, "#batch 1"]
-    """Index of the sequence's first token; keys before it are padding."""
+    query: Int[Tensor, "#batch queries"]  # index, among the keys, of each query's own token
+    first: Int[Tensor, "#batch 1"]  # index of the sequence's first token; keys before it are padding
 
     def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
         """Return which keys of `columns` the filter keeps for queries `rows`, by positions from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.query.device) - self.first
         return key_filter.keeps(self.query[:, rows] - self.first, keys)[:, None]
-
-    def keys_within(self, distance: int, rows: slice) -> slice:
-        """Return the range of keys at most `distance` away from some query of `rows`."""
-        queries = self.query[:, rows]
-        return slice(max(0, int(queries.min()) - distance), int(queries.max()) + distance + 1)
 
 
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
@@ -124,8 +117,7 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
         return True
     if seen is None:
         return False
-    starts = seen.int().argmax(-1)
-    sees_any = seen.any(-1)
+    starts, sees_any = seen.int().argmax(-1), seen.any(-1)
     return bool((sees_any & (starts != starts[:, -1:]) & sees_any[:, -1:]).any())
 
 
@@ -264,8 +256,9 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
     keys = call.key.shape[2]
     start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
     if where is not None and reach is not None:
-        band = where.keys_within(reach, rows)
-        return slice(min(band.start, stop - 1), min(band.stop, stop))
+        queries = where.query[:, rows]
+        first = max(0, int(queries.min()) - reach)
+        return slice(min(first, stop - 1), min(int(queries.max()) + reach + 1, stop))
     if call.allowed is not None:
         seen = call.allowed[..., rows, :]
         if bool(seen.any(-1).all()):

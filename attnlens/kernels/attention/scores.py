@@ -41,23 +41,15 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     """
     query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
-    flex = cast("Callable[..., object]", _compile_flex(kernel.spelling) if compiled else flex_attention)
+    flex = cast("Callable[..., Tensor]", _compile_flex(kernel.spelling) if compiled else flex_attention)
+    mod, mask = _score_mod(call, kernel), _block_mask(call, kernel, compiled=compiled)
     # private, but the only way to change these settings for one call
     with torch._dynamo.config.patch(COMPILATION):
-        output = flex(
-            query,
-            key,
-            call.paired_value,
-            score_mod=_score_mod(call, kernel),
-            block_mask=_block_mask(call, kernel, compiled=compiled),
-            scale=call.scale,
-        )
-    return cast(torch.Tensor, output)
+        return flex(query, key, call.paired_value, score_mod=mod, block_mask=mask, scale=call.scale)
 
 
 @cache
 def _compile_flex(spelling: str) -> Callable[..., object]:
-    """Compile FlexAttention for one spelling of a kernel."""
     return torch.compile(flex_attention)
 
 
@@ -91,15 +83,14 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
             visible = visible & condition(batch, head, query, key)
         return visible
 
-    batches = call.query.shape[0] if call.allowed is not None and call.allowed.shape[0] > 1 else None
-    heads = call.query.shape[1] if call.allowed is not None and call.allowed.shape[1] > 1 else None
+    shape = (1, 1) if call.allowed is None else call.allowed.shape
+    batches, heads = (size if other > 1 else None for size, other in zip(call.query.shape, shape[:2], strict=False))
     sizes = call.query.shape[2], call.key.shape[2]
     # `_compile` is private, but without it the mask is built from a matrix of all pairs
     return create_block_mask(is_visible, batches, heads, *sizes, device=call.query.device, _compile=compiled)
 
 
 def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
-    """Return the filter as a function of indices."""
     # bound outside the function, since torch compiles what it closes over
     keeps, numbers, where = key_filter.modifier.keeps, dict(key_filter.parameters), positions(call, key_filter)
     assert keeps is not None  # noqa: S101  # a tie is not a filter
@@ -116,8 +107,4 @@ def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
 def _by_index(call: Call, matrix: Tensor) -> ByIndex:
     """Return a mask or bias as a function of indices."""
     whole = matrix.expand(*call.query.shape[:2], *matrix.shape[2:])
-
-    def at(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return whole[batch, head, query, key]
-
-    return at
+    return lambda batch, head, query, key: whole[batch, head, query, key]

@@ -81,10 +81,8 @@ CHUNK = 64  # tokens whose pairs are computed one by one before they are added t
 class Reach:
     """The keys that each query sums over."""
 
-    causal: bool
-    """True if query i sums over the keys 0 … i; otherwise every query sums over all keys."""
-    real: Bool[Tensor, "#batch #heads keys"] | None = None
-    """Which keys are not padding; None for all."""
+    causal: bool  # True if query i sums over the keys 0 … i; otherwise every query sums over all keys
+    real: Bool[Tensor, "#batch #heads keys"] | None = None  # which keys are not padding; None for all
 
 
 def by_sums(call: Call, kernel: Kernel) -> Sums:
@@ -186,18 +184,6 @@ def near_scores(
     return shifted if weight is None else shifted + weight.to(shifted)[:, None, None], largest
 
 
-@dataclass(frozen=True)
-class FarFeatures:
-    """The features and values of the far part of a hybrid."""
-
-    query: Float[Tensor, "batch heads tokens features"]
-    """φ(q), with the least number appended."""
-    key: Float[Tensor, "batch heads tokens features"]
-    """φ(k), with 1 appended; 0 for padding, and for the first tokens if these are near to all queries."""
-    value: Float[Tensor, "batch heads tokens wider"]
-    """Values, with 1 appended to sum the denominators."""
-
-
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
@@ -205,17 +191,36 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
     better, with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """
-    keys_reached = find_reach(call)
+    keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
-    assert kernel.near is not None  # noqa: S101
-    tokens, distance = call.query.shape[2], kernel.near.parameters["width"] - 1
-    sinks = kernel.near.parameters.get("sinks", 0)
-    sides, key = _far_features(call, kernel, keys_reached, sinks), call.paired_key
+    assert near_keys is not None  # noqa: S101
+    tokens, distance, sinks = (
+        call.query.shape[2],
+        near_keys.parameters["width"] - 1,
+        near_keys.parameters.get("sinks", 0),
+    )
+    key, real, causal = call.paired_key, keys_reached.real, keys_reached.causal
+    phi_q, phi_k, value = _far_features(call, kernel, real, sinks)
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
-    sums = [sides.key[..., s : s + CHUNK, :].mT @ sides.value[..., s : s + CHUNK, :] for s in starts]
+
+    def meet(rows: slice, columns: Int[Tensor, " columns"]) -> Tensor:
+        """Compute Σ w_ij v_j over the keys `columns`, near and far."""
+        near = near_keys.keeps(places[rows], columns)
+        far = ~near
+        if causal:
+            seen = places[rows, None] >= columns
+            near, far = near & seen, far & seen
+        near = near[None, None] if real is None else near & real[..., None, columns]
+        scores, _ = near_scores(call, kernel, key, near, rows, columns)
+        # masked before exp: a hidden score above the seen ones would overflow, and its gradient would be NaN
+        within = scores.masked_fill(~near, -torch.inf).exp()
+        beyond = (phi_q[..., rows, :] @ phi_k[..., columns, :].mT).masked_fill(~far, 0.0)
+        return (within + beyond) @ value[..., columns, :]
+
+    sums = [phi_k[..., s : s + CHUNK, :].mT @ value[..., s : s + CHUNK, :] for s in starts]
     nothing = torch.zeros_like(sums[0])
     before = list(accumulate(sums, initial=nothing))
-    after = None if keys_reached.causal else list(accumulate(reversed(sums), initial=nothing))[::-1]
+    after = None if causal else list(accumulate(reversed(sums), initial=nothing))[::-1]
     chunks = []
     for number, start in enumerate(starts):
         rows = slice(start, min(start + CHUNK, tokens))
@@ -225,45 +230,23 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
         columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
-        met = _sum_near_and_far(call, kernel, key, sides, keys_reached, rows, columns)
-        chunks.append(met + sides.query[..., rows, :] @ far)
+        chunks.append(meet(rows, columns) + phi_q[..., rows, :] @ far)
     weighted = torch.cat(chunks, dim=-2)
     total = weighted[..., -1:]
     return (weighted[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
 
 
-def _far_features(call: Call, kernel: Kernel, keys_reached: Reach, sinks: int) -> FarFeatures:
-    """Compute the features of all tokens; first tokens that are near to all queries get none."""
-    exact, real = torch.promote_types(call.query.dtype, torch.float32), keys_reached.real
+def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return φ(q), φ(k) and the values of the far part, (batch, heads, tokens, …).
+
+    The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators. φ(k) is 0 for
+    padding, and for the first tokens if these are near to all queries.
+    """
+    exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
     )
     query, key = pad(query, (0, 1), value=smallest_kernel(exact)), pad(key, (0, 1), value=1.0)
     key = key if real is None else key.masked_fill(~real[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
-    return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
-
-
-def _sum_near_and_far(
-    call: Call,
-    kernel: Kernel,
-    key: Key,
-    sides: FarFeatures,
-    keys_reached: Reach,
-    rows: slice,
-    columns: Int[Tensor, " columns"],
-) -> Float[Tensor, "batch heads rows wider"]:
-    """Compute Σ w_ij v_j over the keys `columns`, near and far."""
-    assert kernel.near is not None  # noqa: S101  # guaranteed by by_hybrid
-    i, j = torch.arange(rows.start, rows.stop, device=key.device), columns
-    near = kernel.near.keeps(i, j)
-    far = ~near
-    if keys_reached.causal:
-        near, far = near & (i[:, None] >= j), far & (i[:, None] >= j)
-    real = keys_reached.real
-    near = near[None, None] if real is None else near & real[..., None, columns]
-    scores, _ = near_scores(call, kernel, key, near, rows, columns)
-    # masked before exp: a hidden score above the seen ones would overflow, and its gradient would be NaN
-    within = scores.masked_fill(~near, -torch.inf).exp()
-    beyond = (sides.query[..., rows, :] @ sides.key[..., columns, :].mT).masked_fill(~far, 0.0)
-    return (within + beyond) @ sides.value[..., columns, :]
+    return query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0)

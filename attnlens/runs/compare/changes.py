@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,20 +31,11 @@ from attnlens.records import (
 from attnlens.runs import checks
 from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.compare import draws, significance
-from attnlens.runs.compare.draws import (
-    BLOCKS,
-    add_distances,
-    arrange,
-    arrange_blocks,
-    compare_pass,
-    record_pass,
-    site_type,
-    stored_type,
-)
+from attnlens.runs.compare.draws import BLOCKS, add_distances, arrange_blocks, compare_pass, record_pass
 from attnlens.runs.compare.sides import Block, Pairing, form_distances
 from attnlens.runs.compare.significance import ChangeTest, Rounding, build_rows, field_values, is_category, number_of
 from attnlens.runs.differences import Differences
-from attnlens.runs.inspect.sequences import SequenceValues
+from attnlens.runs.inspect.sequences import SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
@@ -54,37 +45,28 @@ CHANGED_P = 1e-3
 ROUNDING_SPACINGS = 4.0
 """Maximum relative difference of factors, in spacings of their type, that counts as rounding: a number is rounded a few
 times, when it is stored, loaded and multiplied."""
-ROTATION_CHANGE = 1e-3
-"""‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates."""
-NEAR_FACTOR = 10
-"""That change must also be this many times the one at equal positions, which rounding explains."""
+ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
+NEAR_FACTOR = 10  # that change must also be this many times the one at equal positions, which rounding explains
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]:
     """Return for each head of the first report its partner, and the relation of their forms."""
-    places = {(head.layer, head.head): place for place, head in enumerate(pairing.first.report.heads)}
+    places = {name: place for place, name in enumerate(pairing.first.heads)}
     changes = []
     for site, other in pairing.sites.items():
         pair = pairing.ordered_forms(site)
         for head, key_head in enumerate(pairing.first.inspection.key_heads[site]):
-            if (site.layer, head) not in places:
+            if (site.name, head) not in places:
                 continue
-            fields: dict[str, str] = {}
+            relation, reason = None, None
             if pair is None or forms is None:
-                fields["reason"] = _explain_unread(pairing, site, other)
-            else:
-                relation = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
-                fields |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
+                reason = _explain_unread(pairing, site, other)
+            elif (relation := _relation(pairing, pair, head, float(forms.p[places[site.name, head]]))) is None:
+                reason = "a form is 0 or not finite"
+            place = {"site": site.name, "layer": site.layer, "head": head, "kv_head": key_head, "part": site.part}
+            partner = pairing.order[site][head]
             changes.append(
-                HeadChange(
-                    site=site.name,
-                    layer=site.layer,
-                    head=head,
-                    kv_head=key_head,
-                    part=site.part,
-                    partner=pairing.order[site][head],
-                    **fields,
-                )
+                HeadChange.model_validate(place | {"partner": partner, "relation": relation, "reason": reason})
             )
     return changes
 
@@ -118,7 +100,7 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
     if p != p:
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
-    spacing = max(torch.finfo(site_type(side.loaded.model, site)).eps for side, site in sites)
+    spacing = max(torch.finfo(draws.site_type(side.loaded.model, site)).eps for side, site in sites)
     close = all(_relative_change(*side) <= ROUNDING_SPACINGS * spacing for side in sides)
     return "rounding" if close and first.scale == second.scale else "same form"
 
@@ -137,12 +119,8 @@ def describe(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[Measu
         for first, second in pairing.sites.items()
         if first.part != second.part
     ]
-    return [
-        *_weight_notes(pairing),
-        *masks,
-        *_order_notes(pairing, heads),
-        *_form_notes(pairing, heads, beyond_rounding),
-    ]
+    orders, forms = _order_notes(pairing, heads), _form_notes(pairing, heads, beyond_rounding)
+    return [*_weight_notes(pairing), *masks, *orders, *forms]
 
 
 def _weight_notes(pairing: Pairing) -> Iterator[str]:
@@ -156,7 +134,7 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     if not different:
         yield "All weights that both models have are identical."
         return
-    kinds = {name: stored_type(second[name]) for name in different}
+    kinds = {name: draws.stored_type(second[name]) for name in different}
     if not alone and all(
         _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
     ):
@@ -193,31 +171,26 @@ def _form_notes(
     different = {head for head in same - turned if beyond_rounding.get(head)}
     gauge = {head for head in same - turned if beyond_rounding.get(head) is False}
     unknown = same - turned - different - gauge
-    product = "have the same product M but different attention"
-    if turned:
-        yield (
-            f"W_Q and W_K of {format_count(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost "
-            f"RoPE permutation?): {_format_heads(turned)}."
-        )
-    if different:
-        yield (
-            f"W_Q and W_K of {format_count(len(different), 'head')} {product}: biases, norms or the mask act "
-            f"differently: {_format_heads(different)}."
-        )
-    if gauge:
-        yield (
-            f"Of {format_count(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding "
-            "(another gauge): attention is the same."
-        )
-    if unknown:
-        yield (
-            f"Of {format_count(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
-            "attention was not compared."
-        )
-
-
-def _format_heads(heads: Iterable[tuple[int, int]]) -> str:
-    return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
+    effects = (
+        (turned, "the rotation acts on permuted rows (a lost RoPE permutation?)"),
+        (different, "biases, norms or the mask act differently"),
+    )
+    for group, effect in effects:
+        if group:
+            numbers = join_items([f"{layer}.{head}" for layer, head in sorted(group)])
+            yield (
+                f"W_Q and W_K of {format_count(len(group), 'head')} have the same product M but different attention: "
+                f"{effect}: {numbers}."
+            )
+    for group, effect in (
+        (gauge, " (another gauge): attention is the same"),
+        (unknown, "; attention was not compared"),
+    ):
+        if group:
+            yield (
+                f"Of {format_count(len(group), 'head')} W_Q and W_K are others with the same product M within rounding"
+                f"{effect}."
+            )
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -241,7 +214,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 
 
-def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
+def compare_predictions(pairing: Pairing) -> tuple[Outcome | None, list[str]]:
     """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inspection.inputs, pairing.first.inspection.settings.seed
@@ -257,7 +230,7 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
         return None, [f"Predictions are not compared: {error.problem}"]
     if tasks[0] != tasks[1]:
         return None, [f"{OTHER_PREDICTIONS} ({tasks[0]}, {tasks[1]})."]
-    differences = Differences(tasks[0], batches.made_up, design)
+    differences = Differences(tasks[0], batches.made_up, pairing.first.design)
     for batch in fed:
         passes = []
         for side in sides:
@@ -287,9 +260,9 @@ class Changes:
         if self.pairing.first.batches:
             distances |= self._row_distances()
         tests = self._test_measures(rounding, distances)
-        rows = build_rows(self.heads, tests, self.fdr, draws.UNDRAWN)
+        rows = build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
-        outcome, why = compare_predictions(self.pairing, self.design)
+        outcome, why = compare_predictions(self.pairing)
         return Comparison(
             base=base,
             paired=True,
@@ -316,8 +289,11 @@ class Changes:
 
     @cached_property
     def blocks(self) -> tuple[list[Block], list[Block]]:
-        """Blocks of both models; empty if their paths differ."""
-        first, second = self.pairing.first.blocks(), self.pairing.second.blocks()
+        """Blocks of both models that run once per forward pass; empty without a text, or if their paths differ."""
+        first, second = (
+            hooks.blocks(side.loaded.model, side.batches[0].inputs) if side.batches else []
+            for side in (self.pairing.first, self.pairing.second)
+        )
         same = [path for path, _ in first] == [path for path, _ in second]
         return (first, second) if same else ([], [])
 
@@ -349,20 +325,19 @@ class Changes:
         self, rounding: Mapping[str, Rounding], distances: Mapping[str, Tensor]
     ) -> dict[str, ChangeTest | None]:
         """Test the changes of each measure; None for categories and measures without drawn rounding."""
-        tests: dict[str, ChangeTest | None] = {}
-        for name in (FORMS, QUERY_ANGLE, KEY_ANGLE):
-            if name in distances:
-                tests[name] = significance.test_rounding(distances[name], rounding[name])
-        row_distances = [name for name in (OWN_ROWS, ROWS) if name in distances]
-        changes = {name: distances[name] for name in row_distances}
+        tests: dict[str, ChangeTest | None] = {
+            name: significance.test_rounding(distances[name], rounding[name])
+            for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)
+            if name in distances
+        }
+        changes = {name: distances[name] for name in (OWN_ROWS, ROWS) if name in distances}
         first, second = self.pairing.first.report, self.pairing.second.report
-        for name in first.measure_names():
+        for name in (*changes, *first.measure_names()):
             before, after = (
                 None if side.windows is None else side.windows.values.get(name) for side in (first, second)
             )
             if before is not None and after is not None:
                 changes[name] = after[:, self.pairing.partners] - before
-        for name in [*row_distances, *first.measure_names()]:
             if name in changes:
                 tests[name] = significance.test_windows(changes[name], self.design, rounding.get(name), self.seed)
             elif name not in rounding or is_category(self.heads, name):
@@ -374,52 +349,45 @@ class Changes:
 
     def _form_distances(self) -> dict[str, Tensor]:
         """Compute the distances between forms, (heads,), by measure."""
-        places = {(head.layer, head.head): place for place, head in enumerate(self.heads[0])}
-        tables: dict[str, Tensor] = {}
+        tables: dict[tuple[str, str], Tensor] = {}
         for site in self.pairing.sites:
-            forms = self.pairing.ordered_forms(site)
-            for name, values in form_distances(*forms).items() if forms is not None else ():
-                table = tables.setdefault(name, torch.full((len(places),), torch.nan, dtype=torch.float64))
-                for head, value in enumerate(values.tolist()):
-                    if (site.layer, head) in places:
-                        table[places[site.layer, head]] = value
-        return tables
+            if (forms := self.pairing.ordered_forms(site)) is not None:
+                tables |= {(site.name, name): values[None] for name, values in form_distances(*forms).items()}
+        return {name: table[0] for name, table in arrange_by_measure(tables, self.pairing.first.heads, 1).items()}
 
     def _row_distances(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
-        first, second = self.pairing.first, self.pairing.second
-        values, start = SequenceValues(self.design.count), 0
+        (first, second), order = (self.pairing.first, self.pairing.second), self.pairing.order
+        total, start = self.design.count, 0
+        values, block_changes = SequenceValues(total), list[Tensor]()
         sites = {other: site for site, other in self.pairing.sites.items()}
-        total, block_changes = self.design.count, list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
             recorded = record_pass(first, batch.inputs, self.blocks[0])
-            passes = {ROWS: compare_pass(recorded, second, sites, batch.inputs, self.pairing.order)}
+            passes = {ROWS: compare_pass(recorded, second, sites, batch.inputs, order)}
             if self.blocks[1]:
-                order = self.pairing.order
                 passes[OWN_ROWS] = compare_pass(recorded, second, sites, batch.inputs, order, self.blocks[1])
                 block_changes.append(arrange_blocks(passes[OWN_ROWS].blocks, self.blocks[0], batch))
             for name, compared in passes.items():
-                for site, distances in compared.rows.items():
-                    add_distances(values, site, name, distances, batch, start)
+                add_distances(values, name, compared.rows, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)
-        return arrange(values, first) | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
+        rows = arrange_by_measure(values.means, first.heads, total)
+        return rows | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
     def _draw_rounding(self) -> dict[str, Rounding]:
         """Estimate the effect of rounding both models on each measure, from draws."""
         tell = telling(self.progress, "rounding", 2 * draws.DRAWS) if self.pairing.first.batches else None
-        drawn: list[dict[str, list[Tensor]]] = []
+        drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.seed + number)
-            changes = dict(draws.draw_weights(side, generator))
-            if side.batches and tell is not None:
+            drawn.append(draws.draw_weights(side, generator))
+            if tell is not None:
                 cut = replace(side.run.cut, sequences=min(draws.FEW, self.design.count))
-                changes |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
-            drawn.append(changes)
+                drawn[-1] |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
-            first, second = (torch.stack(changes[name]) for changes in drawn)
+            first, second = drawn[0][name], drawn[1][name]
             second = second if name == BLOCKS else second[:, self.pairing.partners]
             combined[name] = significance.combine_rounding(first, second, squared=name in (ROWS, OWN_ROWS))
         return combined

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.analyzers.registry import OWN_ROWS, ROWS, Analyzer
 from attnlens.kernels import OWN, attention
-from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks.survey import hiding_padding, real_parts
+from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, form_distances
@@ -33,11 +33,10 @@ from attnlens.runs.progress import Tell
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-FLOOR = 1e-12
-"""Lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats."""
+FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
 """Names of block inputs that are states, besides the first input, which is one whatever its name."""
+BySite = Mapping[Site, Tensor]
 
 
 @dataclass
@@ -57,33 +56,25 @@ class ComparedPass:
 
     rows: dict[Site, Tensor] = field(default_factory=dict)
     """KL(first ‖ second) of each sequence and head, mean over queries; NaN if no query sees a key."""
-    calls: dict[Site, Call] = field(default_factory=dict)
-    """Attention calls of the second model, by its own sites."""
+    calls: dict[Site, Call] = field(default_factory=dict)  # attention calls of the second model, by its own sites
     blocks: dict[str, Tensor] = field(default_factory=dict)
     """‖o' − o‖/‖o‖ of each sequence, o and o' the outputs of the first and second model's block, by block path."""
 
 
 def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> RecordedPass:
     """Run the first model, and record attention calls, block inputs and block outputs."""
-    recorded = RecordedPass(side)
-    chosen = set(side.sites)
+    recorded, chosen = RecordedPass(side), set(side.sites)
 
     def visit(site: Site, call: Call) -> None:
         if site in chosen:
             recorded.calls[site] = call
 
-    def store_states(path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = _parameter_names(block)
-        named = dict(zip(names, args, strict=False)) | kwargs
-        states = {name: named.get(name) for name in {*names[:1], *STATES}}
+    def store_states(path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        arguments = call_arguments(block, args, kwargs)
+        states = {name: arguments.get(name) for name in {*list(signature(block.forward).parameters)[:1], *STATES}}
         recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
 
-    with _pre_hooks(blocks, store_states), hooks.record_outputs(blocks) as outputs:
-        _run_pass(side, inputs, visit)
-    for path, output in outputs.items():
-        states = _output_states(output)
-        if states is not None:
-            recorded.outputs[path] = states.clone()
+    recorded.outputs = {path: output.clone() for path, output in _run_pass(side, inputs, visit, blocks, store_states)}
     return recorded
 
 
@@ -104,32 +95,25 @@ def compare_pass(
 
     def visit(site: Site, call: Call) -> None:
         first = sites.get(site)
-        if first is None or first not in recorded.calls:  # own-kernel sites of a saved swap are not visited
-            return
-        compared.calls[site] = call
-        first_rows, rows = _attention_rows(recorded.side, first), _attention_rows(side, site)
-        pair = (recorded.calls[first], first_rows), (call, rows)
-        compared.rows[first] = divergence(*pair, order[first], first, inputs)
+        if first is not None and first in recorded.calls:  # own-kernel sites of a saved swap are not visited
+            compared.calls[site] = call
+            pair = (recorded.side, first, recorded.calls[first]), (side, site, call)
+            compared.rows[first] = divergence(pair, order[first], inputs)
 
-    def replace_states(path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        names, states = _parameter_names(block), recorded.states[path]
+    def replace_states(
+        path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        names, states = list(signature(block.forward).parameters), recorded.states[path]
         changed = [_convert_state(states.get(name), value) for name, value in zip(names, args, strict=False)]
         named = {name: _convert_state(states.get(name), value) for name, value in kwargs.items()}
         return (*changed, *args[len(names) :]), named
 
-    with _pre_hooks(blocks, replace_states), hooks.record_outputs(blocks) as outputs:
-        _run_pass(side, inputs, visit)
+    outputs = dict(_run_pass(side, inputs, visit, blocks, replace_states))
     for path, output in recorded.outputs.items():
-        other = _output_states(outputs.get(path))
+        other = outputs.get(path)
         if other is not None and other.shape == output.shape:
             compared.blocks[path] = _relative_change(output, other.to(output.device), inputs)
     return compared
-
-
-def _output_states(output: Any) -> Tensor | None:
-    """Return the states of a block's output: the output itself or its first element; None if it is not a tensor."""
-    output = output[0] if isinstance(output, tuple | list) and output else output
-    return output if isinstance(output, Tensor) else None
 
 
 def _relative_change(output: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -144,26 +128,29 @@ def _relative_change(output: Tensor, other: Tensor, inputs: Mapping[str, Tensor]
     return moved.cpu()
 
 
-def _run_pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
-    """Run a forward pass of a side's model and call `visit` for each attention call."""
+def _run_pass(
+    side: ComparedModel,
+    inputs: Mapping[str, Tensor],
+    visit: Callable[[Site, Call], None],
+    blocks: Sequence[Block],
+    hook: Callable[..., object],
+) -> list[tuple[str, Tensor]]:
+    """Run a forward pass of a side's model; return the output states of blocks, by path.
+
+    `visit` is called for each attention call, and `hook` before each block: (path, block, args, kwargs) → new (args,
+    kwargs), or None. The states of a block are its output or the first element; blocks without a tensor there are left
+    out.
+    """
     model, sites = side.loaded.model, side.inspection.all_sites
     watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
-    with torch.no_grad(), watching:
-        hooks.forward(model, inputs)
-
-
-@contextmanager
-def _pre_hooks(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call `hook` before each block in the context: (path, block, args, kwargs) → new (args, kwargs), or None."""
     handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
+        hooks.forward(model, inputs)
+    states = [(path, each[0] if isinstance(each, tuple | list) and each else each) for path, each in outputs.items()]
+    return [(path, state) for path, state in states if isinstance(state, Tensor)]
 
 
-def _convert_state(state: Tensor | None, value: Any) -> Any:
+def _convert_state(state: Tensor | None, value: object) -> object:
     """Convert `state` to the type and device of `value`; `torch.where` lets tracers see `value` as a source too."""
     if state is None or not isinstance(value, Tensor) or value.shape != state.shape:
         return value
@@ -171,68 +158,51 @@ def _convert_state(state: Tensor | None, value: Any) -> Any:
     return torch.where(always, state.to(value.device, value.dtype), value)
 
 
-def _parameter_names(block: nn.Module) -> list[str]:
-    return list(signature(block.forward).parameters)
+def _attention_rows(side: ComparedModel, site: Site, call: Call) -> Tensor:
+    """Compute a site's attention weights by its own kernel or that of a saved swap, with the share of a sink appended.
 
-
-Rows = Callable[[Call], Tensor]
-"""Function that computes the attention weights of a call."""
-
-
-def _attention_rows(side: ComparedModel, site: Site) -> Rows:
-    """Return the function that computes a site's attention weights, by its own kernel or that of a saved swap."""
-    swap = side.swaps.get(site)
-
-    def rows(call: Call) -> Tensor:
-        weights = attention.weights(call, OWN)
-        if swap is not None:  # NaN if it has no attention matrix, or can be negative
-            heads = range(call.query.shape[1]) if swap.heads is None else swap.heads
-            info = swap.kernel.info
-            is_matrix = info.form != "output" and info.positive
-            other = attention.weights(call.select(heads), swap.kernel).to(weights.dtype) if is_matrix else torch.nan
-            weights[:, list(heads)] = other
-        return weights
-
-    return rows
+    NaN for the heads of a swap whose kernel has no attention matrix, or can be negative.
+    """
+    rows, swap = attention.weights(call, OWN), side.swaps.get(site)
+    if swap is not None:
+        heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)
+        is_matrix = swap.kernel.info.form != "output" and swap.kernel.info.positive
+        rows[:, heads] = attention.weights(call.select(heads), swap.kernel).to(rows.dtype) if is_matrix else torch.nan
+    return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
 
 
 def divergence(
-    first: tuple[Call, Rows], second: tuple[Call, Rows], order: Sequence[int], site: Site, inputs: Mapping[str, Tensor]
+    pair: Sequence[tuple[ComparedModel, Site, Call]], order: Sequence[int], inputs: Mapping[str, Tensor]
 ) -> Tensor:
     """Compute KL(P ‖ P') = Σ_j p log(p/p'), mean over real queries, of each sequence and head; (sequences, heads).
 
     `order` lists the second side's head for each head of the first.
     """
     sides = []
-    for call, rows in (first, second):
+    for side, site, call in pair:
         bias = None if call.bias is None else call.bias.double()
         parts = {name: getattr(call, name).double() for name in ("query", "key", "value")}
-        sides.append((hiding_padding(replace(call, bias=bias, **parts), inputs), rows))
-    call = sides[0][0]
+        sides.append((side, site, hiding_padding(replace(call, bias=bias, **parts), inputs)))
+    _, first, call = sides[0]
     means = call.query.new_full(call.query.shape[:2], torch.nan)
-    for batch, queries, keys in real_parts(call.allowed, len(means), site.part):
-        pair = [(call.sequences(batch, queries, keys), rows) for call, rows in sides]
-        size = 8 * means.shape[1] * pair[0][0].query.shape[2] * pair[0][0].key.shape[2]
+    for batch, queries, keys in real_parts(call.allowed, len(means), first.part):
+        real = [(side, site, call.sequences(batch, queries, keys)) for side, site, call in sides]
+        size = 8 * means.shape[1] * real[0][2].query.shape[2] * real[0][2].key.shape[2]
         step = max(1, PIECE_BYTES // size)
         for start in range(0, len(batch), step):
             part = list(range(start, min(start + step, len(batch))))
-            p, q = (_append_sink(rows(call.sequences(part, slice(None), slice(None)))) for call, rows in pair)
+            p, q = (
+                _attention_rows(side, site, call.sequences(part, slice(None), slice(None))) for side, site, call in real
+            )
             terms = p * (p.clamp(min=FLOOR).log() - q[:, list(order)].clamp(min=FLOOR).log())
             # rounding can make the divergence of equal rows negative
             means[[batch[row] for row in part]] = terms.sum(-1).mean(-1).clamp(min=0)
     return means.cpu()
 
 
-def _append_sink(rows: Tensor) -> Tensor:
-    """Append the share of a sink, 1 − Σ of each row, as a last column."""
-    return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
-
-
 DRAWS = 5
 """Number of random roundings of each model's weights: each draw costs passes, and p of rounding uses Student's t with
 as many degrees of freedom."""
-UNDRAWN = "the effect of rounding on it is not simulated"
-"""Reason for the missing p of a measure that an analyzer gathers from many windows."""
 FEW = 2
 """Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each
 costs 2 × DRAWS passes per model."""
@@ -250,8 +220,7 @@ BITS = {
 DIFFERENT, MANY = 16, 4096
 """Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
 of 2 are exact in every type."""
-MOVED = 12
-"""One number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing."""
+MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
@@ -316,23 +285,16 @@ def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -
     return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
-def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
-    """Draw the effect of rounding on the measures of forms: (heads,) per draw, NaN for heads without a form."""
-    places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
+def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
     analyzers = side.inspection.analyzers_of("weights")
-    tables: dict[str, Tensor] = {}
+    tables: dict[tuple[str, str], Tensor] = {}
     for site in side.sites:
         factors = side.factors(site)
-        if not isinstance(factors, weights.Factors):
-            continue
-        kind = site_type(side.loaded.model, site)
-        for name, changes in _draw_site_changes(factors, analyzers, kind, generator).items():
-            empty = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
-            table = tables.setdefault(name, empty)
-            for head in range(changes.shape[1]):
-                if (site.layer, head) in places:
-                    table[:, places[site.layer, head]] = changes[:, head]
-    return {name: list(table) for name, table in tables.items()}
+        if isinstance(factors, weights.Factors):
+            changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
+            tables |= {(site.name, name): values for name, values in changes.items()}
+    return arrange_by_measure(tables, side.heads, DRAWS)
 
 
 def _draw_site_changes(
@@ -342,38 +304,38 @@ def _draw_site_changes(
     form = factors.query_key
     finite = finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
-    before = _compute_scalars(analyzers, form.select(finite)) if analyzers else {}
+
+    def scalars(form: QueryKey) -> dict[str, Tensor]:
+        """Compute the scalar measures (no curves) by name."""
+        by_name: dict[str, Tensor] = {}
+        for analyzer in analyzers:
+            readings = analyzer.function(form.select(finite))
+            names = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
+            by_name |= {name: readings[name].double().cpu() for name in names}
+        return by_name
+
+    before = scalars(form)
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
         query, key = (move_values(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
         rounded_form = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         for name, values in form_distances(form, rounded_form).items():
             drawn[name].append(values)
-        for name, values in (_compute_scalars(analyzers, rounded_form.select(finite)) if analyzers else {}).items():
+        for name, values in scalars(rounded_form).items():
             change = torch.full((len(form.heads),), torch.nan, dtype=torch.float64)
             change[finite] = values - before[name]
             drawn[name].append(change)
     return {name: torch.stack(changes) for name, changes in drawn.items()}
 
 
-def _compute_scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
-    """Compute the scalar measures (no curves) of these analyzers, by name."""
-    scalars: dict[str, Tensor] = {}
-    for analyzer in analyzers:
-        readings = analyzer.function(query_key)
-        names = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
-        scalars |= {name: readings[name].double().cpu() for name in names}
-    return scalars
-
-
 def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
-) -> dict[str, list[Tensor]]:
+) -> dict[str, Tensor]:
     """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
     batches = texts.batches(side.loaded, side.run.contents, cut)
-    design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), batches)
+    count = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), batches).count
     recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
-    before = _measure_calls(side, design, batches, [each.calls for each in recorded], {})
+    before = _measure_calls(side, count, batches, [each.calls for each in recorded], {})
     same = {site: site for site in side.sites}
     order = {each.site: range(each.call.query.shape[1]) for each in side.inspection.reached}
 
@@ -390,19 +352,17 @@ def draw_tokens(
             # each block with its input states before rounding
             block_passes = compare_passes(blocks) if blocks else []
         row_distances = {ROWS: [each.rows for each in passes]}
-        if block_passes:
+        if blocks:
             row_distances[OWN_ROWS] = [each.rows for each in block_passes]
-        after = _measure_calls(side, design, batches, [each.calls for each in passes], row_distances)
-        if block_passes:
-            moved = [
-                arrange_blocks(each.blocks, blocks, batch) for batch, each in zip(batches, block_passes, strict=True)
-            ]
-            after[BLOCKS] = torch.cat(moved)
+        after = _measure_calls(side, count, batches, [each.calls for each in passes], row_distances)
+        if blocks:
+            pairs = zip(batches, block_passes, strict=True)
+            after[BLOCKS] = torch.cat([arrange_blocks(each.blocks, blocks, batch) for batch, each in pairs])
         for name, values in after.items():
             change = values - before[name] if name in before else values
             changes[name].append(change.nanmean(0))
         tell(1)
-    return changes
+    return {name: torch.stack(drawn) for name, drawn in changes.items()}
 
 
 def arrange_blocks(changes: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
@@ -415,13 +375,13 @@ def arrange_blocks(changes: Mapping[str, Tensor], blocks: Sequence[Block], batch
 
 def _measure_calls(
     side: ComparedModel,
-    design: Design,
+    count: int,
     batches: texts.Batches,
     calls: Sequence[Mapping[Site, Call]],
-    row_distances: Mapping[str, Sequence[Mapping[Site, Tensor]]],
+    row_distances: Mapping[str, Sequence[BySite]],
 ) -> dict[str, Tensor]:
-    """Compute tokens.* on a few windows and add the distances of rows: each measure as (windows, heads)."""
-    values, analyzers, start = SequenceValues(design.count), side.inspection.analyzers_of("tokens"), 0
+    """Compute tokens.* on `count` windows and add the distances of rows: each measure as (windows, heads)."""
+    values, analyzers, start = SequenceValues(count), side.inspection.analyzers_of("tokens"), 0
     for number, batch in enumerate(batches):
         for site, call in calls[number].items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)
@@ -429,20 +389,13 @@ def _measure_calls(
                 numbers = sequence_numbers(len(call.query), batch, start)
                 values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
         for name, by_batch in row_distances.items():
-            for site, distances in by_batch[number].items():
-                add_distances(values, site, name, distances, batch, start)
+            add_distances(values, name, by_batch[number], batch, start)
         start += batch.size
-    return arrange(values, side)
+    return arrange_by_measure(values.means, side.heads, count)
 
 
-def add_distances(
-    values: SequenceValues, site: Site, name: str, distances: Tensor, batch: texts.Batch, start: int
-) -> None:
-    """Add the distances of a batch, (rows, heads), to `values` as measure `name`."""
-    heads = distances.shape[1]
-    values.add(site, {name: distances}, sequence_numbers(len(distances), batch, start), range(heads), heads)
-
-
-def arrange(values: SequenceValues, side: ComparedModel) -> dict[str, Tensor]:
-    """Arrange values by measure, (windows, heads), with the heads of the side's report."""
-    return arrange_by_measure(values.means, [(head.site, head.head) for head in side.report.heads], values.count)
+def add_distances(values: SequenceValues, name: str, by_site: BySite, batch: texts.Batch, start: int) -> None:
+    """Add the distances of a batch, (rows, heads) by site, to `values` as measure `name`."""
+    for site, distances in by_site.items():
+        heads = distances.shape[1]
+        values.add(site, {name: distances}, sequence_numbers(len(distances), batch, start), range(heads), heads)

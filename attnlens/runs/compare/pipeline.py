@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from attnlens.arguments import public
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
 from attnlens.maths.statistics import Design
-from attnlens.models import loading
+from attnlens.models import hooks, loading
 from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Shift, Spread, Windows, read_report
 from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
@@ -35,7 +36,7 @@ from attnlens.runs.provenance import report_of
 from attnlens.runs.swap.saved import restore_saved
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 UNPAIRED = (
@@ -92,7 +93,7 @@ def _read_windows(path: Path, report: Report) -> Windows:
         tables[name] = torch.full((len(windows), len(places)), math.nan, dtype=torch.float64)
         for entry, value in entries.items():
             tables[name][entry] = value
-    return Windows(list(windows), [head.model_dump(include={"layer", "head"}) for head in report.heads], tables)
+    return Windows(list(windows), [{"layer": layer, "head": head} for layer, head in places], tables)
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
@@ -115,14 +116,15 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
-    if [_head_fields(head) for head in first.heads] != [_head_fields(head) for head in second.heads]:
+    shared = set(HeadChange.model_fields) & set(Head.model_fields)
+    ids, other_ids = ([head.model_dump(include=shared) for head in side.heads] for side in (first, second))
+    if ids != other_ids:
         return compare_distributions(first, second, fdr)
     paired = first.windows is not None and second.windows is not None
     if paired and _numbered_windows(first) != _numbered_windows(second):
         raise UsageError("The two sides list their windows in different orders.", AGAIN)
-    heads = first.heads, second.heads
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
-    rows = build_rows(heads, tests, fdr, NO_ROUNDING)
+    rows = build_rows((first.heads, second.heads), tests, fdr, NO_ROUNDING)
     dtypes = first.settings.dtype, second.settings.dtype
     dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: rounding alone makes every head differ."
     return Comparison(
@@ -131,7 +133,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         fdr=fdr,
         tests=sum(row.p is not None for row in rows),
         named=sum(row.named for row in rows),
-        heads=[HeadChange(**_head_fields(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
+        heads=[HeadChange(**fields, partner=fields["head"], reason=NO_ROUNDING) for fields in ids],
         rows=rows,
         notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
@@ -144,44 +146,30 @@ def _numbered_windows(report: Report) -> list[tuple[object, int]]:
     return [(places.get(name, name), number) for name, number in windows]
 
 
-def _head_fields(head: Head) -> dict[str, Any]:
-    return head.model_dump(include=set(HeadChange.model_fields) & set(Head.model_fields))
-
-
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
     """Test a measure's changes, paired if possible; None for categories and measures that do not depend on a text."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
+    names = [text.name for text in first.settings.texts for _ in text.windows]
+    design = Design.of(names or [""] * (first.settings.windows or 0), first.settings.intervals)
     before, after = (None if side.windows is None else side.windows.values.get(name) for side in (first, second))
     if before is not None and after is not None:
-        return significance.test_windows(after - before, _sampling_design(first), None, first.settings.seed)
+        return significance.test_windows(after - before, design, None, first.settings.seed)
     errors = field_values(heads, name, "se")
     if bool(errors[0].isnan().all() | errors[1].isnan().all()):
         return None
     before, after = field_values(heads, name)
     error = (errors[0].square() + errors[1].square()).sqrt()
-    return significance.test_unpaired(after - before, error, _sampling_design(first).freedom)
-
-
-def _sampling_design(report: Report) -> Design:
-    """Return the sampling design of the report's windows."""
-    names = [text.name for text in report.settings.texts for _ in text.windows]
-    return Design.of(names or [""] * (report.settings.windows or 0), report.settings.intervals)
-
-
-OTHER_HEADS = "The models have different sites or heads, which cannot be matched: only distributions are compared."
+    return significance.test_unpaired(after - before, error, design.freedom)
 
 
 def compare_distributions(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare the quartiles of each common measure of two reports whose heads do not correspond."""
-    spreads = {name: (_quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()}
-    shifts = [
-        Shift(measure=name, before=before, after=after)
-        for name, (before, after) in spreads.items()
-        if before is not None and after is not None
-    ]
-    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[OTHER_HEADS])
+    spreads = [(name, _quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()]
+    shifts = [Shift(measure=name, before=a, after=b) for name, a, b in spreads if a is not None and b is not None]
+    note = "The models have different sites or heads, which cannot be matched: only distributions are compared."
+    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[note])
 
 
 def _quartiles(report: Report, name: str) -> Spread | None:
@@ -194,19 +182,20 @@ def _quartiles(report: Report, name: str) -> Spread | None:
     return Spread(heads=len(values), quartiles=(low, middle, high), median_se=report.summary.median_errors.get(name))
 
 
-SECOND = ("revision", "adapter")
-"""Options that apply to the second model only."""
+SECOND = ("revision", "adapter")  # options that apply to the second model only
 OTHER_INPUT = (
     "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
     "of images): what reads them is not compared."
 )
+Model = str | PathLike[str] | loading.Loaded | PreTrainedModel
+Side = Model | Report
 
 
 @public
 @takes(CompareRequest)
 def compare(
-    first: str | PathLike[str] | Report | loading.Loaded | PreTrainedModel,
-    second: str | PathLike[str] | Report | loading.Loaded | PreTrainedModel,
+    first: Side,
+    second: Side,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
@@ -223,7 +212,7 @@ def compare(
     """
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
-    subjects: list[Any] = [
+    subjects: list[Side] = [
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
@@ -234,12 +223,13 @@ def compare(
         same = same and all(options.get(name) is None for name in SECOND)
     if same:
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
-    if any(isinstance(side, Report) for side in subjects):
+    models = [side for side in subjects if not isinstance(side, Report)]
+    if len(models) < 2:
         _refuse_ignored(subjects, options)
         reports = _inspect_reports(subjects, tokenizer, progress, options)
         comparison, report = compare_reports(*reports, request.fdr), reports[1]
     else:
-        sides = _inspect_sides(subjects, tokenizer, progress, options)
+        sides = _inspect_sides(models, tokenizer, progress, options)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
@@ -248,38 +238,40 @@ def compare(
     )
 
 
-def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
+def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
     """Raise UsageError for options that no side uses, because a report already contains its settings."""
-    known = CompareRequest.model_fields
-    changed = [
+    fields, reports = CompareRequest.model_fields, [isinstance(side, Report) for side in subjects]
+    ignored = [
         name
         for name, value in options.items()
-        if value != known[name].default and (name, value) != ("dtype", "float32")
+        if value != fields[name].default
+        and (name, value) != ("dtype", "float32")
+        and (all(reports) or (name in SECOND and reports[1]))
     ]
-    if all(isinstance(side, Report) for side in subjects):
-        ignored = changed
-    else:
-        ignored = [name for name in changed if name in SECOND and isinstance(subjects[1], Report)]
     if ignored:
         raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Leave it out.")
 
 
 def _inspect_reports(
-    subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
+    subjects: Sequence[Side],
+    tokenizer: PreTrainedTokenizerBase | None,
+    progress: Progress,
+    options: Mapping[str, object],
 ) -> tuple[Report, Report]:
     """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
     recorded = feeding.recorded_options(next(side.settings for side in subjects if isinstance(side, Report)))
-    reports = []
-    for number, side in enumerate(subjects):
-        if isinstance(side, Report):
-            reports.append(side)
-        else:
-            side_options = {**recorded, **_select_options(side, options, number)}
-            reports.append(inspect(wrap_model(side, tokenizer), progress=progress, **side_options))
-    return reports[0], reports[1]
+    first, second = (
+        side
+        if isinstance(side, Report)
+        else inspect(
+            wrap_model(side, tokenizer), progress=progress, **recorded | _select_options(side, options, number)
+        )
+        for number, side in enumerate(subjects)
+    )
+    return first, second
 
 
-def _select_options(subject: Any, options: Mapping[str, Any], number: int) -> Any:
+def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
     """Select the options of one side, without SECOND for the first; named models default to float32."""
     selected = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
@@ -289,19 +281,22 @@ def _select_options(subject: Any, options: Mapping[str, Any], number: int) -> An
 
 
 def _inspect_sides(
-    subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
+    models: Sequence[Model],
+    tokenizer: PreTrainedTokenizerBase | None,
+    progress: Progress,
+    options: Mapping[str, object],
 ) -> tuple[ComparedModel, ComparedModel]:
     """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
-    for number, subject in enumerate(subjects):
-        side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
-        side_options = _select_options(subject, options, number)
-        swaps = None
+    swaps: hooks.Swaps
+    for number, subject in enumerate(models):
+        side_options, swaps = _select_options(subject, options, number), {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
             saved = restore_saved(Path(subject).expanduser(), **load_options)
             subject, swaps = saved.loaded, saved.swaps
             side_options = {name: value for name, value in side_options.items() if name not in load_options}
+        side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)
         if sides:
             run = replace(run, contents=sides[0].run.contents)

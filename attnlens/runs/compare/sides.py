@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)
-"""Measures of the distance between two forms."""
+FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)  # measures of the distance between two forms
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
 distance to the head in its own place. The distance of unrelated heads is about 1, and that of fine-tuned ones is small:
@@ -72,9 +71,9 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     If only M is 0, all of M' is new and the change is 1.
     """
     finite = sorted(set(finite_heads(first)) & set(finite_heads(second)))
-    tables = {name: torch.full((len(first.heads),), torch.nan, dtype=torch.float64) for name in FORM_DISTANCES}
+    table = torch.full((len(FORM_DISTANCES), len(first.heads)), torch.nan, dtype=torch.float64)
     if not finite:
-        return tables
+        return dict(zip(FORM_DISTANCES, table, strict=True))
     first, second = first.select(finite), second.select(finite)
     rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
     change, _ = linalg.change(rescaled, first)
@@ -85,15 +84,12 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     else:
         key_angles = linalg.largest_angle(first.paired_key, second.paired_key)
     query_angles = linalg.largest_angle(first.query, second.query)
-    form_changes = change.masked_fill(change.isinf(), 1.0)
-    for name, values in zip(FORM_DISTANCES, (form_changes, query_angles, key_angles), strict=True):
-        tables[name][finite] = values.double().cpu()
-    return tables
+    rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
+    table[:, finite] = torch.stack([values.double().cpu() for values in rows])
+    return dict(zip(FORM_DISTANCES, table, strict=True))
 
 
-OTHER_KERNEL = "the measure requires the exponential kernel, but this model uses another one"
-Block = tuple[str, nn.Module]
-"""The path of a block of the model, and the block."""
+Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 
 @dataclass(frozen=True)
@@ -103,19 +99,17 @@ class ComparedModel:
     run: PreparedRun
     inspection: Inspection
     report: Report
-    design: Design
-    """Sampling design of the windows."""
-    swaps: hooks.Swaps
-    """Kernels of a model saved with --save, by site."""
+    design: Design  # sampling design of the windows
+    swaps: hooks.Swaps  # kernels of a model saved with --save, by site
 
     @classmethod
-    def of(cls, run: PreparedRun, swaps: hooks.Swaps | None = None) -> ComparedModel:
+    def of(cls, run: PreparedRun, swaps: hooks.Swaps) -> ComparedModel:
         """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
         with at_rest(run.loaded.model):
             inspection = survey(run, factors={})
             report, results = compute(inspection)
         report = _remove_token_measures(report) if swaps else report
-        return cls(run, inspection, report, results.design, swaps or {})
+        return cls(run, inspection, report, results.design, swaps)
 
     @property
     def loaded(self) -> Loaded:
@@ -126,6 +120,11 @@ class ComparedModel:
     def sites(self) -> tuple[Site, ...]:
         """Inspected sites, in the order of layers."""
         return tuple(self.inspection.key_heads)
+
+    @property
+    def heads(self) -> list[tuple[str, int]]:
+        """Site and number of each head of the report."""
+        return [(head.site, head.head) for head in self.report.heads]
 
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
@@ -148,14 +147,13 @@ class ComparedModel:
 
 def _remove_token_measures(report: Report) -> Report:
     """Return the report with the values of token measures removed."""
-    missing = Measure(value=None, reason=OTHER_KERNEL)
-    sources = measure_sources()
-    heads = []
-    for head in report.heads:
-        measures = {
-            name: missing if sources.get(name) == "tokens" else measure for name, measure in head.measures.items()
-        }
-        heads.append(head.model_copy(update={"measures": measures}))
+    reason = "the measure requires the exponential kernel, but this model uses another one"
+    missing = Measure(value=None, reason=reason)
+    tokens = {name for name, source in measure_sources().items() if source == "tokens"}
+    heads = [
+        head.model_copy(update={"measures": head.measures | dict.fromkeys(head.measures.keys() & tokens, missing)})
+        for head in report.heads
+    ]
     return report.model_copy(update={"heads": heads}).with_windows(Windows([], [], {}))
 
 
@@ -166,10 +164,8 @@ class Pairing:
     first: ComparedModel
     second: ComparedModel
     sites: dict[Site, Site]  # second model's site for each site of the first model
-    order: dict[Site, tuple[int, ...]]
-    """Second model's head for each head of the first model, by the first model's sites."""
-    unmoved: list[Site]
-    """Sites with reordered heads that are compared by number all the same, because only some heads were requested."""
+    order: dict[Site, tuple[int, ...]]  # second model's head for each head of the first, by the first model's sites
+    unmoved: list[Site]  # sites with reordered heads that --heads compares by number all the same
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
@@ -182,8 +178,7 @@ class Pairing:
             best = match_heads(*forms) if forms else by_number
             all_heads = first.inspection.settings.heads is None
             order[site] = best if all_heads else by_number
-            if best != by_number and not all_heads:
-                unmoved.append(site)
+            unmoved += [site] if best != order[site] else []
         return cls(first, second, sites, order, unmoved)
 
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
@@ -196,9 +191,10 @@ class Pairing:
     @property
     def partners(self) -> torch.Tensor:
         """Index of each head's partner in the second report, in the order of the first report."""
-        places = {(head.layer, head.head): place for place, head in enumerate(self.second.report.heads)}
-        layers = {site.layer: self.order[site] for site in self.sites}
-        return torch.tensor([places[head.layer, layers[head.layer][head.head]] for head in self.first.report.heads])
+        places = {name: place for place, name in enumerate(self.second.heads)}
+        pairs = {site.name: (other.name, self.order[site]) for site, other in self.sites.items()}
+        partners = [(pairs[site][0], pairs[site][1][head]) for site, head in self.first.heads]
+        return torch.tensor([places[partner] for partner in partners])
 
 
 def _forms(first: ComparedModel, second: ComparedModel, site: Site, other: Site) -> tuple[QueryKey, QueryKey] | None:
@@ -222,8 +218,10 @@ def correspond(first: ComparedModel, second: ComparedModel) -> bool:
 
 def same_input(first: ComparedModel, second: ComparedModel) -> bool:
     """Return True if both models read the same inputs, window by window."""
-    pairs = [(batch.inputs, other.inputs) for batch, other in zip(first.batches, second.batches, strict=False)]
-    return len(first.batches) == len(second.batches) and all(
+    if len(first.batches) != len(second.batches):
+        return False
+    pairs = [(batch.inputs, other.inputs) for batch, other in zip(first.batches, second.batches, strict=True)]
+    return all(
         inputs.keys() == others.keys() and all(torch.equal(inputs[name], others[name]) for name in inputs)
         for inputs, others in pairs
     )

@@ -17,10 +17,7 @@ from attnlens.records import Head, MeasureChange
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-POWER = 0.8
-"""Probability with which the smallest detectable change is named."""
-UNMOVED = "rounding never changed it, so the size of its effect is unknown"
-ONE_DRAW = "one window, or one text, has no spread"
+POWER = 0.8  # probability with which the smallest detectable change is named
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,8 @@ def test_windows(
 
 def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
     """Test changes of measures that do not depend on a text: p is that of rounding, 1 for no change."""
-    p = rounding_p_values(delta, rounding)
-    return ChangeTest(
-        delta, torch.where(delta == 0, 1.0, p).masked_fill(~delta.isfinite(), torch.nan), rounding=rounding
-    )
+    p = torch.where(delta == 0, 1.0, rounding_p_values(delta, rounding)).masked_fill(~delta.isfinite(), torch.nan)
+    return ChangeTest(delta, p, rounding=rounding)
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
@@ -135,9 +130,7 @@ def combine_rounding(
     return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
 
 
-Heads = tuple[Sequence[Head], Sequence[Head]]
-"""Heads of the first model, and their partners in the second."""
-CATEGORY = "it is a category and has no differences"
+Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and their partners in the second
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
@@ -154,14 +147,13 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
     least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
-    categories = {name: is_category(heads, name) for name in tests}
     rows = []
     for (name, test, place), row_p, row_q, row_named in zip(keys, p.tolist(), q.tolist(), named.tolist(), strict=True):
         head = heads[0][place]
         measures = {"first": head.measures.get(name), "second": heads[1][place].measures.get(name)}
         before, after = (None if measure is None else measure.value for measure in measures.values())
         gaps = [f"in the {which} model {part.reason}" for which, part in measures.items() if part and part.reason]
-        reason = CATEGORY if categories[name] else next(iter(gaps), None)
+        reason = "it is a category and has no differences" if is_category(heads, name) else next(iter(gaps), None)
         fields: dict[str, float | None] = {}
         if test is not None:
             fields = {"delta": number_of(test.delta[place]), "p": number_of(row_p)}
@@ -170,7 +162,8 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
             if not math.isnan(row_p):
                 fields["least"] = number_of(least[name][place])
             elif fields["delta"] is not None and reason is None:
-                reason = UNMOVED if test.se is None else ONE_DRAW
+                unmoved = "rounding never changed it, so the size of its effect is unknown"
+                reason = unmoved if test.se is None else "one window, or one text, has no spread"
         elif reason is None and before is not None and after is not None:
             fields, reason = {"delta": after - before}, untested
         rows.append(
@@ -196,9 +189,6 @@ def is_category(heads: Heads, name: str) -> bool:
 
 def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor, Tensor]:
     """Return a measure's `field` (`value` or `se`) for the heads of both models; NaN if it is missing."""
-    first, second = ([getattr(head.measures.get(name), field, None) for head in side] for side in heads)
-    return _as_tensor(first), _as_tensor(second)
-
-
-def _as_tensor(numbers: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if number is None else number for number in numbers], dtype=torch.float64)
+    columns = ([getattr(head.measures.get(name), field, None) for head in side] for side in heads)
+    first, second = ([math.nan if number is None else number for number in column] for column in columns)
+    return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -74,12 +75,11 @@ def format_spellings(kernels: Iterable[Kernel]) -> str:
     spellings = list(dict.fromkeys(kernel.spelling for kernel in kernels))
     if len(spellings) < 2:
         return "".join(spellings)
-    by_name: dict[str, list[list[int]]] = {}
+    by_name, names = defaultdict[str, list[list[int]]](list), []
     for spelling in spellings:
         name, _, numbers = spelling.partition(":")
         if spelling != OWN.spelling:
-            by_name.setdefault(name, []).append([int(number) for number in numbers.split(",")])
-    names = []
+            by_name[name].append([int(number) for number in numbers.split(",")])
     for name, rows in by_name.items():
         ranges = [[min(numbers), max(numbers)] for numbers in zip(*rows, strict=True)]
         words = [f"{low}" if low == high else f"{low}–{high}" for low, high in ranges]

@@ -31,8 +31,7 @@ from attnlens.runs.progress import Tell
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-LARGEST, HALVINGS = 30.0, 50
-"""Bound on |log γ|, and number of halvings of [−30, 30]: to a width of 5e-14."""
+LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [−30, 30]: to a width of 5e-14
 
 
 @dataclass
@@ -73,12 +72,10 @@ class NearShares:
         return {**self.kernel.fitted, NEAR_WEIGHT: log_weight.to(self.kernel.fitted[NEAR_WEIGHT])}
 
 
-MOST_FITTED = 128
-"""Maximum number of calibration sequences that a fit reads."""
+MOST_FITTED = 128  # maximum number of calibration sequences that a fit reads
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Interpolation weights tried between the typed parameters (0) and the fitted ones (1)."""
-TINIEST = 1e-30
-"""Lower bound on attention weights, so that the logarithm of a masked key's weight stays finite."""
+TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a masked key's weight stays finite
 
 
 @dataclass
@@ -237,9 +234,7 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
             weight.requires_grad_(False)
 
 
-SEQUENCES = 16
-"""Maximum number of sequences per text for the gradients of the output metric."""
-UNPLACED = "the model does not pass token positions to its attention"
+SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
 
 
 def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
@@ -294,13 +289,13 @@ def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(reached, model_weights.rotations(loaded.model, reached), strict=True)
-    by_site = {
-        each.site: _read_turn(rotation) if each.call.places is not None else UNPLACED for each, rotation in rotations
-    }
+    by_site = {each.site: _read_turn(each.call, rotation) for each, rotation in rotations}
     return {site: by_site[site] for site in sites}
 
 
-def _read_turn(rotation: Rotation | UnreadableError | None) -> Turn | str:
+def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn | str:
+    if call.places is None:
+        return "the model does not pass token positions to its attention"
     if isinstance(rotation, UnreadableError):
         return rotation.problem
     if rotation is None:

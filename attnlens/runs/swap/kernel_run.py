@@ -31,8 +31,7 @@ from attnlens.runs.swap.sites import Local, leaks, locally
 from attnlens.runs.swap.sweep import sweep_units
 from attnlens.runs.work import Stopped
 
-EXACT: Route = "auto"
-"""Path of the controls. The `path` option applies to the kernel alone; all paths are exact."""
+EXACT: Route = "auto"  # path of the controls. The `path` option applies to the kernel alone; all paths are exact
 NO_PEAK = "this platform does not report it"
 Result = TypeVar("Result")
 
@@ -278,7 +277,7 @@ class KernelRun:
         """Return the record with the effect of each head or layer alone; without effects if the user interrupts."""
         fitted = key_of({site.name: digest_of(dict(each.kernel.fitted)) for site, each in self.last.items()})
 
-        def keep(name: str, make: Callable[[], object]) -> object:
+        def keep(name: str, make: Callable[[], Result]) -> Result:
             return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
 
         try:

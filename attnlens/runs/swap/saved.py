@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -47,35 +47,26 @@ class UnsavedError(OutputError):
 
 
 class SavedSite(Record):
-    """One swapped site."""
+    """One site: path, call number, layer and part of `records.Site`, and its swapped heads (null: all)."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     path: str
-    """Module path."""
     ordinal: int
-    """Number of the call, among the calls of this module."""
     layer: int
-    """Number of the site in execution order."""
     part: Part
-    """encoder, decoder or cross."""
     repeated: bool
-    """True if the module is called more than once."""
-    heads: list[int] | None
-    """Swapped heads; None means all."""
+    heads: list[int] | None = None
 
 
 class SavedSwap(Record):
     """The content of attnlens.json."""
 
-    kernel: str
-    """The kernel's spelling on the command line."""
-    sites: list[SavedSite]
-    """All sites of the model, in execution order."""
-    swapped: list[int]
-    """Numbers of the swapped layers."""
-    fitted: dict[str, list[int]]
-    """Shape of each fitted parameter, keyed by `layer.name`."""
-    files: dict[str, str]
-    """SHA-256 of each file of weights or fitted parameters, keyed by file name."""
+    kernel: str  # spelled as on the command line
+    sites: list[SavedSite]  # all sites of the model, in execution order
+    swapped: list[int]  # numbers of the swapped layers
+    fitted: dict[str, list[int]]  # shape of each fitted parameter, keyed by `layer.name`
+    files: dict[str, str]  # SHA-256 of each file of weights or fitted parameters, keyed by file name
 
 
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
@@ -123,9 +114,10 @@ def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: ho
         for name, value in swap.kernel.fitted.items()
     }
     save_file(fitted, part / FITTED)
+    heads = {site: list(swap.heads) for site, swap in swaps.items() if swap.heads is not None}
     facts = SavedSwap(
         kernel=next(iter(swaps.values())).kernel.spelling,
-        sites=[saved_site(site, swaps.get(site)) for site in sites],
+        sites=[SavedSite.model_validate(site).model_copy(update={"heads": heads.get(site)}) for site in sites],
         swapped=[site.layer for site in swaps],
         fitted={name: list(value.shape) for name, value in fitted.items()},
         files={path.name: sha256(path) for path in sorted(part.glob("*.safetensors"))},
@@ -148,14 +140,6 @@ def _hide_quantization(model: Any) -> Iterator[None]:
         model.hf_quantizer = quantizer
         if quantization is not None:
             config.quantization_config = quantization
-
-
-def saved_site(site: Site, swap: hooks.Replacement | None) -> SavedSite:
-    """Return the record of a site, with its swapped heads."""
-    heads = None if swap is None or swap.heads is None else list(swap.heads)
-    return SavedSite(
-        path=site.path, ordinal=site.ordinal, layer=site.layer, part=site.part, repeated=site.repeated, heads=heads
-    )
 
 
 SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save wrote, unchanged."
@@ -182,7 +166,7 @@ class Restored:
     loaded: Loaded
     sites: tuple[Site, ...]
     swaps: hooks.Swaps
-    kernel: str
+    kernel: str  # its spelling
 
 
 @arguments.public
@@ -252,17 +236,16 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall], place: Path) -> tuple[Site, ...]:
     """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
     for saved, actual in zip(facts.sites, reached, strict=False):
-        if saved_site(actual.site, None) != saved.model_copy(update={"heads": None}):
+        if SavedSite.model_validate(actual.site) != saved.model_copy(update={"heads": None}):
             raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model lacks")
-        wrong = [head for head in saved.heads or () if not 0 <= head < actual.call.query.shape[1]]
-        if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
+        heads = saved.heads or []
+        if len(set(heads)) != len(heads) or not all(0 <= head < actual.call.query.shape[1] for head in heads):
             raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
     if len(facts.sites) != len(reached):
         raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, but the model has {len(reached)}")
-    missing = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
+    missing = [f"layer {layer}, which the model lacks" for layer in facts.swapped if not 0 <= layer < len(reached)]
     if missing or not facts.swapped:
-        what = f"layer {missing[0]}, which the model lacks" if missing else "none"
-        raise _error(place, f"its {FACTS} swaps {what}")
+        raise _error(place, f"its {FACTS} swaps {next(iter(missing), 'none')}")
     return tuple(each.site for each in reached)
 
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
-PADDING = 4
-"""Number of padding tokens whose content is changed."""
+PADDING = 4  # number of padding tokens whose content is changed
 IDS = ("decoder_input_ids", "input_ids")
 NO_ROWS = "the model returns no output per token"
 MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
@@ -163,7 +162,7 @@ def replaced(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     part: Part | None = None,
-    batch: Mapping[str, object] | None = None,
+    batch: Mapping[str, Tensor] | None = None,
     allow_signed: bool = False,
 ) -> AbstractContextManager[hooks.CallCounter]:
     """Replace attention by softmax(log k + mask) v, with the kernel k, in each forward pass inside a `with` block.
@@ -255,8 +254,7 @@ def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
         )
 
 
-ROWS = 256
-"""Number of attention rows computed at once."""
+ROWS = 256  # number of attention rows computed at once
 PRIMAL = (
     "Primal attention maps each token's own e- and r-scores to the output and reads no values; where the mask is "
     "causal the scores are those of running means of queries and keys, without a mask a token sees no other (samples "
@@ -276,8 +274,7 @@ class Local:
     `bounded`: fewer primal scores than requested."""
     left: list[int] = field(default_factory=list)
     """Number of key heads of the last latent, per site where it has fewer than the other latents."""
-    beyond: list[int] = field(default_factory=list)
-    """Number of key heads, per site with fewer than `group`."""
+    beyond: list[int] = field(default_factory=list)  # number of key heads, per site with fewer than `group`
 
     def count(self, call: Call, kernel: Kernel) -> None:
         """Count the special properties of a site."""

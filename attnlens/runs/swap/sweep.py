@@ -33,13 +33,8 @@ if TYPE_CHECKING:
     from attnlens.runs.swap.session import SwapSession
 
 
-LEVEL = 0.05
-"""Corrected p below which a measure counts as a predictor."""
-FEWEST_HEADS = 8
-"""Minimum number of swept heads to correlate measures with their harm."""
-ONE_LAYER, ONE_WINDOW = "all heads belong to one layer", "one window, or one text, has no spread"
-TOO_FEW = "fewer than four heads have both, or the harm is the same in all of them"
-PARTIAL = "some heads lack a value in some windows"
+LEVEL = 0.05  # corrected p below which a measure counts as a predictor
+FEWEST_HEADS = 8  # minimum number of swept heads to correlate measures with their harm
 CONSTANT = "the same in every head"
 
 
@@ -115,7 +110,7 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
     predictors = []
     for name, p_value, corrected in zip(names, tests.p_value.tolist(), tests.corrected.tolist(), strict=True):
         if math.isnan(p_value):
-            left_out[name] = TOO_FEW
+            left_out[name] = "fewer than four heads have both, or the harm is the same in all of them"
         else:
             predictors.append(_predictor(name, alone, measures, (p_value, corrected), seed))
     predictors.sort(key=lambda predictor: (predictor.p_corrected, -abs(predictor.rho)))
@@ -149,7 +144,8 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     measure = measures.windows[name][alone.rows][:, present] if name in measures.windows else value[present]
     rises = (alone.changed - alone.original)[present].mT
     windows = ends(windows_interval(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
-    reasons = {} if windows else {"sequences_ci95": ONE_WINDOW if alone.design.freedom < 1 else PARTIAL}
+    one_window, partial = "one window, or one text, has no spread", "some heads lack a value in some windows"
+    reasons = {} if windows else {"sequences_ci95": one_window if alone.design.freedom < 1 else partial}
     return Predictor(
         measure=name,
         rho=over_heads.value,
@@ -161,12 +157,11 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
         p_value=p_values[0],
         p_corrected=p_values[1],
         holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
-        reasons=reasons if layers else reasons | {"layers_ci95": ONE_LAYER},
+        reasons=reasons if layers else reasons | {"layers_ci95": "all heads belong to one layer"},
     )
 
 
-Unit = tuple[Site, int | None]
-"""A site and the number of one of its heads, or None for all."""
+Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or None for all
 
 
 def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
