@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from attnlens.arguments import public
 from attnlens.choices import Intervals
@@ -84,7 +83,9 @@ class RankSearch:
             self.choice = plans.fit_plan(budgeting, fitting, self.options.plan)
         else:
             fitting, choosing, promising = self.samples
-            work = search.budget_work(fitting, choosing, promising, form_named=form_named)
+            fits, trials = (2, search.TRIES) if form_named else (3, search.FORMS + search.TRIES)
+            sizes = [sample.batches.sequences for sample in self.samples]
+            work = fits * sizes[0] + trials * sizes[1] + sizes[2]
             with telling_at_most(session.progress, "budget", work) as tell:
                 self.choice = start(tell).choose(fitting, choosing, promising, self.options.budget)
         return self.choice.swaps
@@ -104,7 +105,7 @@ class RankSearch:
         return [] if self.options.plan is None else plans.origin(self.options.plan, model)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The plan, and whether the form of the latents was named, so that the search does not choose it."""
         plan = self.options.plan
         return {"plan": None if plan is None else plan.model_dump_json(), "named": self.options.latents is not None}

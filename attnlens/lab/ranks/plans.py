@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlens.arguments import Budget
 from attnlens.errors import UsageError
-from attnlens.lab.ranks.bases import form_name
+from attnlens.lab.ranks.bases import form_name, mean_rank
 from attnlens.lab.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
 from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks import SiteCall
@@ -239,6 +239,20 @@ def build_plan(
         reasons["promised"] = DIVERGED
     (keys, never), form = keys_to_gain(choice, by_site), next(iter(choice.swaps.values())).kernel
     reasons |= {} if never is None else {"keys_to_gain": never}
+    ranks = [
+        KeyRank(
+            site=site.name,
+            layer=site.layer,
+            part=site.part,
+            kv_head=group[0],
+            kv_heads=list(group) if len(group) > 1 else [],
+            heads=basis.heads_of(latent),
+            rank=choice.ranks[site][latent],
+            head_dim=basis.sizes[latent],
+        )
+        for site, basis in choice.bases.items()
+        for latent, group in enumerate(basis.groups)
+    ]
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
         tool=tool(),
@@ -257,32 +271,12 @@ def build_plan(
         form=form_name(form),
         forms=choice.forms,
         held_out=choice.held_out,
-        **_rank_fields(choice),
+        ranks=ranks,
+        mean_rank=mean_rank(choice.bases, choice.ranks),
+        head_dim=mean_rank(choice.bases, {site: basis.sizes for site, basis in choice.bases.items()}),
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
-
-
-def _rank_fields(choice: Choice) -> dict[str, Any]:
-    """Return the fields of a Plan with the rank of each latent, and their means over query heads."""
-    ranks = [
-        KeyRank(
-            site=site.name,
-            layer=site.layer,
-            part=site.part,
-            kv_head=group[0],
-            kv_heads=list(group) if len(group) > 1 else [],
-            heads=basis.heads_of(latent),
-            rank=choice.ranks[site][latent],
-            head_dim=basis.sizes[latent],
-        )
-        for site, basis in choice.bases.items()
-        for latent, group in enumerate(basis.groups)
-    ]
-    heads = sum(len(key.heads) for key in ranks)
-    mean = sum(key.rank / key.keys * len(key.heads) for key in ranks) / heads
-    whole = sum(key.head_dim / key.keys * len(key.heads) for key in ranks) / heads
-    return {"ranks": ranks, "mean_rank": mean, "head_dim": whole}
 
 
 def check_fits(plan: Plan, reached: Sequence[SiteCall]) -> None:
