@@ -1,4 +1,4 @@
-"""Training runs of the study: AdamW, warm-up and cosine, resumed from the last state; as units of work; heads measured."""
+"""Training runs, resumed from their last state, as units of work; saved models, and measures of heads in training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.lab.study.cells import CellResult
-    from attnlens.lab.study.tasks import Examples, StudyTask
 
 
 STATE = "state"  # name of the state among the stored parts of a training run
