@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from attnlens.errors import TextError
-from attnlens.lab.study.tasks.task import (
-    PARTS,
-    BytePairs,
-    Examples,
-    Task,
-    blocks,
-    byte_pairs,
-    numbers,
-    pad,
-    read_rows,
-    read_whole,
-)
+from attnlens.lab.study.tasks.task import PARTS, Examples, Task, blocks, byte_pairs, numbers, pad, read_rows, read_whole
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -44,10 +33,7 @@ class Labelled(Task):
     classes: tuple[str, ...]  # label of each class number
     cases: Mapping[str, Cases]  # cases of each part
     files: Mapping[str, str]  # SHA-256 of each file by name; empty for built-in data
-    vocabulary: int = 0
-    channels: int = 0
-    pairs: BytePairs | None = None
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: int = 0  # number of ids; 0 for a series
     form: ClassVar[Literal["classification"]] = "classification"
     metric: ClassVar[Literal["accuracy"]] = "accuracy"
 

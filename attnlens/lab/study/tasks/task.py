@@ -6,7 +6,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import pairwise
@@ -174,21 +174,16 @@ def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "bat
     return batch, None if bool(mask.all()) else mask
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Task:
     """Batches of a task: a subclass gives the length of each example of a part, and builds batches of them."""
 
     metric: ClassVar[Literal["perplexity", "BLEU", "accuracy"]]  # key of `score` by which models are compared
     higher_is_better: ClassVar[bool] = True
-    vocabulary: int  # number of ids; 0 for a series
     channels: int = 0  # numbers per step of a series; 0 for ids
     pairs: BytePairs | None = None  # encoding of texts, trained on the training part only; None without one
-    left_out: Mapping[str, int] = {}  # number of examples that differ from the file, by part or reason
+    left_out: Mapping[str, int] = field(default_factory=dict)  # examples that differ from the file, by part or reason
     repeated: int = 0  # number of examples removed from training because they are also held out
-
-    @property
-    def outputs(self) -> int:
-        """Number of ids or classes to choose from."""
-        return self.vocabulary
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
         """Yield shuffled batches without end; examples of similar length share a batch."""
