@@ -297,7 +297,7 @@ def test_a_plan_keeps_its_budget_by_what_chose_it_by_what_did_not_and_by_the_eva
     assert plan.promised.high <= 0.01
     low, high = plan.measured.ci95
     assert low <= plan.promised.share <= high
-    assert plan.kept
+    assert plan.within_budget
     beyond = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
     assert beyond
     assert all(step.rise.bound(room.MARGIN) > 0.01 for step in beyond), "every smaller plan tried is too dear"
@@ -463,7 +463,7 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, monkeypatch, tmp_pa
     other.write_text(BOOK[0].text[20000:].upper())
     found = attnlens.find_ranks(demo, budget="loss:1%", length=64, calibration=[str(other)], **BARE)
     assert found.plan.promised.high <= 0.01 < found.plan.measured.share
-    assert not found.plan.kept
+    assert not found.plan.within_budget
     assert any("the promise does not hold on this text" in line for line in plan_lines(found.plan))
 
 
@@ -878,7 +878,7 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
 def test_a_promise_beyond_the_budget_on_one_text_is_told_and_not_kept(report):
     rise = Rise(share=0.007, ci95=(0.005, 0.009), sequences=32, by_text={"verse": 0.016, "code": 0.001})
     plan = report.plan.model_copy(update={"promised": rise})
-    assert not plan.kept
+    assert not plan.within_budget
     assert any("beyond it on verse: the budget may not be kept" in line for line in plan_lines(plan))
     even = plan.model_copy(update={"promised": rise.model_copy(update={"by_text": {"verse": 0.008, "code": 0.001}})})
-    assert even.kept, "the control"
+    assert even.within_budget, "the control"

@@ -87,7 +87,7 @@ def test_what_was_given_promises_nothing_and_measures_everything(demo, report):
     assert not plan.chosen_on
     assert not plan.promised_on
     assert plan.measured == report.plan.measured
-    assert (plan.budget, plan.kept) == (report.plan.budget, report.plan.kept)
+    assert (plan.budget, plan.within_budget) == (report.plan.budget, report.plan.within_budget)
     assert plan.cache_bytes_per_token == report.plan.cache_bytes_per_token
     told = " ".join(plan_lines(plan))
     assert "Measured" in told
@@ -249,7 +249,7 @@ def test_what_an_older_plan_promised_was_an_estimate(report, tmp_path):
     assert read.promised is None
     assert json.loads(read.to_json())["estimated"] == plan["promised"]
     assert "to choose the ranks" in read.reasons["promised"]
-    assert read.kept is (read.measured.share <= read.budget)
+    assert read.within_budget is (read.measured.share <= read.budget)
     assert read.ranks == report.plan.ranks
     assert Plan.model_validate_json(read.to_json()) == read
     told = " ".join(plan_lines(read))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
         )
 
 
-def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Store the module's input (the first tensor argument) on the module until its attention is computed."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     object.__setattr__(module, "_primal_input", tensors[0])

@@ -205,7 +205,7 @@ class Plan(Record):
         return self.settings.calibration.name if self.settings.calibration else ""
 
     @property
-    def kept(self) -> bool:
+    def within_budget(self) -> bool:
         """True if the budget is kept by the measurement and, if a promise was made, by its whole interval and on each
         of its texts; False if the model diverged.
         """

@@ -13,6 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
+from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Curve, Experiment
 from attnlens.runs.progress import Progress, silent
 
@@ -75,11 +76,9 @@ class Fits:
         return relative
 
 
+@one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one shared network) and by number of samples.
-
-    `quick` uses fewer points and steps.
-    """
+    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one network) and by number of samples."""
     size = QUICK if quick else FULL
     total = 1 + len(size.samples)
     by_samples = []
@@ -146,10 +145,7 @@ def _weights(generator: torch.Generator) -> list[Tensor]:
 
 
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
-    """Run Adam on the mean squared error of the known pairs; return each network's weights and biases in float64.
-
-    All trials and widths are trained in parallel in float32, independently of each other.
-    """
+    """Run Adam on the mean squared error of the known pairs, in float32; return each network's weights and biases."""
     sides = [_parameters(fits.initial, side) for side in range(networks)]
     x, y = (side.float() for side in fits.points)
     goal = fits.known[:, None].float()

@@ -99,10 +99,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Return the mean over trials with a value (None if none has one) and, from two values on, its standard error.
-
-    `known` has the published value, its tolerance and bound.
-    """
+    """Return the mean over trials with a value (None without), its error from two on, and the published value."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
@@ -118,9 +115,10 @@ def share_of(share: float, trials: int, label: str, published: float | None, the
     return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
 
 
-def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: Any) -> Curve:
+def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
     """Compute median and quartiles over the trials that have a value; `fields` are further fields of Curve."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )
-    return Curve(steps=list(steps), median=median, low=low, high=high, quantity=quantity, **fields)
+    known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
+    return Curve.model_validate(known | fields)

@@ -138,10 +138,7 @@ def compare_training(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> Experiment:
-    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds.
-
-    `published` is None: the paper's figures belong to other models and data.
-    """
+    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
     readings: dict[str, list[HeldOutReading]] = {way: [] for way in WAYS}
     total, done = len(seeds) * len(WAYS) * training.steps, 0
     for seed in seeds:
@@ -254,8 +251,7 @@ DEPTH_SOURCE = (
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     """Compute σ₁/Σσ of P and of the cosine kernel by third of demo's layers, averaged over heads, then windows.
 
-    The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome. The
-    difference of last and first third is given with its error.
+    The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome.
     """
     loaded, windows = demo(), FEW if quick else WINDOWS
     curves_by_name = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))

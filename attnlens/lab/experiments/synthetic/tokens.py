@@ -204,7 +204,7 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
     all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
-    default, only that size is run. The tolerance is three standard errors of the difference of the two shares.
+    default, only that size is run.
     """
     s = settings
     sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
@@ -258,10 +258,7 @@ SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 
 
 
 def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Compute by d the share of trials whose α_i is argmax_t Y_i γ_it for every input i.
-
-    The tolerance is three standard errors of the difference of the two shares.
-    """
+    """Compute by d the share of trials whose α_i is argmax_t Y_i γ_it for every input i."""
     shares = {}
     for d in settings.d:
         hits = 0

@@ -218,10 +218,7 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Draw sequences whose graph poses a problem: some order to learn, and a cycle if and only if `cyclic`.
-
-    Raises UsageError if TRIES random corpora of that size pose none.
-    """
+    """Draw sequences whose graph poses a problem: some order to learn, and a cycle if and only if `cyclic`."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):
