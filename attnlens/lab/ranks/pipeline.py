@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnlens.arguments import Budget, public
+from attnlens.arguments import public
 from attnlens.choices import Intervals
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
@@ -20,10 +20,10 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import check_input, feed
 from attnlens.models.weights import Factors
-from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Report, Settings, Site, Task
+from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Report, Site, Task
 from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import RankOptions, rank_options
-from attnlens.runs.differences import DIVERGED, Differences
+from attnlens.runs.differences import DIVERGED
 from attnlens.runs.progress import Progress, silent, telling_at_most
 from attnlens.runs.provenance import tool
 from attnlens.runs.swap.kernel_run import KernelRun
@@ -77,9 +77,21 @@ class RankSearch:
         return [sample.batches for sample in self.samples]
 
     def check_model(self, reached: Sequence[SiteCall]) -> None:
-        """Raise UsageError if a plan does not fit the model's sites."""
-        if self.options.plan is not None:
-            check_fits(self.options.plan, reached)
+        """Raise UsageError if plan and model differ in a site, key head, query head or head_dim; report the first."""
+        plan = self.options.plan
+        if plan is None:
+            return
+        by_key = {(each.site.name, head): each for each in reached for head in range(each.call.key.shape[1])}
+        problem = next(filter(None, (_mismatch(key, by_key.get((key.site, key.kv_head))) for key in plan.ranks)), None)
+        planned = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
+        missing = [key for key, each in by_key.items() if key not in planned and _covers(plan, each, key[1])]
+        if problem is None and missing:
+            problem = f"it has no rank for key head {missing[0][1]} of {missing[0][0]}"
+        if problem is not None:
+            raise UsageError(
+                f"The plan does not fit this model: {problem}.",
+                "Give a plan of a model of the same shape, or find one: attnlens ranks --budget loss:1%.",
+            )
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search the ranks, or fit the maps for those of a plan; return the swap with them."""
@@ -101,15 +113,56 @@ class RankSearch:
 
     def plan(self, run: KernelRun) -> Plan:
         """Return the record of the choice, with the rises that the stages of the run have on the evaluated text."""
-        assert self.choice is not None  # noqa: S101  # `choose` ran before
-        session = run.session
+        choice, session, budget = self.choice, run.session, self.options.budget
+        assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
-        inputs, measured = session.fed[0].inputs, run.measured
-        return build_plan(session.loaded, self.choice, self.options.budget, settings, inputs, measured, self.samples)
+        names = [text.name for text in settings.texts]
+        by_site = sizes(session.loaded, list(choice.bases), session.fed[0].inputs)
+        measured = {stage: rise_in(each, names, session.seed, budget.unit) for stage, each in run.measured.items()}
+        saved = saving(choice, by_site)
+        reasons = {**saved.pop("reasons"), **({} if choice.reason is None else {"mean_rank": choice.reason})}
+        if choice.estimated is None:
+            reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, so none was chosen")
+        elif choice.promised is None:
+            reasons["promised"] = DIVERGED
+        (keys, never), form = keys_to_gain(choice, by_site), next(iter(choice.swaps.values())).kernel
+        reasons |= {} if never is None else {"keys_to_gain": never}
+        reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
+        return Plan(
+            tool=tool(),
+            model=session.loaded.info,
+            settings=settings,
+            budget=budget.share,
+            unit=budget.unit,
+            estimated=choice.estimated,
+            promised=choice.promised,
+            measured=measured.get("swapped"),
+            healed=measured.get("healed"),
+            steps=choice.steps,
+            keys_to_gain=keys,
+            reasons=reasons,
+            kernel=form.info.name,
+            form=form_name(form),
+            forms=choice.forms,
+            held_out=choice.held_out,
+            ranks=_list_ranks(choice),
+            mean_rank=mean_rank(choice.bases, choice.ranks),
+            head_dim=mean_rank(choice.bases, {site: basis.sizes for site, basis in choice.bases.items()}),
+            **saved,
+            **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, self.samples, strict=False)},
+        )
 
     def notes(self, model: ModelInfo) -> list[str]:
         """Return a note if a plan was made for another model or other weights."""
-        return [] if self.options.plan is None else origin(self.options.plan, model)
+        plan = self.options.plan
+        if plan is None or all(
+            getattr(plan.model, name) == getattr(model, name) for name in ("id", "revision", "files")
+        ):
+            return []
+        same = bool(model.files) and [f.sha256 for f in plan.model.files] == [f.sha256 for f in model.files]
+        weights = "the same weights" if same else "other weights"
+        at = f"@{plan.model.revision}" if plan.model.revision else ""
+        return [f"The ranks are those of a plan for {plan.model.id}{at}, which has {weights}."]
 
     @property
     def facts(self) -> dict[str, object]:
@@ -309,31 +362,9 @@ def _explain_unknown(by_site: Mapping[Site, SiteSizes | str]) -> str | None:
     return next((f"{site.name}: {size}" for site, size in by_site.items() if isinstance(size, str)), None)
 
 
-def build_plan(
-    loaded: loading.Loaded,
-    choice: Choice,
-    budget: Budget,
-    settings: Settings,
-    inputs: dict[str, Tensor],
-    compared: Mapping[str, Differences],
-    samples: Sequence[Sample],
-) -> Plan:
-    """Build the record of a choice.
-
-    `compared` are the measurements on the evaluation text by stage, `samples` the parts of the calibration text.
-    """
-    by_site = sizes(loaded, list(choice.bases), inputs)
-    names = [text.name for text in settings.texts]
-    measured = {stage: rise_in(each, names, settings.seed, budget.unit) for stage, each in compared.items()}
-    saved = saving(choice, by_site)
-    reasons = {**saved.pop("reasons"), **({} if choice.reason is None else {"mean_rank": choice.reason})}
-    if choice.estimated is None:
-        reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, so none was chosen")
-    elif choice.promised is None:
-        reasons["promised"] = DIVERGED
-    (keys, never), form = keys_to_gain(choice, by_site), next(iter(choice.swaps.values())).kernel
-    reasons |= {} if never is None else {"keys_to_gain": never}
-    ranks = [
+def _list_ranks(choice: Choice) -> list[KeyRank]:
+    """Return the records of the rank of each latent."""
+    return [
         KeyRank(
             site=site.name,
             layer=site.layer,
@@ -347,45 +378,6 @@ def build_plan(
         for site, basis in choice.bases.items()
         for latent, group in enumerate(basis.groups)
     ]
-    reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
-    return Plan(
-        tool=tool(),
-        model=loaded.info,
-        settings=settings,
-        budget=budget.share,
-        unit=budget.unit,
-        estimated=choice.estimated,
-        promised=choice.promised,
-        measured=measured.get("swapped"),
-        healed=measured.get("healed"),
-        steps=choice.steps,
-        keys_to_gain=keys,
-        reasons=reasons,
-        kernel=form.info.name,
-        form=form_name(form),
-        forms=choice.forms,
-        held_out=choice.held_out,
-        ranks=ranks,
-        mean_rank=mean_rank(choice.bases, choice.ranks),
-        head_dim=mean_rank(choice.bases, {site: basis.sizes for site, basis in choice.bases.items()}),
-        **saved,
-        **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
-    )
-
-
-def check_fits(plan: Plan, reached: Sequence[SiteCall]) -> None:
-    """Raise UsageError if plan and model differ in a site, key head, query head or head_dim; report the first."""
-    by_key = {(each.site.name, head): each for each in reached for head in range(each.call.key.shape[1])}
-    problem = next(filter(None, (_mismatch(key, by_key.get((key.site, key.kv_head))) for key in plan.ranks)), None)
-    planned = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
-    missing = [key for key, each in by_key.items() if key not in planned and _covers(plan, each, key[1])]
-    if problem is None and missing:
-        problem = f"it has no rank for key head {missing[0][1]} of {missing[0][0]}"
-    if problem is not None:
-        raise UsageError(
-            f"The plan does not fit this model: {problem}.",
-            "Give a plan of a model of the same shape, or find one: attnlens ranks --budget loss:1%.",
-        )
 
 
 def _mismatch(key: KeyRank, reached: SiteCall | None) -> str | None:
@@ -429,13 +421,3 @@ def fit_plan(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
     by_key = {(key.site, key.kv_head): key.rank for key in plan.ranks}
     ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in search.bases.items()}
     return Choice(search.bases, ranks, search.build_swaps(ranks), None, None, [], None)
-
-
-def origin(plan: Plan, model: ModelInfo) -> list[str]:
-    """Return a note if the plan was made for another model or other weights, else no note."""
-    if (plan.model.id, plan.model.revision, plan.model.files) == (model.id, model.revision, model.files):
-        return []
-    same = bool(model.files) and [f.sha256 for f in plan.model.files] == [f.sha256 for f in model.files]
-    weights = "the same weights" if same else "other weights"
-    at = f"@{plan.model.revision}" if plan.model.revision else ""
-    return [f"The ranks are those of a plan for {plan.model.id}{at}, which has {weights}."]

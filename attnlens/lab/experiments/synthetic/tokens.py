@@ -310,8 +310,10 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
     s, known = settings, CORRELATIONS if published else {}
-    instances = (draws := draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)).instances
+    draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
+    instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
+    initial: dict[str, Tensor | tuple[Tensor, Tensor]] = {"W": W, "KQ": factors}
     # both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
@@ -321,11 +323,11 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[-1], tick)
         correlations, label = descent.correlation(solutions), f"{name} to {NORMS[svm]}{suffix}"
-        fields = {"bounded": True, "label": label}
-        curves[f"{name} to {svm}{suffix}"] = curve(descent.steps, correlations, CORRELATION, **fields)
+        correlation_curve = curve(descent.steps, correlations, CORRELATION, bounded=True, label=label)
+        curves[f"{name} to {svm}{suffix}"] = correlation_curve
         return correlations[-1]
 
-    for name, start in {"W": W, "KQ": factors}.items():
+    for name, start in initial.items():
         if s.parameterisation not in ("both", name):
             continue
         longer = f"{name}_to_frobenius_longer"
