@@ -101,7 +101,14 @@ class RankSearch:
         if self.options.plan is not None:
             (fitting,) = self.samples
             budgeting = start(run.teller("fit rank", fitting.batches.sequences))
-            self.choice = fit_plan(budgeting, fitting, self.options.plan)
+            # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
+            fed = feed(session.loaded, fitting.batches, session.task, session.seed)
+            form = next(iter(run.last.values())).kernel
+            budgeting.use_form(budgeting.fit([form], by_text(fed, fitting)), form)
+            by_key = {(key.site, key.kv_head): key.rank for key in self.options.plan.ranks}
+            bases = budgeting.bases
+            ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in bases.items()}
+            self.choice = Choice(bases, ranks, budgeting.build_swaps(ranks), None, None, [], None)
         else:
             fitting, choosing, promising = self.samples
             fits, trials = (2, search.TRIES) if form_named else (3, search.FORMS + search.TRIES)
@@ -408,16 +415,3 @@ def _query_heads(reached: SiteCall, kv_head: int) -> list[int]:
     """Return the query heads that use a key head."""
     group = reached.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))
-
-
-def fit_plan(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
-    """Fit the maps for the ranks of a plan, without search or promise; the plan must fit the model.
-
-    The fit uses the same part of the text as a search, so a plan reproduces its swap on the same model and texts.
-    """
-    fed = feed(search.loaded, fitting.batches, search.task, search.seed)
-    form = next(iter(search.swaps.values())).kernel
-    search.use_form(search.fit([form], by_text(fed, fitting)), form)
-    by_key = {(key.site, key.kv_head): key.rank for key in plan.ranks}
-    ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in search.bases.items()}
-    return Choice(search.bases, ranks, search.build_swaps(ranks), None, None, [], None)
