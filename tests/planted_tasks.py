@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from attnlens.lab.study.tasks.classification import Cases, Labelled
 from attnlens.lab.study.tasks.language import HELD_OUT
+from attnlens.lab.study.tasks.task import Cases, Labelled
 
 SIZES = {"training": 4096, "validation": 256, "test": 256}
 """Cases of each part."""

@@ -22,10 +22,10 @@ from attnlens import arguments
 from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
-from attnlens.lab.ranks import plans
+from attnlens.lab.ranks import pipeline as plans
 from attnlens.lab.ranks import search as room
 from attnlens.lab.ranks.bases import _between, fit_forms, levels, sensitivities
-from attnlens.lab.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
+from attnlens.lab.ranks.pipeline import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
 from attnlens.lab.ranks.search import Losses, Sample, by_text, losses, rise_of
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design

@@ -1,6 +1,5 @@
 """Tests how many features a head's attention needs, against loops, and two networks that learn a planted kernel."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -313,10 +312,7 @@ def fits():
 
 def test_the_planted_kernel_is_its_formula_and_neither_symmetric_nor_definite(fits):
     x, y = (side[1] for side in fits.points)
-    turn = binary.PlantedKernels(
-        torch.stack([binary._rotation(torch.Generator().manual_seed(seed)) for seed in (0, 1)])
-    )
-    R = turn.turns[1]
+    R = binary._rotation(torch.Generator().manual_seed(1))
     torch.testing.assert_close(R @ R.mT, torch.eye(2).double())
     for i in range(3):
         for j in range(3):
@@ -391,10 +387,7 @@ def test_two_networks_fail_as_one_does_and_an_untrained_one_fails(monkeypatch):
 
 
 def test_it_is_a_row_of_verify(monkeypatch):
-    verifying = importlib.import_module("attnlens.lab.reproduce")
-    asked = []
-    monkeypatch.setattr(verifying, "binary_kernel", lambda *words: asked.append(words) or [])
-    assert verifying.binary_row in ROWS
-    assert ROWS.index(verifying.binary_row) == len(ROWS) - 4
-    assert verifying.binary_row(True, 5, silent) == []
-    assert asked == [(True, 5, silent)]
+    monkeypatch.setattr(binary, "QUICK", FEW)
+    found, again = ROWS[-4](True, 5, silent), binary.binary_kernel(True, 5)
+    assert [one.name for one in found] == ["binary kernel by width", "binary kernel by samples"]
+    assert found == again

@@ -137,7 +137,7 @@ def test_tokens_and_seconds_end_a_healing(demo):
     assert by_tokens.tokens < 600 + 16, "16 tokens a step"
     assert by_tokens.tokens >= 600 or any(stage.stopped for stage in by_tokens.stages)
     assert by_tokens.tokens == sum(stage.tokens for stage in by_tokens.stages) == by_tokens.curve[-1].tokens
-    assert (by_tokens.asked, by_tokens.batch) == ("600 tokens", 1)
+    assert (by_tokens.amount, by_tokens.batch) == ("600 tokens", 1)
     by_time = attnlens.heal(demo, "rbf", train="1s", **short).swap.healing
     assert 1 <= by_time.seconds < 30
     assert by_time.tokens > 0

@@ -118,8 +118,7 @@ def saved(tmp_path_factory):
     """Untrained models of several kernels as --save writes them, and the text that their byte pairs know."""
     from attnlens.lab.study.tables import SCALES
     from attnlens.lab.study.tasks import language
-    from attnlens.lab.study.training import Run
-    from attnlens.lab.study.units import TrainingUnit, build_model, save_step
+    from attnlens.lab.study.units import Run, TrainingUnit, build_model, save_step
 
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)

@@ -18,8 +18,7 @@ from attnlens.lab.study.cells import CellResult, Speed, build_table, build_train
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.lab.study.tasks import Reversal, score, translation
 from attnlens.lab.study.tasks.task import Task
-from attnlens.lab.study.training import Run, RunOutcome, train
-from attnlens.lab.study.units import TrainingUnit, build_model, hash_task
+from attnlens.lab.study.units import Run, RunOutcome, TrainingUnit, build_model, hash_task, train
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.runs.store import Store

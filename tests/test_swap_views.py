@@ -522,7 +522,7 @@ def test_a_healing_that_counts_tokens_is_drawn_and_told_by_them() -> None:
     stage = HealingTraining(
         stage="transfer", steps=900, tokens=921_600, seconds=90.0, tokens_per_second=10240.0, learning_rate=0.01
     )
-    update = {"curve": curve, "tokens": 1024 * 1000, "seconds": 100.0, "batch": 8, "asked": "1,024,000 tokens"}
+    update = {"curve": curve, "tokens": 1024 * 1000, "seconds": 100.0, "batch": 8, "amount": "1,024,000 tokens"}
     counted = found.model_copy(update=update | {"stages": [stage]})
     swap = swapped(deltas=(1.12, 0.09), healed=True).model_copy(update={"healing": counted})
     _above, below = drawn(draw_healing, swap, counted).axes
@@ -551,11 +551,11 @@ def test_a_healing_is_told_in_the_unit_that_was_asked_for() -> None:
     def said(**more: object) -> str:
         return " ".join(sentences(found.model_copy(update={"batch": 1, **more}), "nats"))
 
-    assert "Healing: 5,000 tokens asked for, 5,120 done in 40 steps, step 0 kept" in said(asked="5,000 tokens")
-    assert "Healing: 1 second asked for, 2 done in 40 steps" in said(asked=str(Amount.of("1s")))
-    assert "Healing: 40 steps asked for, 40 done, step 0 kept" in said(asked="40 steps")
-    assert "Healing: 1 step asked for" in said(asked=str(Amount.of(1)))
-    assert "400 steps asked for, 40 done, interrupted, step 0 kept" in said(asked="400 steps", interrupted=True)
+    assert "Healing: 5,000 tokens asked for, 5,120 done in 40 steps, step 0 kept" in said(amount="5,000 tokens")
+    assert "Healing: 1 second asked for, 2 done in 40 steps" in said(amount=str(Amount.of("1s")))
+    assert "Healing: 40 steps asked for, 40 done, step 0 kept" in said(amount="40 steps")
+    assert "Healing: 1 step asked for" in said(amount=str(Amount.of(1)))
+    assert "400 steps asked for, 40 done, interrupted, step 0 kept" in said(amount="400 steps", interrupted=True)
     assert "5,120 tokens, 1 sequence a step, 2 s" in said()
     assert "39 steps, 5,120 tokens, learning rate 1e-5, lowered from 1e-4 (of 1e-4, 3e-4)" in said()
     assert "Whole model: 1 step, 1 token, learning rate 1e-4 (of 1e-4, 3e-4)" in said()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +59,16 @@ def build(
     trained with the rest and saved in the state dict. It takes the model's queries and keys after rotation. The values
     have no effect, so their projection gets no gradient.
 
-    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes
-    it to config.json. `from_pretrained` refuses such a folder
-    (`attn_implementation="attnlens.lab.primal.build"`); load it by
+    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes it to
+    config.json. `from_pretrained` refuses such a folder (`attn_implementation="attnlens.lab.primal.build"`); load it by
     `model = build(AutoConfig.from_pretrained(folder), …)` with the same numbers, then
     `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
 
     Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
     published code); a warning is given if head_dim or `samples` bounds the rank of the scores. `samples` rows of the
-    module's input form F, in encoders only; with 0, F = I.
-    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called more than once, and
-    models that cannot be hooked; UsageError for invalid layers or numbers.
+    module's input form F, in encoders only; with 0, F = I. Raises ModelError for cross-attention, a bias on the scores
+    (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid layers or
+    numbers.
     """
     from attnlens.models import hooks
 
@@ -180,7 +179,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
         )
 
 
-def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Store the module's input (the first tensor argument) on the module until its attention is computed."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     object.__setattr__(module, "_primal_input", tensors[0])

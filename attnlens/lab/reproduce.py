@@ -345,24 +345,16 @@ def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list
     return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
 
 
-def binary_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Train two networks on a planted indefinite kernel; quick uses fewer points and steps."""
-    with one_thread():
-        return binary_kernel(quick, seed, progress)
-
-
+@one_thread()
 def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
     """Train with and without Primal-Attention, without a verdict; takes over a minute, so quick skips it."""
-    if quick:
-        return []
-    with one_thread():
-        return [primal_decay(seed, progress)]
+    return [] if quick else [primal_decay(seed, progress)]
 
 
 ROWS: list[Row] = [
     lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing
     *(partial(synthetic_row, name) for name in EXPERIMENTS),
-    binary_row,
+    binary_kernel,
     lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast as well
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
     training_row,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from pydantic import AliasChoices, Field
+
 from attnlens.choices import ControlRole, HealingGoal, HealingStage, Part
 from attnlens.records.measures import Count, Interval, Number, Reasons, Record
 
@@ -253,8 +255,8 @@ class Healing(Record):
     eta: Number | None = None
     """Weight η of the KSVD regulariser in the training loss; None for kernels without one."""
     ksvd_convention: Literal["paper", "code"] | None = None
-    """Objective J: the paper's sums, or the published code's means with Λ²."""
-    asked: str | None = None
+    """How its objective J is counted: the paper's sums, or the published code's means with Λ²."""
+    amount: str | None = Field(None, validation_alias=AliasChoices("asked", "amount"), serialization_alias="asked")
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
     rank: int | None = None

@@ -8,7 +8,6 @@ model's head, on the demo model, and on a planted kernel. Inputs: `ExperimentSet
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from attnlens.lab.experiments.settings import NAMES, Study
 from attnlens.lab.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK, golden
@@ -17,19 +16,13 @@ from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Experiment
 from attnlens.runs.progress import Progress, silent
 
-EXPERIMENTS: dict[str, Study] = {
-    "local-convergence": LOCAL_CONVERGENCE,
-    "global-selection": GLOBAL_SELECTION,
-    "feasibility": FEASIBILITY,
-    "rank": RANK,
-    "multi-token": MULTI_TOKEN,
-    "next-token": NEXT_TOKEN,
-}
+STUDIES = LOCAL_CONVERGENCE, GLOBAL_SELECTION, FEASIBILITY, RANK, MULTI_TOKEN, NEXT_TOKEN
+EXPERIMENTS: dict[str, Study] = {study.name: study for study in STUDIES}
 """Name on the command line → experiment."""
 
 
 def run_experiments(
-    chosen: Iterable[str], *, quick: bool, overrides: Mapping[str, Any], progress: Progress = silent
+    chosen: Iterable[str], *, quick: bool, overrides: Mapping[str, object], progress: Progress = silent
 ) -> list[Experiment]:
     """Run the chosen experiments and judge them against published values.
 

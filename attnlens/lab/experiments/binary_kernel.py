@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
+from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Curve, Experiment
 from attnlens.runs.progress import Progress, silent
 
@@ -47,17 +49,12 @@ FULL = FitSize(samples=(8, 16, 32, 64, 128, 256), steps=1000)
 QUICK = FitSize(samples=(8, 16, 32, 64), steps=300)
 
 
-@dataclass(frozen=True)
-class PlantedKernels:
-    """One kernel per trial: κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]², R a rotation."""
-
-    turns: Float[Tensor, "trials 2 2"]  # R of each trial, in float64
-
-    def __call__(self, x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
-        """Compute κ of every pair."""
-        turned = y @ self.turns.mT
-        squares = (x[:, :, None] - turned[:, None]).square().sum(-1)
-        return (-squares / (2 * LENGTH**2)).exp()
+def planted_kernels(
+    turns: Float[Tensor, "trials 2 2"], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
+) -> Float[Tensor, "trials n m"]:
+    """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]² of every pair, R the rotation of the trial."""
+    squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
+    return (-squares / (2 * LENGTH**2)).exp()
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,9 @@ class Fits:
         return relative
 
 
+@one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one shared network) and by number of samples.
-
-    `quick` uses fewer points and steps.
-    """
+    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one network) and by number of samples."""
     size = QUICK if quick else FULL
     total = 1 + len(size.samples)
     by_samples = []
@@ -106,7 +101,7 @@ def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> 
     The rotation and initial weights of a trial do not depend on the number of points and widths.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(size.trials)]
-    kernels = PlantedKernels(torch.stack([_rotation(generator) for generator in generators]))
+    kernels = partial(planted_kernels, torch.stack([_rotation(generator) for generator in generators]))
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
     x, y = (torch.stack([2 * _uniform(generator, points, 2) - 1 for generator in generators]) for _ in range(2))
@@ -150,10 +145,7 @@ def _weights(generator: torch.Generator) -> list[Tensor]:
 
 
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
-    """Run Adam on the mean squared error of the known pairs; return each network's weights and biases in float64.
-
-    All trials and widths are trained in parallel in float32, independently of each other.
-    """
+    """Run Adam on the mean squared error of the known pairs, in float32; return each network's weights and biases."""
     sides = [_parameters(fits.initial, side) for side in range(networks)]
     x, y = (side.float() for side in fits.points)
     goal = fits.known[:, None].float()
@@ -195,18 +187,16 @@ def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float
 def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize, seed: int) -> Experiment:
     best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
     rows, curves = dict[str, Figure](), dict[str, Curve]()
-    for name, label, values in (
-        ("two", "two networks", pair),
-        ("one", "one network", single),
-        ("best", "best rank", best),
-    ):
+    named = (("two", "two networks", pair), ("one", "one network", single), ("best", "best rank", best))
+    for name, label, values in named:
         rows |= {f"{name}_m{m}": average_trials(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
-        curves[name] = _curve(WIDTHS, values, label)
+        curves[name] = curve(WIDTHS, values.mT, QUANTITY, label=label)
     rows["floor"] = average_trials(floor, "floor of one network")
     rows["two_above_best"] = _at_least(pair / best, "two networks / best rank, least")
     rows["two_below_floor"] = _at_most(pair[:, -1] / floor, "two networks / floor, largest")
     rows["one_above_floor"] = _at_least(single / floor[:, None], "one network, the control / floor, least")
-    curves["floor"] = _curve(WIDTHS, floor[:, None].expand(-1, len(WIDTHS)), "floor of one network")
+    floors = floor.expand(len(WIDTHS), -1)
+    curves["floor"] = curve(WIDTHS, floors, QUANTITY, label="floor of one network")
     return Experiment(
         name="binary kernel by width",
         question="How near do two networks of m features come to an indefinite kernel that one can't learn?",
@@ -224,17 +214,14 @@ def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> 
     rows = {f"two_n{n}": average_trials(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
     rows["floor"] = average_trials(floor, "floor of one network")
     rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
-    curves = {
-        "two": _curve(size.samples, two, "two networks"),
-        "floor": _curve(size.samples, floor[:, None].expand_as(two), "floor of one network"),
-    }
+    named = {"two": (two.mT, "two networks"), "floor": (floor.expand(len(size.samples), -1), "floor of one network")}
     return Experiment(
         name="binary kernel by samples",
         question="How near do two networks come to it with n points of each domain, all n² pairs known?",
         settings=_settings(size, seed) | {"m": WIDTHS[-1]},
         source=SOURCE,
         axis="points of each domain",
-        curves=curves,
+        curves={name: curve(size.samples, values, QUANTITY, label=label) for name, (values, label) in named.items()},
         **columns(rows),
     ).judge()
 
@@ -253,7 +240,3 @@ def _settings(size: FitSize, seed: int) -> dict[str, JsonValue]:
     planted = f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°"
     trained: dict[str, JsonValue] = {"trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR}
     return {"planted": planted, "seed": seed, **trained, "held_out_points": GRID**2}
-
-
-def _curve(steps: Sequence[int], values: Float[Tensor, "trials steps"], label: str) -> Curve:
-    return curve(steps, values.mT, QUANTITY, label=label)

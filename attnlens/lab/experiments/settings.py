@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 from attnlens.maths.attsvm.descent import Loss
 from attnlens.records.studies import Bound, Curve, Experiment
@@ -41,34 +41,28 @@ class ExperimentSettings:
 
 @dataclass(frozen=True)
 class Study:
-    """One experiment: its function and the settings it uses."""
+    """One experiment: its function and its sizes."""
 
+    name: str  # name on the command line
     function: Callable[[ExperimentSettings, bool, Progress], Experiment]  # of (settings, whether published, progress)
     full: ExperimentSettings  # published sizes
     quick: ExperimentSettings  # published sizes with fewer trials, or some of these sizes
-    uses: frozenset[str]  # names of the settings the experiment uses
 
-    def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
+    def run(self, overrides: Mapping[str, object], quick: bool, progress: Progress) -> Experiment:
         """Run with the overrides this experiment uses; compare with published values if none changes the question.
 
         Trials and seed affect the precision of the answer, not the question. With any seed, and at least as many trials
         as the quick run has, the result is compared with the published values.
         """
-        standard = self.quick if quick else self.full
-        applied = {name: value for name, value in overrides.items() if name in self.uses}
-        settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
-        reference = replace(standard, trials=self.quick.trials)
-        same = replace(settings, seed=reference.seed, trials=reference.trials) == reference
-        published = same and settings.trials >= reference.trials
+        standard, used = self.quick if quick else self.full, {NAMES.get(name, name) for name in USES[self.name]}
+        applied = {name: value for name, value in overrides.items() if name in used}
+        settings: ExperimentSettings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
+        same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
+        published = same and settings.trials >= self.quick.trials
         experiment = self.function(settings, published, progress)
         values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
-        recorded = {name: value for name, value in values.items() if name in self.uses and value is not None}
+        recorded = {name: value for name, value in values.items() if name in used and value is not None}
         return experiment.model_copy(update={"settings": recorded | experiment.settings}).judge()
-
-
-def uses(experiment: str) -> frozenset[str]:
-    """Return the names of the settings an experiment uses."""
-    return frozenset(NAMES.get(option, option) for option in USES[experiment])
 
 
 CORRELATION = "correlation"
@@ -76,24 +70,19 @@ NORMS = {"frobenius": "Frobenius", "nuclear": "nuclear"}
 """Display names of the norms."""
 
 
-class Published(TypedDict, total=False):
-    """Published value, tolerance and bound of a figure; empty if nothing was published."""
-
-    published: float | None
-    tolerance: float | None  # allowed distance from the published value; None: exact match
-    bound: Bound
-
-
 @dataclass(frozen=True)
 class Figure:
     """One row of an experiment's table."""
 
-    value: float | None
+    value: float | None = None
     error: float | None = None  # standard error, if the value is a mean over trials
     label: str | None = None  # display name; None: the figure's name with blanks for underscores
     published: float | None = None
-    tolerance: float | None = None
+    tolerance: float | None = None  # allowed distance from the published value; None: exact match
     bound: Bound = "within"
+
+
+UNPUBLISHED = Figure()
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -109,12 +98,12 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
     }
 
 
-def average_trials(values: Float[Tensor, " trials"], label: str | None = None, **known: Unpack[Published]) -> Figure:
-    """Return the mean over trials with a value (None if none has one) and, from two values on, its standard error."""
+def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
+    """Return the mean over trials with a value (None without), its error from two on, and the published value."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
-    return Figure(mean, error, label, **known)
+    return replace(known, value=mean, error=error, label=label)
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
@@ -126,9 +115,10 @@ def share_of(share: float, trials: int, label: str, published: float | None, the
     return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
 
 
-def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: Any) -> Curve:
+def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
     """Compute median and quartiles over the trials that have a value; `fields` are further fields of Curve."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )
-    return Curve(steps=list(steps), median=median, low=low, high=high, quantity=quantity, **fields)
+    known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
+    return Curve.model_validate(known | fields)

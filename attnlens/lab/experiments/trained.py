@@ -109,8 +109,7 @@ SOURCE = (
 )
 
 
-@dataclass(frozen=True)
-class HeldOutReading:
+class HeldOutReading(NamedTuple):
     """Results of a trained model on held-out windows."""
 
     loss: float  # nats per predicted token
@@ -139,10 +138,7 @@ def compare_training(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> Experiment:
-    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds.
-
-    `published` is None: the paper's figures belong to other models and data.
-    """
+    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
     readings: dict[str, list[HeldOutReading]] = {way: [] for way in WAYS}
     total, done = len(seeds) * len(WAYS) * training.steps, 0
     for seed in seeds:
@@ -154,23 +150,34 @@ def compare_training(
             fit(model, windows, training, seed, tick)
             done += training.steps
             readings[way].append(read(model, held_out))
+    losses = {way: torch.tensor([reading.loss for reading in readings[way]], dtype=torch.float64) for way in WAYS}
+    values = {"loss": losses}
+    for matrix in MATRICES:
+        shares = {way: [reading.curves[matrix][:, 0].mean() for reading in readings[way]] for way in WAYS}
+        values[matrix] = {way: torch.stack(each) for way, each in shares.items()}
+    both, differences, claims = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
+    for name, by_way in values.items():
+        label, ours, theirs = _spell(name), by_way[PRIMAL], by_way[CANONICAL]
+        both |= {f"{name}_{way}": average_trials(by_way[way], f"{label}, {way}") for way in WAYS}
+        differences[f"{name}_difference"] = average_trials(ours - theirs, f"{label}, difference")
+        if name != "loss":
+            claims[f"{name}_holds"] = Figure(float((ours > theirs).double().mean()), label=f"{label}, claim holds")
     settings = {"seeds": list(seeds), "layers": config.n_layer, "heads": config.n_head, "d_model": config.n_embd}
     sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held_out)}
-    curves = {
-        f"{_spell(matrix)}: {way}": _head_curve(
-            torch.cat([reading.curves[matrix] for reading in readings[way]]), _spell(matrix), way
-        )
-        for matrix in MATRICES
-        for way in WAYS
-    }
     return Experiment(
         name="decay by training",
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
         settings=settings | sizes | asdict(training),
         source=SOURCE,
         axis="first k singular values",
-        curves=curves,
-        **columns(_rows(readings)),
+        curves={
+            f"{_spell(matrix)}: {way}": _head_curve(
+                torch.cat([reading.curves[matrix] for reading in readings[way]]), _spell(matrix), way
+            )
+            for matrix in MATRICES
+            for way in WAYS
+        },
+        **columns(both | differences | claims),
     )
 
 
@@ -184,33 +191,10 @@ def read(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> Hel
                 e, r, _ = part.last
                 values = linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r)
                 attention = linalg.cumulative(values)
-                break
         call, query_key = calls(model, held_out)[-1]
-    curves = {
-        "attention": attention_curve(query_key) if attention is None else attention,
-        "cosine": cosine_curve(call),
-        "running_cosine": cosine_curve(call, averaged=True),
-    }
+    attention = attention_curve(query_key) if attention is None else attention
+    curves = {"attention": attention, "cosine": cosine_curve(call), "running_cosine": cosine_curve(call, averaged=True)}
     return HeldOutReading(loss, {name: values.mean(0) for name, values in curves.items()})
-
-
-def _rows(readings: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:
-    """Build rows: loss and σ₁/Σσ both ways, primal − canonical, and the share of seeds in which primal is larger."""
-    losses = {way: torch.tensor([reading.loss for reading in readings[way]], dtype=torch.float64) for way in WAYS}
-    values_by_name = {"loss": losses}
-    for matrix in MATRICES:
-        values_by_name[matrix] = {
-            way: torch.stack([reading.curves[matrix][:, 0].mean() for reading in readings[way]]) for way in WAYS
-        }
-    both, differences, holds = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
-    for name, values in values_by_name.items():
-        label, ours, theirs = _spell(name), values[PRIMAL], values[CANONICAL]
-        both |= {f"{name}_{way}": average_trials(values[way], f"{label}, {way}") for way in WAYS}
-        differences[f"{name}_difference"] = average_trials(ours - theirs, f"{label}, difference")
-        if name != "loss":
-            share = float((ours > theirs).double().mean())
-            holds[f"{name}_holds"] = Figure(share, label=f"{label}, claim holds")
-    return both | differences | holds
 
 
 def _spell(name: str) -> str:
@@ -267,8 +251,7 @@ DEPTH_SOURCE = (
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     """Compute σ₁/Σσ of P and of the cosine kernel by third of demo's layers, averaged over heads, then windows.
 
-    The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome. The
-    difference of last and first third is given with its error.
+    The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome.
     """
     loaded, windows = demo(), FEW if quick else WINDOWS
     curves_by_name = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
@@ -310,14 +293,11 @@ def by_third(
     attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), the kernel of the paper's theory, of rank head_dim.
     """
     layers = calls(model, ids)
-    curves_by_name = {
-        "attention": [attention_curve(query_key) for _, query_key in layers],
-        "cosine": [cosine_curve(call) for call, _ in layers],
-    }
+    attention, cosine = [attention_curve(pair) for _, pair in layers], [cosine_curve(call) for call, _ in layers]
     groups = torch.arange(len(layers)).tensor_split(len(THIRDS))
     return {
         name: [torch.cat([curves[layer] for layer in group.tolist()], 1) for group in groups]
-        for name, curves in curves_by_name.items()
+        for name, curves in (("attention", attention), ("cosine", cosine))
     }
 
 

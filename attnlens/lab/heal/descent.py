@@ -272,7 +272,7 @@ class Descent:
             parameters=healer.count,
             learning_rate=rates[-1] if rates else 0.0,
             curve=self.curve,
-            asked=str(options.amount),
+            amount=str(options.amount),
             goal=healer.goal,
             rank=options.rank,
             batch=batch,

@@ -93,6 +93,16 @@ class Basis:
         return self.latents.maps(ranks)
 
 
+def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) -> float:
+    """Return the rank per key head, mean over query heads, for the rank of each latent."""
+    total, heads = 0.0, 0
+    for site, basis in bases.items():
+        for latent, (rank, group) in enumerate(zip(ranks[site], basis.groups, strict=True)):
+            readers = len(basis.heads_of(latent))
+            total, heads = total + rank / len(group) * readers, heads + readers
+    return total / heads
+
+
 @dataclass
 class FormFits:
     """The fits to the calibration texts, by form and text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -17,7 +18,16 @@ from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
-from attnlens.lab.ranks.bases import Basis, FormFits, by_output, fit_forms, form_name, possible_forms, sensitivities
+from attnlens.lab.ranks.bases import (
+    Basis,
+    FormFits,
+    by_output,
+    fit_forms,
+    form_name,
+    mean_rank,
+    possible_forms,
+    sensitivities,
+)
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
@@ -369,13 +379,7 @@ class Budgeting:
 
     def mean_rank(self, ranks: Sequence[int]) -> float:
         """Return the rank per key head, mean over query heads."""
-        latents = [
-            (len(group), len(basis.heads_of(latent)))
-            for basis in self.bases.values()
-            for latent, group in enumerate(basis.groups)
-        ]
-        total = sum(rank / keys * heads for rank, (keys, heads) in zip(ranks, latents, strict=True))
-        return total / sum(heads for _, heads in latents)
+        return mean_rank(self.bases, self.split_by_site(ranks))
 
     def split_by_site(self, ranks: Sequence[int]) -> dict[Site, list[int]]:
         """Split the ranks of all latents by site."""
@@ -406,12 +410,9 @@ class Budgeting:
         }
 
     def _count_steps(self, cost: float) -> int:
-        """Return the largest number of steps whose predicted rise is at most `cost` nats, by bisection."""
-        low, high = 0, len(self.steps)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.predict_rise(self.ranks_after(middle)) <= cost else (low, middle - 1)
-        return low
+        """Return the largest number of steps whose predicted rise is at most `cost` nats."""
+        counts = range(1, len(self.steps) + 1)
+        return bisect_right(counts, cost, key=lambda count: self.predict_rise(self.ranks_after(count)))
 
 
 @dataclass(frozen=True)
@@ -460,11 +461,3 @@ def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
 def _rise_share(trial: tuple[Kernel, FormFits, FormTried]) -> float:
     rise = trial[2].rise
     return math.inf if rise is None else rise.share
-
-
-def budget_work(fitting: Sample, choosing: Sample, promising: Sample, *, form_named: bool) -> int:
-    """Return the maximum number of sequences run through the model: to fit, to try forms and plans, and to promise."""
-    times = (2, TRIES, 1) if form_named else (3, FORMS + TRIES, 1)
-    return sum(
-        often * part.batches.sequences for often, part in zip(times, (fitting, choosing, promising), strict=True)
-    )

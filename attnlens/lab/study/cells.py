@@ -16,8 +16,17 @@ from pydantic_core import to_jsonable_python
 from attnlens.errors import ModelError
 from attnlens.lab.study.tables import PaperCell, PaperTable, Scale, ScaleName, describe_features
 from attnlens.lab.study.tasks import StudyTask, TaskForm
-from attnlens.lab.study.training import Run, RunOutcome, build_accelerator, count_tokens, take_step
-from attnlens.lab.study.units import TrainingUnit, build_model, hash_task, train_unit
+from attnlens.lab.study.units import (
+    Run,
+    RunOutcome,
+    TrainingUnit,
+    build_accelerator,
+    build_model,
+    count_tokens,
+    hash_task,
+    take_step,
+    train_unit,
+)
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models.kernel_transformers import AttentionForm

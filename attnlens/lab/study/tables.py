@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import comb
-from typing import Any, Literal
+from typing import Literal
 
 from attnlens.lab.study.tasks import TaskForm
 from attnlens.models.kernel_transformers import AttentionForm
@@ -40,32 +40,21 @@ SCALES: dict[str, Scale] = {
     "paper": Scale(6, 512, 4, 1024, 10_000, 150, 128, 50_000, 5_000, (2.5e-4, 5e-4, 1e-3), 5, 7_000, 0.3),
 }
 """tiny: minutes on two cores; small: an hour on a GPU; paper: fairseq's transformer_iwslt_de_en, used by Tsai et al.
-for translation; PAPER changes it for other tasks."""
-PAPER: dict[TaskForm, dict[str, Any]] = {
+for translation."""
+PAPER: dict[TaskForm, Scale] = {
     # Transformer-XL's base model for WikiText-103, used by Tsai et al., but with byte pairs instead of words
-    "language": {
-        "layers": 16,
-        "d_model": 410,
-        "heads": 10,
-        "d_forward": 2100,
-        "vocabulary": 32_000,
-        "batch": 60,
-        "steps": 200_000,
-        "rates": (1.25e-4, 2.5e-4, 5e-4),
-        "dropout": 0.1,
-    },
+    "language": Scale(16, 410, 10, 2100, 32_000, 150, 60, 200_000, 5_000, (1.25e-4, 2.5e-4, 5e-4), 5, 7_000, 0.1),
+    "translation": SCALES["paper"],
     # Flowformer's settings for the UEA archive, used by Chen et al.
-    "classification": {"layers": 2, "heads": 8, "d_forward": 2048, "batch": 16, "steps": 10_000, "dropout": 0.1},
+    "classification": Scale(2, 512, 8, 2048, 10_000, 150, 16, 10_000, 5_000, (2.5e-4, 5e-4, 1e-3), 5, 7_000, 0.1),
 }
-"""Differences from the paper scale of translation."""
 
 
 def scale_of(name: ScaleName, form: TaskForm) -> Scale:
     """Return the sizes for one form of task, the same for all its cells."""
-    return replace(SCALES[name], **PAPER.get(form, {})) if name == "paper" else SCALES[name]
+    return PAPER[form] if name == "paper" else SCALES[name]
 
 
-TSAI, WRIGHT, CHEN = "Tsai et al. 2019", "Wright & Gonzalez 2021", "Chen et al. 2023"
 PRODUCT = AttentionForm(positions="product")
 """Positions in the language models of Tsai et al. (Eq. 5, values without positions)."""
 SUM = AttentionForm(positions="sum", in_value=True)
@@ -104,27 +93,27 @@ class PaperTable:
     data: Mapping[TaskForm, str] = field(default_factory=dict)  # data and measure of each published column
 
 
-def _kernels() -> PaperTable:
-    published: dict[str, tuple[tuple[float, float] | None, tuple[float, float] | None]] = {
-        "linear": (None, None),
-        "polynomial": ((32.72, 25.91), (32.43, 26.25)),
-        "exponential": ((33.98, 24.10), (33.78, 24.01)),
-        "rbf:gamma=1": ((34.26, 24.13), (34.14, 24.21)),
+def _pair(name: str, language: AttentionForm, translation: AttentionForm, *published: float | None) -> list[PaperCell]:
+    """Build the two cells of a row; `published`: perplexity and BLEU, none if they did not converge."""
+    perplexity, bleu = published or (None, None)
+    diverged = not published
+    first = PaperCell(name, "language", language, perplexity, diverged)
+    return [first, PaperCell(name, "translation", translation, bleu, diverged)]
+
+
+def _kernels() -> Iterator[PaperCell]:
+    published: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {  # perplexity and BLEU, asymmetric or not
+        "linear": ((), ()),
+        "polynomial": ((25.91, 32.72), (26.25, 32.43)),
+        "exponential": ((24.10, 33.98), (24.01, 33.78)),
+        "rbf:gamma=1": ((24.13, 34.26), (24.21, 34.14)),
     }
-    cells: list[PaperCell] = []
     for kernel, both in published.items():
         for symmetric, known in zip((False, True), both, strict=True):
             name = f"{kernel.split(':')[0]}, {'symmetric' if symmetric else 'asymmetric'}"
-            bleu, perplexity = known or (None, None)
-            with_product, with_sum = (replace(form, kernel=kernel, symmetric=symmetric) for form in (PRODUCT, SUM))
-            cells.append(PaperCell(name, "language", with_product, perplexity, known is None))
-            cells.append(PaperCell(name, "translation", with_sum, bleu, known is None))
-    return PaperTable(
-        "kernels", "Which kernel is best, and need it be asymmetric?", f"{TSAI}, Table 2", tuple(cells), TSAI_DATA
-    )
-
-
-TSAI_DATA: dict[TaskForm, str] = {"translation": "IWSLT'14 de-en, BLEU", "language": "WikiText-103, perplexity"}
+            yield from _pair(
+                name, *(replace(form, kernel=kernel, symmetric=symmetric) for form in (PRODUCT, SUM)), *known
+            )
 
 
 SYMMETRIC_PRODUCT = AttentionForm(positions="symmetric product")
@@ -137,48 +126,36 @@ PLACINGS = {
 """Name → form, BLEU and perplexity with and without positions in the values (Table 4)."""
 
 
-def _positions() -> PaperTable:
-    cells: list[PaperCell] = []
+def _positions() -> Iterator[PaperCell]:
     for name, (form, bleu, perplexity) in PLACINGS.items():
         # Table 1 has positions in the values of the direct sum, and of the look-up tables of language models
-        language, translation = form.positions in ("sum", "table"), form.positions == "sum"
-        cells.append(PaperCell(name, "language", replace(form, in_value=language), perplexity[0 if language else 1]))
-        cells.append(PaperCell(name, "translation", replace(form, in_value=translation), bleu[0 if translation else 1]))
-    return PaperTable(
-        "positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(cells), TSAI_DATA
-    )
+        first, second = form.positions in ("sum", "table"), form.positions == "sum"
+        forms = (replace(form, in_value=in_value) for in_value in (first, second))
+        yield from _pair(name, *forms, perplexity[not first], bleu[not second])
 
 
-def _order() -> PaperTable:
-    product = SYMMETRIC_PRODUCT
-    cells = [
-        PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", product, 34.71),
-        PaperCell("not in the decoder (Eq. 9)", "translation", replace(product, places=("encoder", "cross")), 34.49),
-        PaperCell("not across (Eq. 9)", "translation", replace(product, places=("encoder", "decoder"))),
-        PaperCell("not in the encoder (Eq. 9)", "translation", replace(product, places=("decoder", "cross"))),
-        # W_Q = W_K as in Eq. 9, so that only the positions are removed
-        PaperCell("nowhere", "translation", AttentionForm(symmetric=True), 14.47),
-        PaperCell("direct sum (Eq. 4)", "language", SUM, 30.97),
-        PaperCell("product, symmetric (Eq. 9)", "language", product, 24.28),
-        PaperCell("nowhere", "language", AttentionForm(symmetric=True), 30.92),
-    ]
-    return PaperTable("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(cells), TSAI_DATA)
+def _order() -> Iterator[PaperCell]:
+    product, unplaced = SYMMETRIC_PRODUCT, AttentionForm(symmetric=True)
+    yield PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", product, 34.71)
+    yield PaperCell("not in the decoder (Eq. 9)", "translation", replace(product, places=("encoder", "cross")), 34.49)
+    yield PaperCell("not across (Eq. 9)", "translation", replace(product, places=("encoder", "decoder")))
+    yield PaperCell("not in the encoder (Eq. 9)", "translation", replace(product, places=("decoder", "cross")))
+    # W_Q = W_K as in Eq. 9, so that only the positions are removed
+    yield PaperCell("nowhere", "translation", unplaced, 14.47)
+    yield PaperCell("direct sum (Eq. 4)", "language", SUM, 30.97)
+    yield PaperCell("product, symmetric (Eq. 9)", "language", product, 24.28)
+    yield PaperCell("nowhere", "language", unplaced, 30.92)
 
 
-def _values() -> PaperTable:
-    cells: list[PaperCell] = []
+def _values() -> Iterator[PaperCell]:
     for name, (form, bleu, perplexity) in PLACINGS.items():
         for at, word in enumerate(("with", "without")):
-            row, cell_form = f"{name}, value {word} positions", replace(form, in_value=word == "with")
-            cells.append(PaperCell(row, "language", cell_form, perplexity[at]))
-            cells.append(PaperCell(row, "translation", cell_form, bleu[at]))
-    return PaperTable(
-        "values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(cells), TSAI_DATA
-    )
+            cell_form = replace(form, in_value=word == "with")
+            yield from _pair(f"{name}, value {word} positions", cell_form, cell_form, perplexity[at], bleu[at])
 
 
-def _dimension() -> PaperTable:
-    published: dict[str, tuple[float, float] | None] = {
+def _dimension() -> Iterator[PaperCell]:
+    published: dict[str, tuple[float | None, float | None]] = {  # BLEU and accuracy
         "exponential": (30.41, 76.70),
         "rbf:gamma=1": (30.32, 74.24),
         "intersection": (30.84, 74.90),
@@ -186,24 +163,15 @@ def _dimension() -> PaperTable:
         "polynomial": (29.56, 76.24),
     }
     approximate = [f"taylor:{order}" for order in (2, 4, 8)] + [f"random-features:{count}" for count in (16, 64, 256)]
-    published |= dict.fromkeys(approximate)
     names = {"polynomial": "quadratic", "rbf:gamma=1": "rbf"}
-    cells = []
-    for kernel, known in published.items():
-        bleu, accuracy = known or (None, None)
+    for kernel, (bleu, accuracy) in (published | dict.fromkeys(approximate, (None, None))).items():
         form, name = replace(SUM, kernel=kernel), names.get(kernel, kernel)
-        cells += [PaperCell(name, "translation", form, bleu), PaperCell(name, "classification", form, accuracy)]
-        cells.append(PaperCell(name, "language", form))
-    return PaperTable(
-        "dimension",
-        "Does an infinite feature dimension matter?",
-        f"{WRIGHT}, their table of kernels",
-        tuple(cells),
-        {"translation": "IWSLT'14 de-en, BLEU, as recalled", "classification": "SST-2, accuracy in %, as recalled"},
-    )
+        yield PaperCell(name, "translation", form, bleu)
+        yield PaperCell(name, "classification", form, accuracy)
+        yield PaperCell(name, "language", form)
 
 
-def _primal() -> PaperTable:
+def _primal() -> Iterator[PaperCell]:
     swept: dict[Literal["all", "last"], tuple[AttentionForm, ...]] = {
         layers: tuple(replace(SUM, primal=layers, scores=s, eta=eta) for s in SCORES for eta in ETAS)
         for layers in ("all", "last")
@@ -212,18 +180,10 @@ def _primal() -> PaperTable:
         "classification": (71.9, 73.0, 73.1),
         "language": (33.0, None, 31.0),
     }
-    cells = []
     for task, (canonical, former, plus) in published.items():
-        cells.append(PaperCell("canonical", task, SUM, canonical))
-        cells.append(PaperCell("PrimalFormer", task, swept["all"][0], former, others=swept["all"][1:]))
-        cells.append(PaperCell("Primal.+", task, swept["last"][0], plus, others=swept["last"][1:]))
-    return PaperTable(
-        "primal",
-        "Does Primal-Attention learn as well as softmax attention?",
-        CHEN,
-        tuple(cells),
-        {"classification": "UEA archive, mean accuracy in %", "language": "WikiText-103, perplexity"},
-    )
+        yield PaperCell("canonical", task, SUM, canonical)
+        yield PaperCell("PrimalFormer", task, swept["all"][0], former, others=swept["all"][1:])
+        yield PaperCell("Primal.+", task, swept["last"][0], plus, others=swept["last"][1:])
 
 
 def describe_features(cell: PaperCell, scale: Scale) -> str:
@@ -240,7 +200,32 @@ def describe_features(cell: PaperCell, scale: Scale) -> str:
     return "" if cell.form.primal != "none" else str(features.get(name, ""))
 
 
-TABLES: dict[str, PaperTable] = {
-    table.name: table for table in (_kernels(), _positions(), _order(), _values(), _dimension(), _primal())
+TSAI, CHEN = "Tsai et al. 2019", "Chen et al. 2023"
+WRIGHT = "Wright & Gonzalez 2021, their table of kernels"
+TSAI_DATA: dict[TaskForm, str] = {"translation": "IWSLT'14 de-en, BLEU", "language": "WikiText-103, perplexity"}
+WRIGHT_DATA: dict[TaskForm, str] = {
+    "translation": "IWSLT'14 de-en, BLEU, as recalled",
+    "classification": "SST-2, accuracy in %, as recalled",
 }
+CHEN_DATA: dict[TaskForm, str] = {
+    "classification": "UEA archive, mean accuracy in %",
+    "language": "WikiText-103, perplexity",
+}
+ALL = (
+    PaperTable(
+        "kernels", "Which kernel is best, and need it be asymmetric?", f"{TSAI}, Table 2", tuple(_kernels()), TSAI_DATA
+    ),
+    PaperTable(
+        "positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(_positions()), TSAI_DATA
+    ),
+    PaperTable("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(_order()), TSAI_DATA),
+    PaperTable(
+        "values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(_values()), TSAI_DATA
+    ),
+    PaperTable("dimension", "Does an infinite feature dimension matter?", WRIGHT, tuple(_dimension()), WRIGHT_DATA),
+    PaperTable(
+        "primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, tuple(_primal()), CHEN_DATA
+    ),
+)
+TABLES = {table.name: table for table in ALL}
 """Name on the command line → table."""

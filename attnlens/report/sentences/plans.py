@@ -40,7 +40,7 @@ def healing(record: Healing, unit: str) -> list[str]:
 def _format_amount(record: Healing) -> str:
     """Format the training: `200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`."""
     steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
-    amount = record.asked or _count(record.steps, "step").replace(",", "")
+    amount = record.amount or _count(record.steps, "step").replace(",", "")
     done = f"{steps} done"
     for unit, number in (("token", record.tokens), ("second", record.seconds)):
         if amount.rstrip("s").endswith(unit) and number is not None:

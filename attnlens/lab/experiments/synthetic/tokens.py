@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -16,15 +16,14 @@ import torch
 from attnlens.lab.experiments.settings import (
     CORRELATION,
     NORMS,
+    UNPUBLISHED,
     ExperimentSettings,
     Figure,
-    Published,
     Study,
     average_trials,
     columns,
     curve,
     share_of,
-    uses,
 )
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, most_iterations
@@ -142,7 +141,14 @@ def golden(progress: Progress = silent) -> Experiment:
     rows: dict[str, Figure] = {}
     problems = instances()
     for done, (name, (problem, known)) in enumerate(problems.items()):
-        rows |= _solve_figures(name, problem, known)
+        norm = attsvm.solve(problem).norm
+        figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
+        if "nuclear" in known:
+            nuclear = attsvm.solve_nuclear(problem, tolerance=GOLDEN_GAP)
+            figures |= {"nuclear": nuclear.norm, "rank": None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)}
+        for what, value in known.items():
+            label = f"{name.replace('_', ' ')} {WRITTEN[what]}"
+            rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=TOLERANCE)
         progress("golden instances", done + 1, len(problems))
     return Experiment(
         name="golden instances",
@@ -182,22 +188,6 @@ def _prompt_d() -> attsvm.Problem:
     return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
-def _solve_figures(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
-    frobenius = attsvm.solve(problem)
-    norm = frobenius.norm
-    figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
-    if "nuclear" in known:
-        nuclear = attsvm.solve_nuclear(problem, tolerance=GOLDEN_GAP)
-        figures["nuclear"] = nuclear.norm
-        figures["rank"] = None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)
-    return {
-        f"{name}_{what}": Figure(
-            figures[what], label=f"{name.replace('_', ' ')} {WRITTEN[what]}", published=value, tolerance=TOLERANCE
-        )
-        for what, value in known.items()
-    }
-
-
 SIZES = ((5, 5), (10, 5), (5, 10))  # (n, T)
 FEASIBLE_SHARES = {
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
@@ -214,7 +204,7 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
     all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
-    default, only that size is run. The tolerance is three standard errors of the difference of the two shares.
+    default, only that size is run.
     """
     s = settings
     sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
@@ -256,7 +246,7 @@ def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Pro
 
 
 FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
-FEASIBILITY = Study(feasibility, FEASIBLE, replace(FEASIBLE, trials=30), uses("feasibility"))
+FEASIBILITY = Study("feasibility", feasibility, FEASIBLE, replace(FEASIBLE, trials=30))
 
 
 SELECTED_SHARES = {
@@ -268,10 +258,7 @@ SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 
 
 
 def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Compute by d the share of trials whose α_i is argmax_t Y_i γ_it for every input i.
-
-    The tolerance is three standard errors of the difference of the two shares.
-    """
+    """Compute by d the share of trials whose α_i is argmax_t Y_i γ_it for every input i."""
     shares = {}
     for d in settings.d:
         hits = 0
@@ -296,17 +283,17 @@ def global_selection(settings: ExperimentSettings, published: bool, progress: Pr
 
 SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
 SELECTED_QUICK = replace(SELECTED, trials=50, d=(2, 4, 10))
-GLOBAL_SELECTION = Study(global_selection, SELECTED, SELECTED_QUICK, uses("global-selection"))
+GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, SELECTED_QUICK)
 
 
 LONGER = 5
 """Factor of longer training of W at the published settings; there the textbook gradient formula loses its digits."""
-CORRELATIONS: dict[str, Published] = {
-    "W_to_frobenius": {"published": 0.991, "tolerance": 0.01},
-    "W_to_nuclear": {"published": 0.858, "tolerance": 0.03},
-    "KQ_to_nuclear": {"published": 0.996, "tolerance": 0.01},
-    "KQ_to_frobenius": {"published": 0.851, "tolerance": 0.03},
-    "W_to_frobenius_longer": {"published": 0.9998, "tolerance": 0.0001, "bound": "at least"},
+CORRELATIONS = {
+    "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
+    "W_to_nuclear": Figure(published=0.858, tolerance=0.03),
+    "KQ_to_nuclear": Figure(published=0.996, tolerance=0.01),
+    "KQ_to_frobenius": Figure(published=0.851, tolerance=0.03),
+    "W_to_frobenius_longer": Figure(published=0.9998, tolerance=0.0001, bound="at least"),
 }
 CORRELATIONS_SOURCE = (
     "Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds"
@@ -322,84 +309,69 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
-    s = settings
+    s, known = settings, CORRELATIONS if published else {}
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
+    instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
-    chosen_starts = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
-    known = CORRELATIONS if published else {}
-    rows, longer, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
-    for name, start in chosen_starts.items():
-        start_rows, start_longer, start_curves = _train(draws.instances, start, s, known, name, progress)
-        rows |= start_rows
-        longer |= start_longer
-        curves |= start_curves
+    initial: dict[str, Tensor | tuple[Tensor, Tensor]] = {"W": W, "KQ": factors}
+    # both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow
+    normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
+    rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
+
+    def correlate(descent: Descent, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
+        """Add the curve of the correlation with the SVM of the tokens selected at the last step; return its end."""
+        tick = partial(progress, f"local convergence, {name}, {svm} SVM")
+        solutions = directions(SVMS[svm], instances, descent.chosen[-1], tick)
+        correlations, label = descent.correlation(solutions), f"{name} to {NORMS[svm]}{suffix}"
+        correlation_curve = curve(descent.steps, correlations, CORRELATION, bounded=True, label=label)
+        curves[f"{name} to {svm}{suffix}"] = correlation_curve
+        return correlations[-1]
+
+    for name, start in initial.items():
+        if s.parameterisation not in ("both", name):
+            continue
+        longer = f"{name}_to_frobenius_longer"
+        last = LONGER * s.iterations if longer in known else s.iterations
+        descent = descend(
+            instances,
+            start,
+            last,
+            lr=s.lr,
+            loss=s.loss,
+            normaliser=normaliser,
+            record={*grid(s.iterations), *grid(last)},
+            progress=partial(progress, f"local convergence, {name}"),
+        )
+        end = descent.steps.index(s.iterations) + 1
+        short = replace(descent, **{part: getattr(descent, part)[:end] for part in ("steps", "W", "chosen", "largest")})
+        for svm in SVMS:
+            figure = f"{name}_to_{svm}"
+            label = f"{name} to {NORMS[svm]}"
+            rows[figure] = average_trials(correlate(short, name, svm), label, known.get(figure, UNPUBLISHED))
+        rows[f"{name}_largest_weight"] = average_trials(descent.largest[end - 1].mean(-1))
+        if longer in known:
+            value = correlate(descent, name, "frobenius", ", longer").nanmedian().item()
+            last_rows[longer] = replace(known[longer], value=value, label=f"{name} to Frobenius, longer")
     return Experiment(
         name="local convergence",
         question="Does descent end at the max-margin solution for the tokens that it selects?",
-        settings={"m": s.m or s.d[0], "normaliser": _choose_normaliser(s)},
+        settings={"m": s.m or s.d[0], "normaliser": normaliser},
         source=CORRELATIONS_SOURCE if published else None,
         curves=curves,
-        **columns(rows | longer, "no trial's selection is separable"),
+        **columns(rows | last_rows, "no trial's selection is separable"),
     )
-
-
-def _choose_normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
-    """Return the normaliser: both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow."""
-    return "form" if s.iterations <= most_iterations(s.lr) else "own"
-
-
-def _train(
-    instances: Instances,
-    start: Tensor | tuple[Tensor, Tensor],
-    s: ExperimentSettings,
-    known: Mapping[str, Published],
-    name: str,
-    progress: Progress,
-) -> tuple[dict[str, Figure], dict[str, Figure], dict[str, Curve]]:
-    """Descend in one parameterisation; return its figures, the figure of longer training if any, and its curves."""
-    longer = f"{name}_to_frobenius_longer"
-    last = LONGER * s.iterations if longer in known else s.iterations
-    descent = descend(
-        instances,
-        start,
-        last,
-        lr=s.lr,
-        loss=s.loss,
-        normaliser=_choose_normaliser(s),
-        record={*grid(s.iterations), *grid(last)},
-        progress=partial(progress, f"local convergence, {name}"),
-    )
-
-    def correlate(descent: Descent, svm: str) -> Float[Tensor, "steps trials"]:
-        """Correlate with the SVM of the tokens selected at the last step; NaN if they are not separable."""
-        tick = partial(progress, f"local convergence, {name}, {svm} SVM")
-        return descent.correlation(directions(SVMS[svm], instances, descent.chosen[-1], tick))
-
-    end = descent.steps.index(s.iterations) + 1
-    short = replace(descent, **{name: getattr(descent, name)[:end] for name in ("steps", "W", "chosen", "largest")})
-    rows, curves = dict[str, Figure](), dict[str, Curve]()
-    for svm in SVMS:
-        correlations, label = correlate(short, svm), f"{name} to {NORMS[svm]}"
-        rows[f"{name}_to_{svm}"] = average_trials(correlations[-1], label, **known.get(f"{name}_to_{svm}", {}))
-        curves[f"{name} to {svm}"] = curve(short.steps, correlations, CORRELATION, bounded=True, label=label)
-    rows[f"{name}_largest_weight"] = average_trials(descent.largest[end - 1].mean(-1))
-    if last == s.iterations:
-        return rows, {}, curves
-    correlations, label = correlate(descent, "frobenius"), f"{name} to Frobenius, longer"
-    curves[f"{name} to frobenius, longer"] = curve(descent.steps, correlations, CORRELATION, bounded=True, label=label)
-    return rows, {longer: Figure(correlations[-1].nanmedian().item(), label=label, **known[longer])}, curves
 
 
 CONVERGENCE = ExperimentSettings(trials=100)
-LOCAL_CONVERGENCE = Study(local_convergence, CONVERGENCE, replace(CONVERGENCE, trials=20), uses("local-convergence"))
+LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, CONVERGENCE, replace(CONVERGENCE, trials=20))
 
 
 TIGHT = 1e-8
 """Relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
-RANKS: dict[str, Published] = {
-    "nuclear_least": {"published": 2.0, "bound": "at least"},
-    "nuclear_most": {"published": 4.0, "bound": "at most"},
-    "beyond_bound": {"published": 0.0, "bound": "at most"},
+RANKS = {
+    "nuclear_least": Figure(published=2.0, bound="at least"),
+    "nuclear_most": Figure(published=4.0, bound="at most"),
+    "beyond_bound": Figure(published=0.0, bound="at most"),
 }
 RANKS_SOURCE = (
     "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
@@ -429,7 +401,7 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
         ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
         ("beyond_bound", most, "largest rank − min(n, d)"),
     ):
-        rows[name] = Figure(value, label=label, **(RANKS[name] if published else {}))
+        rows[name] = replace(RANKS[name] if published else UNPUBLISHED, value=value, label=label)
     return Experiment(
         name="rank",
         question="Of which rank is the nuclear solution, and is it at most min(n, d)?",
@@ -443,4 +415,4 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
 
 RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))
 RANK_QUICK = replace(RANK_SIZES, trials=10, d=(6, 10))
-RANK = Study(rank, RANK_SIZES, RANK_QUICK, uses("rank"))
+RANK = Study("rank", rank, RANK_SIZES, RANK_QUICK)

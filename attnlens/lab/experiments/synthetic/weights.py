@@ -12,14 +12,13 @@ from pydantic import JsonValue
 from attnlens.errors import UnposedError, UsageError
 from attnlens.lab.experiments.settings import (
     CORRELATION,
+    UNPUBLISHED,
     ExperimentSettings,
     Figure,
-    Published,
     Study,
     average_trials,
     columns,
     curve,
-    uses,
 )
 from attnlens.lab.experiments.synthetic.tokens import descend_chunks, grid
 from attnlens.maths import attsvm
@@ -129,7 +128,7 @@ def _curve_by_d(by_size: dict[int, Float[Tensor, "accepted 3"]], column: int, la
 
 MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
 MULTI_QUICK = replace(MULTI_FULL, trials=150, d=(4, 6))
-MULTI_TOKEN = Study(multi_token, MULTI_FULL, MULTI_QUICK, uses("multi-token"))
+MULTI_TOKEN = Study("multi-token", multi_token, MULTI_FULL, MULTI_QUICK)
 
 
 TRIES = 200  # random corpora drawn per trial before the sizes are refused
@@ -146,8 +145,7 @@ class Corpus(NamedTuple):
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
 
-TO_SVM: Published = {"published": 1.0, "tolerance": 1e-3}
-FINITE: Published = {"published": 0.0, "tolerance": 1e-9}
+TO_SVM, FINITE = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, tolerance=1e-9)
 """Limits of the theorems, with the tolerance allowed at the last iteration."""
 
 
@@ -162,11 +160,11 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     """
     acyclic, _, steps, at_end = _run_kind(settings, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(settings, True, progress)
-    to_svm, finite = (TO_SVM, FINITE) if published else (Published(), Published())
+    to_svm, finite = (TO_SVM, FINITE) if published else (UNPUBLISHED, UNPUBLISHED)
     rows = {
-        "acyclic_to_svm": average_trials(acyclic[-1], "acyclic to SVM", **to_svm),
-        "cyclic_to_svm": average_trials(cyclic[-1], "cyclic to SVM", **to_svm),
-        "cyclic_finite_distance": average_trials(off[-1], **finite),
+        "acyclic_to_svm": average_trials(acyclic[-1], "acyclic to SVM", to_svm),
+        "cyclic_to_svm": average_trials(cyclic[-1], "cyclic to SVM", to_svm),
+        "cyclic_finite_distance": average_trials(off[-1], known=finite),
         "acyclic_label_weight": average_trials(at_end),
         "cyclic_component_weight": average_trials(cyclic_end),
     }
@@ -220,10 +218,7 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Draw sequences whose graph poses a problem: some order to learn, and a cycle if and only if `cyclic`.
-
-    Raises UsageError if TRIES random corpora of that size pose none.
-    """
+    """Draw sequences whose graph poses a problem: some order to learn, and a cycle if and only if `cyclic`."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):
@@ -263,4 +258,4 @@ def _build_corpus(
 
 
 NEXT_FULL = ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
-NEXT_TOKEN = Study(next_token, NEXT_FULL, replace(NEXT_FULL, trials=10), uses("next-token"))
+NEXT_TOKEN = Study("next-token", next_token, NEXT_FULL, replace(NEXT_FULL, trials=10))

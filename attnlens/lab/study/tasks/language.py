@@ -58,19 +58,23 @@ class _Sentences(Task):
     metric: ClassVar[Literal["BLEU"]] = "BLEU"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SentencePairs(_Sentences):
     """Sentences in one language with their translations into another."""
 
     name: str  # file name
     length: int  # largest number of tokens of a side, including END
-    vocabulary: int  # number of ids, including BEGIN, END and PADDING
     pairs: BytePairs  # encoding of both languages
     sentences: Mapping[str, Sequence[SentencePair]]  # source and target ids of each part's pairs, without BEGIN and END
-    left_out: Mapping[str, int]  # number of pairs per part with a side longer than `length`
-    repeated: int
     split_by: SplitBy
     files: Mapping[str, str]  # SHA-256 of the file by name
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids, including BEGIN, END and PADDING."""
+        return self.pairs.size
+
+    outputs = vocabulary
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
@@ -130,7 +134,6 @@ def sentence_pairs(
     return SentencePairs(
         name=name,
         length=length,
-        vocabulary=code.size,
         pairs=code,
         sentences={
             part: [(as_ids(source), as_ids(target)) for source, target in pairs] for part, pairs in chosen.items()
@@ -177,9 +180,11 @@ class Reversal(_Sentences):
     files: ClassVar[Mapping[str, str]] = {}
 
     @property
-    def vocabulary(self) -> int:  # type: ignore[override]  # depends on `letters`
+    def vocabulary(self) -> int:
         """Number of letters, capitals, and special ids (BEGIN, END, PADDING)."""
         return len(SPECIALS) + 2 * self.letters
+
+    outputs = vocabulary
 
     @property
     def length(self) -> int:
@@ -247,19 +252,25 @@ BLOCK_CHARACTERS = 2000
 LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line is searched
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class NextTokens(Task):
     """Windows of a text, for predicting every token except the first of each block."""
 
     name: str  # names of the texts
     length: int  # tokens per window
-    vocabulary: int
     pairs: BytePairs
     windows: Mapping[str, Int[Tensor, "windows tokens"]]  # of `length` + 1 tokens: with the one that follows
     files: Mapping[str, str]  # SHA-256 of each text by name; empty for the built-in text
     form: ClassVar[Literal["language"]] = "language"
     metric: ClassVar[Literal["perplexity"]] = "perplexity"
     higher_is_better: ClassVar[bool] = False
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+        return self.pairs.size
+
+    outputs = vocabulary
 
     def lengths(self, part: str) -> Sequence[int]:
         """Return the number of tokens of each window of a part, which is `length`."""
@@ -324,7 +335,7 @@ def next_tokens(
                 "Give a longer text.",
             )
         windows[part] = rows if part == "training" else rows[space_evenly(len(rows), evaluated)]
-    return NextTokens(name, length, pairs.size, pairs, windows, files)
+    return NextTokens(name=name, length=length, pairs=pairs, windows=windows, files=files)
 
 
 def split_text(text: str) -> dict[str, list[str]]:

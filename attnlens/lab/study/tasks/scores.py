@@ -13,9 +13,8 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.tasks.classification import Labelled
 from attnlens.lab.study.tasks.language import NextTokens, Reversal, SentencePairs
-from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Split
+from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Labelled, Split
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
