@@ -26,8 +26,7 @@ from attnlens.files import read_bytes, shorten_text, with_home
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import read_json
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sequences import describe_missing_inputs, reads_ids, required_inputs, text_inputs
-from attnlens.models.texts.windows import PACKED
+from attnlens.models.texts.sequences import PACKED, describe_missing_inputs, reads_ids, required_inputs, text_inputs
 from attnlens.models.trace import tensors
 from attnlens.records import Text
 
