@@ -246,21 +246,15 @@ class TracedSoftmax:
 
 
 STEPS_END = frozenset(
-    {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
-    | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
-    | {torch.layer_norm, torch.group_norm, torch.batch_norm, Tensor.log_softmax}
-    | {torch.max, torch.amax, Tensor.max, Tensor.amax, torch.logsumexp, Tensor.logsumexp}
+    {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "embedding", "conv1d", "conv2d", "conv3d"}
+    | {"log_softmax", "max", "amax", "logsumexp"}
 )
 """Functions after which a tensor no longer contains scores or weights of a head; a row's maximum does not either."""
-LARGER = frozenset({torch.max, Tensor.max})
-"""Functions that return the maximum of one tensor, or the elementwise maximum of two, which is a step like others."""
 MULTIPLYING = frozenset(
-    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow, torch.addcmul, torch.addcdiv}
-    | {getattr(Tensor, name) for name in ("pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "__pow__")}
-    | {getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__imul__")}
-    | {getattr(Tensor, name) for name in ("multiply", "divide", "true_divide", "__truediv__", "__itruediv__")}
+    {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__idiv__", "divide"}
+    | {"true_divide", "pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"}
 )
-"""Functions that multiply a tensor by another one."""
+"""Functions that multiply a tensor by another one; torch names `/=` `__idiv__`."""
 
 
 @dataclass
@@ -277,7 +271,8 @@ class Provenance:
     def run(self, call: FunctionCall) -> Any:
         """Return the call's result, and record the facts about it."""
         arguments = list(tensors((call.args, call.kwargs)))
-        ends = call.function in STEPS_END and not (call.function in LARGER and len(arguments) == 2)
+        # of two tensors, `max` is elementwise, a step like others
+        ends = call.name in STEPS_END and not (call.name == "max" and len(arguments) == 2)
         carried = dict.fromkeys(scores for tensor in arguments for scores in self.scores.get(tensor, ()))
         steps = {} if ends else {scores: self._step(scores, call, arguments) for scores in carried}
         result = call.run()
@@ -299,7 +294,7 @@ class Provenance:
     def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[Standins]:
         """Return the stand-ins of the tensors in the function's result; none if the function fails on stand-ins."""
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
-        if call.function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
+        if call.name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
 
         def run(standin: str) -> list[Tensor]:
