@@ -44,6 +44,7 @@ POSITIONS = 32  # positions used to determine the pairs
 STILL = 1e-5
 """Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
 ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
+EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
@@ -127,14 +128,18 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
     """Yield each site's rotation, None if its keys are not rotated, or the error that makes it unreadable.
 
-    `window` lists the sites, called with as many positions as the rotations shall have.
+    `window` lists the sites, called with as many positions as the rotations shall have. Equal rotations are one object.
     """
+    known = list[Rotation]()
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            yield find_rotation(probe, norms_inside(target.module))
+            rotation = find_rotation(probe, norms_inside(target.module))
         except UnreadableError as error:
             yield error
+            continue
+        known += [rotation] if rotation is not None else []
+        yield rotation if rotation is None else next(other for other in known if _are_equal(other, rotation))
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -240,6 +245,14 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     steps = torch.arange(len(rotation.angles)).to(first)
     frequencies = (steps[1:, None] * turns).sum(0) / steps.square().sum()
     return replace(rotation, angles=steps[:, None] * frequencies)
+
+
+def _are_equal(first: Rotation, second: Rotation) -> bool:
+    """Return whether two rotations differ only by rounding."""
+    same_shape = first.angles.shape == second.angles.shape and first.by_distance == second.by_distance
+    if not same_shape or not torch.equal(first.pairs, second.pairs):
+        return False
+    return bool((_wrap(first.angles - second.angles).abs() < EQUAL).all())
 
 
 Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
