@@ -138,8 +138,9 @@ def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotati
         except UnreadableError as error:
             yield error
             continue
-        known += [rotation] if rotation is not None else []
-        yield rotation if rotation is None else next(other for other in known if _are_equal(other, rotation))
+        equal = [other for other in known if rotation is not None and _are_equal(other, rotation)]
+        known += [rotation] if rotation is not None and not equal else []
+        yield equal[0] if equal else rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
