@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ from attnlens.models.weights.probe import (
     float64_weights,
     linear,
     norms_inside,
-    nothing_to_read,
     smallest,
     unreadable,
     used_weights,
@@ -268,7 +267,7 @@ def factors(
     *,
     chosen: Sequence[int] | None = None,
     turns: Turns | None = None,
-    present: Present = nothing_to_read,
+    present: Present | None = None,
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
@@ -279,7 +278,7 @@ def factors(
 
     `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
     chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
-    the given names.
+    the given names; None stands for a model in memory.
     """
     turns = Turns() if turns is None else turns
     for index in range(len(window)) if chosen is None else chosen:
@@ -294,10 +293,11 @@ def factors(
 
 
 def _read_site(
-    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present, *, leading: bool
+    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present | None, *, leading: bool
 ) -> Factors:
     """Return the factors of one site; the float64 copies of its weights are freed on return."""
-    with present(single.module, partial(used_weights, model, single, many.layout)):
+    names = partial(used_weights, model, single, many.layout)
+    with nullcontext() if present is None else present(single.module, names):
         weights = float64_weights(single.module)
         probe = smallest(Probe(model, single, weights, many.layout))
         window = Probe(model, many, weights, many.layout, whole=True)
