@@ -134,7 +134,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
     return Media(
         {**media.processors, modality: processor},
         media.before + before,
-        media.names | inputs.keys(),
+        media.names.union(inputs),
         (*media.notes, note) if problem else media.notes,
     )
 
