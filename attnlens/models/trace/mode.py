@@ -21,6 +21,7 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.rows import split_mask
 from attnlens.models.trace.scores import (
+    MATMULS,
     Arguments,
     FunctionCall,
     Keywords,
@@ -30,7 +31,6 @@ from attnlens.models.trace.scores import (
     multiply_einsum,
     operands,
     start_scores,
-    summed_values,
     tensors,
     unreadable,
 )
@@ -326,7 +326,8 @@ class _Tracer(TorchFunctionMode):
             weights = next((part for part in pair if part in self.known.weights), None)
             if weights is None:
                 return self._product(call, pair)
-            result = self._sum(call, weights)
+            is_sum = call.function in MATMULS and pair[0] is weights and pair[1].dim() > 1
+            result = self._sum(call, weights, pair[1] if is_sum else None)
         self.known.inputs[result] = True
         return result
 
@@ -348,7 +349,7 @@ class _Tracer(TorchFunctionMode):
             self.known.inputs[result] = True
         if constant:
             return result
-        product = as_product(call)
+        product = as_product(call, *pair)
         if product is not None and result.is_floating_point():
             running = tuple(module for module, _ in self.running)
             scores, standins = start_scores(product, result, running, content=all(dependent), prove=self.prove)
@@ -367,12 +368,14 @@ class _Tracer(TorchFunctionMode):
             self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
-    def _sum(self, call: FunctionCall, weights: Tensor) -> Tensor:
-        """Compute a product of attention weights with values: here a site is complete, and is answered."""
+    def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
+        """Compute a product of attention weights with values: here a site is complete, and is answered.
+
+        `values` is None if it is another product, which is left to the model.
+        """
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
-        values = summed_values(call, weights)
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             if values is None or softmax.used:

@@ -66,19 +66,29 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors that a call multiplies as matrices; None for any other call."""
-    if call.function is torch.einsum:
+    """Return the two tensors that a call multiplies as matrices, in their order; None for any other call."""
+    function, args, kwargs = call
+    if function is torch.einsum:
         parsed = _parse_einsum(call)
         return None if parsed is None else parsed[1:]
-    first, second = _factors(call) if call.function in FUNCTIONS else (None, None)
-    return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
+    if function not in FUNCTIONS:
+        return None
+    first_names = ("batch1", "mat1") if function in ADDING else ("input", "self")
+    second_names = ("batch2", "mat2", "other", "tensor2", "weight")
+    positional = args[1:] if function in ADDING else args
+    first, second = (
+        positional[index] if len(positional) > index else next((kwargs[name] for name in names if name in kwargs), None)
+        for index, names in enumerate((first_names, second_names))
+    )
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return None
+    return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
-def as_product(call: FunctionCall) -> Product | None:
-    """Return the call as a product of queries with keys; None if its axes do not fit one."""
+def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | None:
+    """Return a call with these operands as a product of queries with keys; None if its axes do not fit one."""
     function, args, kwargs = call
-    first, second = (None, None) if function is torch.einsum else _factors(call)
-    if first is None or min(first.dim(), second.dim()) < 2:
+    if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None
     if function is F.linear:
         return Product(first, second, lambda left, right: F.linear(left, right), plain=len(args) + len(kwargs) == 2)
@@ -92,25 +102,6 @@ def as_product(call: FunctionCall) -> Product | None:
         return result
 
     return Product(first, second.mT, again, plain=False)
-
-
-def summed_values(call: FunctionCall, weights: Tensor) -> Tensor | None:
-    """Return the values, (…, keys, value_dim), if the call is Σ_j weights_ij value_j; None if it is another product."""
-    first, second = _factors(call) if call.function in MATMULS else (None, None)
-    return second if first is weights and second.dim() > 1 else None
-
-
-def _factors(call: FunctionCall) -> tuple[Any, Any]:
-    """Return the two factors among the arguments of a product, in their order."""
-    function, args, kwargs = call
-    first_names = ("batch1", "mat1") if function in ADDING else ("input", "self")
-    second_names = ("batch2", "mat2", "other", "tensor2", "weight")
-    positional = args[1:] if function in ADDING else args
-    first, second = (
-        positional[index] if len(positional) > index else next((kwargs[name] for name in names if name in kwargs), None)
-        for index, names in enumerate((first_names, second_names))
-    )
-    return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
