@@ -13,7 +13,7 @@ import attnlens
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.ranks import search as calibration
 from attnlens.models import texts
-from attnlens.models.texts import windows as overlap
+from attnlens.models.texts import sequences as overlap
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 8, "length": 64, "batch_size": 4, "placement": "first"} | BARE

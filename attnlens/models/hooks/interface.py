@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -57,7 +58,7 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
     for part in parts[:1] if model in parts else parts:  # the outermost model also sets its submodels
         part.set_attn_implementation(name)
     for config, original in previous:
-        if original == "eager" and config._attn_implementation_internal == name:
+        if original == "eager" and config._attn_implementation == name:
             config._attn_implementation_internal = in_place_of_eager
     return bool(parts)
 
@@ -71,8 +72,9 @@ def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
     """Return every configuration that names an attention implementation, with that name."""
-    named = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
-    return [(config, config._attn_implementation_internal) for config in named]
+    # private: no public attribute of a configuration has the name
+    configs = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
+    return [(config, config._attn_implementation) for config in configs]
 
 
 def out_of_reach(
@@ -219,27 +221,23 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 class CallCounter:
     """Counts calls while attention is watched or replaced, so that each call can be matched to its site."""
 
-    sites: Mapping[tuple[str, int], Site]  # expected sites, by path and ordinal
+    sites: Mapping[str, Sequence[Site]]  # expected sites by path, in the order of their calls
     names: Mapping[nn.Module, str]  # module → dotted path
     calls: Counter[str] = field(default_factory=Counter)  # number of calls so far, by path
 
     def site(self, module: nn.Module) -> Site:
         """Return the site of the module's next call, or raise ModelError if no site of the module is known."""
         path = self.names[module]
-        total = self._calls_per_pass(path)
-        if not total:
+        if path not in self.sites:
             problem = f"{path} runs on this input, but did not run on the input used to find the sites."
             raise ModelError(problem, "Give inputs of the same kind in both calls.")
         self.calls[path] += 1
-        return self.sites[path, (self.calls[path] - 1) % total]
+        return self.sites[path][(self.calls[path] - 1) % len(self.sites[path])]
 
     def begin(self, *_: object) -> None:
         """Start a pass: set ordinals back to 0, even if an exception ended the previous pass."""
         for path in self.calls:
-            self.calls[path] += -self.calls[path] % self._calls_per_pass(path)
-
-    def _calls_per_pass(self, path: str) -> int:
-        return sum(site_path == path for site_path, _ in self.sites)
+            self.calls[path] += -self.calls[path] % len(self.sites[path])
 
 
 @dataclass(frozen=True)
@@ -285,9 +283,10 @@ def replace(
     does not support a site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was
     never reached.
     """
-    counter = CallCounter(
-        {(site.path, site.ordinal): site for site in sites}, {module: name for name, module in model.named_modules()}
-    )
+    by_path = defaultdict[str, list[Site]](list)
+    for site in sorted(sites, key=attrgetter("ordinal")):
+        by_path[site.path].append(site)
+    counter = CallCounter(dict(by_path), {module: name for name, module in model.named_modules()})
 
     def answer(call: Call) -> Tensor:
         site = counter.site(cast("nn.Module", call.module))

@@ -2,32 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from inspect import signature
 from random import Random
 from typing import TYPE_CHECKING
 
+from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.models.texts import media, sequences
-from attnlens.models.texts.sequences import CHARACTERS, Row, vocabulary
+from attnlens.models.texts.sequences import CHARACTERS, Row, sequences_in, vocabulary
 from attnlens.models.texts.sources import Content, thin_text
-from attnlens.models.texts.windows import Batch, Batches, Cut
 from attnlens.records import Text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnlens.models.loading import Loaded
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 """Names of the inputs that are built from a text."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The keyword arguments of one forward pass."""
+
+    inputs: dict[str, Tensor]  # arguments of `model(**inputs)`, on the model's device
+    lengths: tuple[int, ...]
+    """Number of ids of each sequence without padding, which is on the right; empty if the model reads no tokens."""
+    parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if the model reads no tokens
+    start: int = 0  # index of the text's first id in each sequence, after the placeholders of images and sounds
+
+    @property
+    def size(self) -> int:
+        """Number of sequences."""
+        return sequences_in(self.inputs)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """All forward passes, and the texts that they are built from."""
+
+    batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
+    sequences: int  # number of sequences; fewer than requested if the texts have no more
+    tokens: int  # number of ids of the longest sequence, with special tokens; 0 if the model reads no tokens
+    texts: tuple[Text, ...]  # the texts with the numbers of their windows, followed by files or noise, if any
+    unknown: Mapping[str, float]
+    """Share, 0 to 1, of each text's ids that are the tokenizer's unknown token; near 1, the text is unreadable."""
+    pack: bool = True  # True if the sequences are windows of running text instead of lines
+    notes: tuple[str, ...] = ()  # sentences for the reader about inputs other than the texts
+    made_up: bool = False  # True if the model's main input is noise
+    left_out: tuple[str, ...] = ()  # names of texts without any sequence, if there are fewer sequences than texts
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def first(self) -> Batches:
+        """Return only the first forward pass."""
+        return replace(self, batches=self.batches[:1], sequences=self.batches[0].size)
+
+    def some(self, sequences: int) -> Batches:
+        """Return evenly spread passes with about `sequences` sequences; all if there are no more."""
+        count = -(-len(self.batches) * sequences // self.sequences)
+        if count >= len(self.batches):
+            return self
+        batches = tuple(self.batches[index * len(self.batches) // count] for index in range(count))
+        return replace(self, batches=batches, sequences=sum(batch.size for batch in batches))
+
+    @property
+    def ids(self) -> list[tuple[int, ...]]:
+        """Ids of each sequence's text, without padding; empty if the model reads no tokens."""
+        all_ids = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
+        return [
+            tuple(row[batch.start : length])
+            for batch, ids in zip(self.batches, all_ids, strict=True)
+            for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
+        ]
+
+    @property
+    def passages(self) -> list[tuple[int, ...]]:
+        """Ids of each passage of text; consecutive windows of a text are joined to one passage."""
+        return passages([self])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Name of the text of each sequence; empty if the model reads no tokens."""
+        return tuple(name for batch in self.batches for name in batch.parts)
+
+    @property
+    def taken(self) -> dict[str, frozenset[int]]:
+        """Numbers of the windows used of each text, keyed by the text's SHA-256."""
+        return {text.sha256: frozenset(text.windows) for text in self.texts}
+
+
+def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
+    """Return the ids of all sequences, joining consecutive windows of a text to one passage, across all batches."""
+    ids_by_window, packed = dict[tuple[str, int], tuple[int, ...]](), True
+    for batches in several:
+        numbers = [number for text in batches.texts for number in text.windows]
+        ids_by_window |= zip(zip(batches.parts, numbers, strict=True), batches.ids, strict=True)
+        packed &= batches.pack
+    joined: list[tuple[int, ...]] = []
+    for name, number in sorted(ids_by_window):
+        if packed and (name, number - 1) in ids_by_window:
+            joined[-1] += ids_by_window[name, number]
+        else:
+            joined.append(ids_by_window[name, number])
+    return joined
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Options for cutting texts into sequences and for choosing those that are fed."""
+
+    tokens: int | None = None
+    """Length of a window in tokens, with special tokens; None: 128, or the model's number of positions if smaller."""
+    sequences: int = 32  # number of sequences over all texts, divided as equally as the lengths of the texts allow
+    batch_size: int = 8  # number of sequences per forward pass
+    pack: bool = True  # True for windows of the running text, False for its lines
+    placement: Placement = "spread"  # placement of the windows in each text
+    seed: int = 0  # seed of the placement and of noise
+    turn: tuple[int, int] = (0, 1)
+    """(i, n): use only the chosen sequences i, i + n, i + 2n … of each text, so that n parts are disjoint."""
+    image: tuple[str, ...] = ()  # paths of images, one per sequence; empty for noise
+    audio: tuple[str, ...] = ()  # paths of sounds, one per sequence; empty for noise
+    pairs: bool = False  # True if each line contains two texts separated by a tab, which the tokenizer joins
+    allow_foreign: bool = False  # True to feed a text even if half of its tokens or more are unknown to the tokenizer
+
+
 def batches(
     loaded: Loaded,
     contents: Sequence[Content],
-    cut: Cut = Cut(),  # noqa: B008  # it is frozen
+    cut: Cut = Cut(),  # it is frozen
     *,
     apart_from: Batches | None = None,
     skip_noise: int = 0,

@@ -25,8 +25,7 @@ from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memo
 from attnlens.files import read_bytes, shorten_text, with_home
 from attnlens.models.loading.locate import first_line, read_json
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sequences import describe_missing_inputs, reads_ids, required_inputs, text_inputs
-from attnlens.models.texts.windows import PACKED
+from attnlens.models.texts.sequences import PACKED, describe_missing_inputs, reads_ids, required_inputs, text_inputs
 from attnlens.models.trace import tensors
 from attnlens.records import Text
 
@@ -134,7 +133,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
     return Media(
         {**media.processors, modality: processor},
         media.before + before,
-        media.names | inputs.keys(),
+        media.names.union(inputs),
         (*media.notes, note) if problem else media.notes,
     )
 

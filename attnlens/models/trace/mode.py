@@ -21,6 +21,7 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.rows import split_mask
 from attnlens.models.trace.scores import (
+    MATMULS,
     Arguments,
     FunctionCall,
     Keywords,
@@ -30,7 +31,6 @@ from attnlens.models.trace.scores import (
     multiply_einsum,
     operands,
     start_scores,
-    summed_values,
     tensors,
     unreadable,
 )
@@ -41,23 +41,15 @@ TOLERANCE = 1e-4
 over a long sum, and far below the difference that a wrong query, key or mask makes."""
 
 
-@dataclass(frozen=True)
-class Affine:
-    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), up to a term per query."""
-
-    factor: Tensor  # (heads,): the factor of the product
-    allowed: Tensor | None  # which keys a query may see; None for all
-    bias: Tensor | None  # the term added; None if there is none
-
-
 ROUNDINGS = 32
 """Roundings allowed between two values that a few steps in one floating-point type compute from the same number."""
 
 
-def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
-    """Find the affine map that gives `zero` for a product of 0 and `scores` for the product `signs`, (queries, keys).
+def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return factor, visible pairs and bias of scores = factor · product + bias, up to a term per query.
 
-    Both are (batch, heads, queries, keys). Raises UnreadableError if the factor differs in a head, or is 0.
+    The map gives `zero` for a product of 0 and `scores` for the product `signs`, (queries, keys). Both are (batch,
+    heads, queries, keys), the factor is (heads,). Raises UnreadableError if the factor differs in a head, or is 0.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -73,17 +65,16 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
     rounding = ROUNDINGS * torch.finfo(zero.dtype).eps * size
     if bool(((gain - factor.view(1, -1, 1, 1) * products).abs() > rounding).any()):
         raise unreadable("the factor of its scores is not the same for all pairs of tokens")
-    return Affine(factor, None if bool(visible.all()) else visible, bias)
+    return factor, visible, bias
 
 
-def check_moved(query: Tensor, key: Tensor, fit: Affine, zero: Tensor, scores: Tensor) -> None:
+def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor) -> None:
     """Raise UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ + bias for these queries and keys.
 
     They are not the model's queries and keys, and `scores` is the result of the model's own steps on them.
     """
-    visible = torch.ones_like(zero, dtype=torch.bool) if fit.allowed is None else fit.allowed
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
-    predicted = _centre(fit.factor.view(1, -1, 1, 1) * product, visible)
+    predicted = _centre(factor.view(1, -1, 1, 1) * product, visible)
     moved = _centre(scores.to(zero) - zero, visible)
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
@@ -181,18 +172,19 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
         raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but the product in it has {shape}")
     lead = find_lead(product.lead, queries, keys, tokens)
     zero, signs = (lead.split(standin.reshape(shape)) for standin in (standins.zero, standins.signs))
-    fit = fit_affine(scores.signs, zero, signs)
+    factor, visible, bias = fit_affine(scores.signs, zero, signs)
     if scores.moved is not None and standins.moved is not None:
         moved_query, moved_key = (lead.split(part) for part in scores.moved)
-        check_moved(moved_query, moved_key, fit, zero, lead.split(standins.moved.reshape(shape)))
-    query, scale = lead.split(product.left), float(fit.factor[0].detach())
+        check_moved(moved_query, moved_key, factor, visible, zero, lead.split(standins.moved.reshape(shape)))
+    query, scale = lead.split(product.left), float(factor[0].detach())
     # a Call has one scale: if heads have different factors, the queries contain them
-    if bool(((fit.factor - scale).abs() > ROUNDINGS * torch.finfo(fit.factor.dtype).eps * abs(scale)).any()):
-        query, scale = query * fit.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
+    if bool(((factor - scale).abs() > ROUNDINGS * torch.finfo(factor.dtype).eps * abs(scale)).any()):
+        query, scale = query * factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
     wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J converts its queries and keys to float32
     vectors, relative = (query.to(wide), key.to(wide), value.to(wide)), len(softmax.carried) > 1
-    return Call(*vectors, scale, fit.allowed, bias=fit.bias, module=module, traced=True, relative=relative), lead
+    allowed = None if bool(visible.all()) else visible
+    return Call(*vectors, scale, allowed, bias=bias, module=module, traced=True, relative=relative), lead
 
 
 def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
@@ -326,7 +318,8 @@ class _Tracer(TorchFunctionMode):
             weights = next((part for part in pair if part in self.known.weights), None)
             if weights is None:
                 return self._product(call, pair)
-            result = self._sum(call, weights)
+            is_sum = call.function in MATMULS and pair[0] is weights and pair[1].dim() > 1
+            result = self._sum(call, weights, pair[1] if is_sum else None)
         self.known.inputs[result] = True
         return result
 
@@ -348,7 +341,7 @@ class _Tracer(TorchFunctionMode):
             self.known.inputs[result] = True
         if constant:
             return result
-        product = as_product(call)
+        product = as_product(call, *pair)
         if product is not None and result.is_floating_point():
             running = tuple(module for module, _ in self.running)
             scores, standins = start_scores(product, result, running, content=all(dependent), prove=self.prove)
@@ -367,12 +360,14 @@ class _Tracer(TorchFunctionMode):
             self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
-    def _sum(self, call: FunctionCall, weights: Tensor) -> Tensor:
-        """Compute a product of attention weights with values: here a site is complete, and is answered."""
+    def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
+        """Compute a product of attention weights with values: here a site is complete, and is answered.
+
+        `values` is None if it is another product, which is left to the model.
+        """
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
-        values = summed_values(call, weights)
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             if values is None or softmax.used:

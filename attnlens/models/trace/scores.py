@@ -66,19 +66,29 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors that a call multiplies as matrices; None for any other call."""
-    if call.function is torch.einsum:
+    """Return the two tensors that a call multiplies as matrices, in their order; None for any other call."""
+    function, args, kwargs = call
+    if function is torch.einsum:
         parsed = _parse_einsum(call)
         return None if parsed is None else parsed[1:]
-    first, second = _factors(call) if call.function in FUNCTIONS else (None, None)
-    return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
+    if function not in FUNCTIONS:
+        return None
+    first_names = ("batch1", "mat1") if function in ADDING else ("input", "self")
+    second_names = ("batch2", "mat2", "other", "tensor2", "weight")
+    positional = args[1:] if function in ADDING else args
+    first, second = (
+        positional[index] if len(positional) > index else next((kwargs[name] for name in names if name in kwargs), None)
+        for index, names in enumerate((first_names, second_names))
+    )
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return None
+    return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
-def as_product(call: FunctionCall) -> Product | None:
-    """Return the call as a product of queries with keys; None if its axes do not fit one."""
+def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | None:
+    """Return a call with these operands as a product of queries with keys; None if its axes do not fit one."""
     function, args, kwargs = call
-    first, second = (None, None) if function is torch.einsum else _factors(call)
-    if first is None or min(first.dim(), second.dim()) < 2:
+    if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None
     if function is F.linear:
         return Product(first, second, lambda left, right: F.linear(left, right), plain=len(args) + len(kwargs) == 2)
@@ -92,25 +102,6 @@ def as_product(call: FunctionCall) -> Product | None:
         return result
 
     return Product(first, second.mT, again, plain=False)
-
-
-def summed_values(call: FunctionCall, weights: Tensor) -> Tensor | None:
-    """Return the values, (…, keys, value_dim), if the call is Σ_j weights_ij value_j; None if it is another product."""
-    first, second = _factors(call) if call.function in MATMULS else (None, None)
-    return second if first is weights and second.dim() > 1 else None
-
-
-def _factors(call: FunctionCall) -> tuple[Any, Any]:
-    """Return the two factors among the arguments of a product, in their order."""
-    function, args, kwargs = call
-    first_names = ("batch1", "mat1") if function in ADDING else ("input", "self")
-    second_names = ("batch2", "mat2", "other", "tensor2", "weight")
-    positional = args[1:] if function in ADDING else args
-    first, second = (
-        positional[index] if len(positional) > index else next((kwargs[name] for name in names if name in kwargs), None)
-        for index, names in enumerate((first_names, second_names))
-    )
-    return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
@@ -246,21 +237,15 @@ class TracedSoftmax:
 
 
 STEPS_END = frozenset(
-    {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
-    | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
-    | {torch.layer_norm, torch.group_norm, torch.batch_norm, Tensor.log_softmax}
-    | {torch.max, torch.amax, Tensor.max, Tensor.amax, torch.logsumexp, Tensor.logsumexp}
+    {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "embedding", "conv1d", "conv2d", "conv3d"}
+    | {"log_softmax", "max", "amax", "logsumexp"}
 )
 """Functions after which a tensor no longer contains scores or weights of a head; a row's maximum does not either."""
-LARGER = frozenset({torch.max, Tensor.max})
-"""Functions that return the maximum of one tensor, or the elementwise maximum of two, which is a step like others."""
 MULTIPLYING = frozenset(
-    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow, torch.addcmul, torch.addcdiv}
-    | {getattr(Tensor, name) for name in ("pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "__pow__")}
-    | {getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__imul__")}
-    | {getattr(Tensor, name) for name in ("multiply", "divide", "true_divide", "__truediv__", "__itruediv__")}
+    {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__idiv__", "divide"}
+    | {"true_divide", "pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"}
 )
-"""Functions that multiply a tensor by another one."""
+"""Functions that multiply a tensor by another one; torch names `/=` `__idiv__`."""
 
 
 @dataclass
@@ -277,7 +262,8 @@ class Provenance:
     def run(self, call: FunctionCall) -> Any:
         """Return the call's result, and record the facts about it."""
         arguments = list(tensors((call.args, call.kwargs)))
-        ends = call.function in STEPS_END and not (call.function in LARGER and len(arguments) == 2)
+        # of two tensors, `max` is elementwise, a step like others
+        ends = call.name in STEPS_END and not (call.name == "max" and len(arguments) == 2)
         carried = dict.fromkeys(scores for tensor in arguments for scores in self.scores.get(tensor, ()))
         steps = {} if ends else {scores: self._step(scores, call, arguments) for scores in carried}
         result = call.run()
@@ -299,7 +285,7 @@ class Provenance:
     def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[Standins]:
         """Return the stand-ins of the tensors in the function's result; none if the function fails on stand-ins."""
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
-        if call.function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
+        if call.name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
 
         def run(standin: str) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -189,11 +189,6 @@ def smallest(probe: Probe) -> Probe:
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
 """Maps (module, names) to a context in which the module's parameters and buffers of these names have values."""
-
-
-def nothing_to_read(_module: nn.Module, _names: Callable[[], Collection[str]]) -> AbstractContextManager[None]:
-    """Return the empty context used for a model that is already in memory."""
-    return nullcontext()
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:

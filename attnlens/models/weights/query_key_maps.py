@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ from attnlens.models.weights.probe import (
     float64_weights,
     linear,
     norms_inside,
-    nothing_to_read,
     smallest,
     unreadable,
     used_weights,
@@ -44,6 +43,7 @@ POSITIONS = 32  # positions used to determine the pairs
 STILL = 1e-5
 """Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
 ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
+EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
@@ -127,14 +127,19 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
     """Yield each site's rotation, None if its keys are not rotated, or the error that makes it unreadable.
 
-    `window` lists the sites, called with as many positions as the rotations shall have.
+    `window` lists the sites, called with as many positions as the rotations shall have. Equal rotations are one object.
     """
+    known = list[Rotation]()
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            yield find_rotation(probe, norms_inside(target.module))
+            rotation = find_rotation(probe, norms_inside(target.module))
         except UnreadableError as error:
             yield error
+            continue
+        equal = [other for other in known if rotation is not None and _are_equal(other, rotation)]
+        known += [rotation] if rotation is not None and not equal else []
+        yield equal[0] if equal else rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -242,6 +247,14 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
+def _are_equal(first: Rotation, second: Rotation) -> bool:
+    """Return whether two rotations differ only by rounding."""
+    same_shape = first.angles.shape == second.angles.shape and first.by_distance == second.by_distance
+    if not same_shape or not torch.equal(first.pairs, second.pairs):
+        return False
+    return bool((_wrap(first.angles - second.angles).abs() < EQUAL).all())
+
+
 Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
 Groups = tuple[Tensor, ...]  # coordinates of a head that are normalised together
 CHUNK = 512  # probe tokens that go through a module at once
@@ -254,7 +267,7 @@ def factors(
     *,
     chosen: Sequence[int] | None = None,
     turns: Turns | None = None,
-    present: Present = nothing_to_read,
+    present: Present | None = None,
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
@@ -265,7 +278,7 @@ def factors(
 
     `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
     chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
-    the given names.
+    the given names; None stands for a model in memory.
     """
     turns = Turns() if turns is None else turns
     for index in range(len(window)) if chosen is None else chosen:
@@ -280,10 +293,11 @@ def factors(
 
 
 def _read_site(
-    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present, *, leading: bool
+    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present | None, *, leading: bool
 ) -> Factors:
     """Return the factors of one site; the float64 copies of its weights are freed on return."""
-    with present(single.module, partial(used_weights, model, single, many.layout)):
+    names = partial(used_weights, model, single, many.layout)
+    with nullcontext() if present is None else present(single.module, names):
         weights = float64_weights(single.module)
         probe = smallest(Probe(model, single, weights, many.layout))
         window = Probe(model, many, weights, many.layout, whole=True)

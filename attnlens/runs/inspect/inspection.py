@@ -403,7 +403,7 @@ class Inspection(PreparedRun):
         """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
-        present = weights.nothing_to_read if deferred is None else deferred.present
+        present = None if deferred is None else deferred.present
         factors = weights.factors(model, self.one_token, self.window, chosen=chosen, turns=self._turns, present=present)
         for index in chosen:
             # no variable here keeps the factors yielded last alive
