@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -357,31 +357,26 @@ class Classifier(nn.Module):
         return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
 
 
-class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+class KernelTransformerConfig(PreTrainedConfig):
     """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
 
     model_type = KERNEL_TRANSFORMER
 
-    def __init__(
-        self,
-        vocab_size: int = 0,
-        hidden_size: int = 64,
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 4,
-        intermediate_size: int = 256,
-        max_position_embeddings: int = 64,
-        dropout: float = 0.0,
-        channels: int = 0,
-        classes: int = 2,
-        form: dict[str, object] | None = None,
-        **more: Any,
-    ) -> None:
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
-        self.num_attention_heads, self.intermediate_size = num_attention_heads, intermediate_size
-        self.max_position_embeddings, self.dropout = max_position_embeddings, dropout
-        self.channels, self.classes = channels, classes
-        self.form = asdict(AttentionForm()) if form is None else form
-        super().__init__(**{"tie_word_embeddings": False, "use_cache": False} | more)
+    vocab_size: int = 0
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    intermediate_size: int = 256
+    max_position_embeddings: int = 64
+    dropout: float = 0.0
+    channels: int = 0
+    classes: int = 2
+    form: dict[str, object] = field(default_factory=lambda: asdict(AttentionForm()))
+    decoder_start_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    use_cache: bool = False
 
     @property
     def attention_form(self) -> AttentionForm:

@@ -1,6 +1,6 @@
 """Load a model by its name and describe it before it has run.
 
-Contents: locate.py and hub.py find the files; stored.py, gguf.py and configs.py check headers and configs before
+Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
 anything is built; building.py builds the model with transformers; quantised.py and gguf.py decode weights, adapters.py
 merges adapters, deferred.py reads weights in parts; placement.py chooses device, number type and memory.
 Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
@@ -234,7 +234,7 @@ def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, ada
         raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
     import torch
 
-    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, open_files, shape_slices, widen
+    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, ShapesAlone, ShapeSlice, open_files, widen
 
     stored = check_files(place, trust_remote_code)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
@@ -243,7 +243,8 @@ def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, ada
         if not isinstance(files, GgufFiles):
             stored = files.stored
         with patch.dict(os.environ, ONE_THREAD):
-            shapes = shape_slices(files.shapes)
+            mode = ShapesAlone(allow_non_fake_inputs=True)
+            shapes = {name: ShapeSlice(shape, mode) for name, shape in files.shapes.items()}
             model, loading_info = build_model(
                 place, config, torch.float32, trust_remote_code, stored, shapes, files.ignored
             )

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import regex  # unlike re it has a timeout, which matters because the expressions come from an untrusted file
 
@@ -22,8 +22,8 @@ from attnlens.models.loading.configs import foreign
 from attnlens.models.loading.locate import (
     ADAPTER_CONFIG,
     CONFIG,
-    OFFLINE,
     Hub,
+    Json,
     is_there,
     looks_like_path,
     names_in,
@@ -33,6 +33,7 @@ from attnlens.models.loading.locate import (
 from attnlens.records import AdapterInfo, File
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
@@ -72,10 +73,7 @@ class AdapterFiles:
 
 
 def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
-    """Find the adapter `name`: a folder, or a hub id (`org/name@revision`).
-
-    Raises ModelError if no such adapter exists, or peft is not installed.
-    """
+    """Find the adapter `name`: a folder or a hub id. Raises ModelError if there is none, or peft is not installed."""
     if find_spec("peft") is None:
         raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
     path = with_home(name)
@@ -87,25 +85,25 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
     id_, _, revision = name.partition("@")
     if not id_ or looks_like_path(id_):
         raise ModelError(f"There is no such folder: {shorten_text(name)}.", SAY_FOLDER)
-    hub = Hub(id_, revision or None)
-    folder = hub.find_cached(OFFLINE) if offline else hub.fetch(lambda names: _select_files(names, id_))
+    folder = Hub(id_, revision or None).fetch(lambda names: _select_files(names, id_), offline=offline)
     _select_files(names_in(folder), id_)
     return AdapterFiles(id_, folder, folder.name)
 
 
 def _select_files(names: Collection[str], where: str) -> list[str]:
     """Return the names of an adapter's two files. Raises ModelError if one is missing."""
-    where = shorten_text(where)
-    if ADAPTER_CONFIG not in names and CONFIG in names:
-        problem = f"{where} has no {ADAPTER_CONFIG}: it is a model, not an adapter."
-        raise ModelError(problem, "Give it as MODEL, without --adapter.")
+    problem = remedy = ""
     if ADAPTER_CONFIG not in names:
-        raise ModelError(f"{where} has no {ADAPTER_CONFIG}.", SAY_FOLDER)
-    if TENSORS not in names and PICKLE in names:
-        problem = f"{where} has only a pickled adapter ({PICKLE}), which can run code when it is opened."
-        raise ModelError(problem, "Convert it to safetensors.")
-    if TENSORS not in names:
-        raise ModelError(f"{where} has no {TENSORS}.", SAY_AGAIN)
+        is_model = CONFIG in names
+        problem = f"has no {ADAPTER_CONFIG}" + ": it is a model, not an adapter" * is_model
+        remedy = "Give it as MODEL, without --adapter." if is_model else SAY_FOLDER
+    elif TENSORS not in names and PICKLE in names:
+        problem = f"has only a pickled adapter ({PICKLE}), which can run code when it is opened"
+        remedy = "Convert it to safetensors."
+    elif TENSORS not in names:
+        problem, remedy = f"has no {TENSORS}", SAY_AGAIN
+    if problem:
+        raise ModelError(f"{shorten_text(where)} {problem}.", remedy)
     return [ADAPTER_CONFIG, TENSORS]
 
 
@@ -114,7 +112,7 @@ class Adapted:
     """An adapter that has been merged into a model."""
 
     info: AdapterInfo
-    layers: Mapping[str, Any]
+    layers: Mapping[str, LoraLayer]
     """peft's merged layers, removed from the model, keyed by the path of the wrapped module; base weights on meta."""
     originals: Mapping[str, Tensor]
     """The base model's values of the tensors that the adapter stores whole, keyed by parameter name."""
@@ -130,21 +128,21 @@ class Adapted:
         import torch
         from torch import nn
 
-        start = f"{path}."
-        bases = {name: tensor.double() for name, tensor in self.originals.items() if name.startswith(start)}
-        for module in (module for module in self.layers if module.startswith(start)):
+        bases = {name: tensor.double() for name, tensor in self.originals.items() if name.startswith(f"{path}.")}
+        for module in (module for module in self.layers if module.startswith(f"{path}.")):
             layer = deepcopy(self.layers[module])
             merged_weight = model.get_parameter(f"{module}.weight").detach()
             layer.base_layer.weight = nn.Parameter(merged_weight.to("cpu", torch.float64, copy=True))
             layer.unmerge()
             bases[f"{module}.weight"] = layer.base_layer.weight.data
-        merged = [(parameter := model.get_parameter(name), parameter.data, base) for name, base in bases.items()]
+        parameters = [model.get_parameter(name) for name in bases]
+        merged = [parameter.data for parameter in parameters]
         try:
-            for parameter, _, base in merged:
+            for parameter, base in zip(parameters, bases.values(), strict=True):
                 parameter.data = base.to(parameter.device)
-            yield bool(merged)
+            yield bool(bases)
         finally:
-            for parameter, weight, _ in merged:
+            for parameter, weight in zip(parameters, merged, strict=True):
                 parameter.data = weight
 
 
@@ -167,36 +165,29 @@ def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         base = settings.get("base_model_name_or_path")
         say_base = f"Give its base as MODEL: {shorten_text(base or 'the model it was trained on')}."
         named_by_settings = _expand_modules(settings, settings_file, model, modules, say_base)
-        changed = {*whole, *(f"{path}.weight" for path in modules)}
-        _check_shared(model, changed)
+        _check_shared(model, {*whole, *(f"{path}.weight" for path in modules)})
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
             problem = f"{settings_file} declares trained biases, but {format_names(lost)} is missing."
             raise ModelError(problem, SAY_AGAIN)
         parameters = {name: model.get_parameter(name) for name in whole}
+        originals = {name: parameter.data for name, parameter in parameters.items()}
 
         plain = {name: settings[name] for name in APPLIED if name in settings}
         config = peft.LoraConfig(**plain, **named_by_settings, init_lora_weights=False)
         # state_dict's keys name the modules to wrap; on meta, a rank of any size takes no memory and no random numbers
-        options: dict[str, Any] = {"low_cpu_mem_usage": True, "state_dict": low_rank}
         with torch.device("meta"):
-            tuner: Any = peft.LoraModel(model, config, "default", **options)
-        layers: dict[str, Any] = {path: model.get_submodule(path) for path in modules}
-        expected = {
-            f"{path}.{name}": tensor
-            for path, layer in layers.items()
-            for name, tensor in layer.state_dict().items()
-            if name.startswith("lora_")
-        }
+            names = cast("dict[str, Tensor]", low_rank)  # only its keys are read
+            tuner = peft.LoraModel(model, config, "default", low_cpu_mem_usage=True, state_dict=names)
+        expected = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
         _check_tensors(header, low_rank | whole, expected | parameters, say_base)
         with safe_open(tensors_file, framework="pt") as file:
             tensors = {name: file.get_tensor(stored) for name, stored in (low_rank | whole).items()}
         # peft's own function for this would round them to the weights' type
         model.load_state_dict({name: tensors[name] for name in low_rank}, strict=False, assign=True)
-
-        originals = {name: parameter.data for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.data = tensors[name].to(parameter)
+        layers = {path: cast("LoraLayer", model.get_submodule(path)) for path in modules}
         for path, layer in layers.items():
             _merge_layer(path, layer)
         tuner.unload()
@@ -227,11 +218,8 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
             raise ModelError(f"The adapter changes {first}, which the model shares with {others[0]}.", SAY_MERGE)
 
 
-def _merge_layer(path: str, layer: Any) -> None:
-    """Add a peft layer's update to its base weight in float64, and round the sum to the weight's own type.
-
-    Raises ModelError if DoRA's magnitudes cannot be divided out again.
-    """
+def _merge_layer(path: str, layer: LoraLayer) -> None:
+    """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA can't be undone again."""
     base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     layer.double()
@@ -241,7 +229,7 @@ def _merge_layer(path: str, layer: Any) -> None:
     base_layer.to(dtype)
 
 
-def _read_settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> Json:
     """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
     if file.stat().st_size > LARGEST:
         raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
@@ -286,9 +274,7 @@ def _place(
     return low_rank, whole, tuple(unplaced)
 
 
-def _expand_modules(
-    settings: Mapping[str, Any], file: Path, model: PreTrainedModel, modules: list[str], say_base: str
-) -> dict[str, Any]:
+def _expand_modules(settings: Json, file: Path, model: PreTrainedModel, modules: list[str], say_base: str) -> Json:
     """Return the settings that name modules, with untrusted expressions expanded to paths because peft uses plain re.
 
     Raises ModelError if the model lacks an adapted module, or settings and tensors name different modules.

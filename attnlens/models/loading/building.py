@@ -1,11 +1,14 @@
-"""Build a model from its config and tensors with transformers, silently and within size limits; convert its errors."""
+"""List the tensors of weight files, build a model from them with transformers, and check that it has their numbers.
+
+Models are built silently and within size limits, and errors of transformers are converted.
+"""
 
 from __future__ import annotations
 
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
@@ -24,17 +27,23 @@ from attnlens.models.loading.configs import (
     SAY_UNQUANTISED,
     check_config,
     check_counts,
-    drop_settings,
     fields,
     foreign,
     model_class,
     own_models,
     refuse_mismatch,
-    refuse_own_code,
     take_choices,
 )
 from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, GgufFiles, Settings, read_header
-from attnlens.models.loading.locate import CONFIG, Location, check_small, names_in, readable, refuse_other_forms
+from attnlens.models.loading.locate import (
+    CONFIG,
+    Location,
+    Storage,
+    check_small,
+    names_in,
+    readable,
+    refuse_other_forms,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -63,22 +72,24 @@ def check_loaded(
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
     if codes := _codes(model, stored, unused):
-        problem = (
-            f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, but nothing in config.json explains"
-        )
-        raise ModelError(f"{problem} what the codes mean.", SAY_UNQUANTISED)
+        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}"
+        raise ModelError(f"{problem}, but nothing in config.json explains what the codes mean.", SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, but nothing in"
-        raise ModelError(f"{problem} config.json explains the codes.", SAY_UNQUANTISED)
+        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes"
+        raise ModelError(f"{problem}, but nothing in config.json explains the codes.", SAY_UNQUANTISED)
     refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
             problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where).check_rotation(model)
-    if twice := _twice(model, stored, unused):
-        problem = f"{where} contains both {twice[0]} and {twice[1]}, which are the same tensor of the model."
-        raise ModelError(problem, SAY_ONCE)
+    parameters, sources = _parameter_names(model), dict[str, str]()
+    for name in (name for name in stored if name not in unused):
+        aliases = names_in_model(name, model.base_model_prefix)
+        parameter = next((alias for alias in aliases if alias in parameters), name)
+        if (first := sources.setdefault(parameter, name)) != name:
+            problem = f"{where} contains both {first} and {name}, which are the same tensor of the model."
+            raise ModelError(problem, SAY_ONCE)
     if len(loading_info["missing_keys"]) >= len(list(model.parameters())):
         problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
         raise ModelError(problem, "Check the model's config.json.")
@@ -104,7 +115,7 @@ def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
 
 def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
     """Return the encoded tensors that were loaded as numbers: all except buffers, unexpected and ignored tensors."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = _parameter_names(model)
     others = {name for name, _ in model.named_buffers()} | unexpected
     # transformers can store a buffer under another path, so that only its last name component is compared
     counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
@@ -124,16 +135,8 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> tuple[str, str] | None:
-    """Return the first two stored tensors of one parameter, with and without the base model's prefix; else None."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    sources: dict[str, str] = {}
-    for name in stored:
-        aliases = names_in_model(name, model.base_model_prefix)
-        parameter = next((alias for alias in aliases if alias in parameters), None)
-        if parameter is not None and name not in unexpected and sources.setdefault(parameter, name) != name:
-            return sources[parameter], name
-    return None
+def _parameter_names(model: PreTrainedModel) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
@@ -144,8 +147,6 @@ def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the floating-point types of unquantised weights."""
 SAY_ONCE = "Save the model again with each tensor stored once."
-DECODED = "GGUF"
-"""Type recorded for every tensor of a GGUF file, since all its types are decoded."""
 
 
 class Stored(NamedTuple):
@@ -153,7 +154,7 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     type: str
-    """Name of the type in safetensors, or DECODED."""
+    """Name of the type in safetensors; F32 for all tensors of a GGUF file, since they are decoded."""
 
     @property
     def bytes(self) -> int:
@@ -164,7 +165,7 @@ class Stored(NamedTuple):
     @property
     def encoded(self) -> bool:
         """True if the values are codes, integers or truth values instead of floating-point numbers."""
-        return self.type not in (*FLOATS, DECODED)
+        return self.type not in FLOATS
 
 
 def tensors_in(place: Location) -> dict[str, Stored]:
@@ -173,11 +174,15 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     Raises ModelError if a file can't be read, is truncated or in another format, and if two files have a tensor of the
     same name, since transformers then takes the last one, regardless of the index.
     """
-    read = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf_header}[place.form]
+    readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
+        "safetensors": safetensors_header,
+        "pickle": pickled_header,
+        "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_header(file).tensors},
+    }
     tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
-            content = read(file)
+            content = readers[place.form](file)
         if twice := sorted(tensors.keys() & content.keys()):
             raise ModelError(f"{file} and another weight file both contain {format_names(twice)}.", SAY_ONCE)
         tensors |= content
@@ -224,10 +229,6 @@ def pickled_header(file: Path) -> dict[str, Stored]:
         for name, value in content.items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def _gguf_header(file: Path) -> dict[str, Stored]:
-    return {entry.name: Stored(entry.shape, DECODED) for entry in read_header(file).tensors}
 
 
 def format_names(names: Iterable[str]) -> str:
@@ -342,9 +343,7 @@ def check_files(place: Location, trust_remote_code: bool, *, adapter_too: bool =
     refuse_other_forms(place.folder, names, adapter_too=adapter_too)
     if place.form != "gguf":  # a GGUF file includes its config and tokenizer
         check_small(place.folder, names)
-    check_config(place)
-    if not trust_remote_code:
-        refuse_own_code(place.config, place.id)
+    check_config(place, trust_remote_code)
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
         problem = f"{place.file} needs the packages gguf and accelerate, but at least one is not installed."
         raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
@@ -411,7 +410,9 @@ def build_model(
         if weights is None:
             options |= place.gguf
         else:
-            drop_settings(config)  # quantised weights have been decoded
+            for part in (config, getattr(config, "text_config", None)):  # quantised weights have been decoded
+                for name in ("quantization_config", "compression_config"):
+                    vars(part or config).pop(name, None)
             # transformers reads this file only with weights from the folder; it can set the decoder's start token
             has_file = (place.folder / "generation_config.json").is_file()
             generation = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if has_file else None

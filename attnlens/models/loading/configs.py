@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Location, first_line
+from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Json, Location, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
@@ -27,7 +27,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 """Auto classes with a head that predicts tokens, tried for a checkpoint with its own code."""
 
 
-def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
+def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
     """Return the class named by the config's `architectures` (the right head, or none), else a fitting Auto class.
 
     A GGUF file names no class, but contains a language model, so it gets a language model head. Every other
@@ -35,19 +35,20 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
     """
     import transformers
 
-    if own_code:
-        auto_map: dict[str, str] = getattr(config, "auto_map", {})
-        return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
     module = own_models(config.model_type) or transformers
-    for name in config.architectures or ():
+    for name in () if own_code else config.architectures or ():
         class_ = getattr(module, name, None)
         if isinstance(class_, type) and issubclass(class_, transformers.PreTrainedModel):
             return class_
-    if gguf and config.is_encoder_decoder:
-        return transformers.AutoModelForSeq2SeqLM
-    if gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM
-    return transformers.AutoModel
+    auto = "AutoModel"
+    if own_code:
+        auto = next((name for name in AUTO_CLASSES if name in getattr(config, "auto_map", {})), auto)
+    elif gguf and config.is_encoder_decoder:
+        auto = "AutoModelForSeq2SeqLM"
+    elif gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = "AutoModelForCausalLM"
+    auto_class: type[PreTrainedModel] = getattr(transformers, auto)  # it builds one, though it is not a subclass
+    return auto_class
 
 
 def own_models(model_type: object) -> ModuleType | None:
@@ -57,15 +58,6 @@ def own_models(model_type: object) -> ModuleType | None:
     from attnlens.models import kernel_transformers
 
     return kernel_transformers
-
-
-def refuse_own_code(config: dict[str, Any], where: str) -> None:
-    """Raise ModelError if the model brings code for a type that transformers lacks; never prompt on stdin."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
-        problem = f"{where} contains Python code, which would run on this machine."
-        raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -94,7 +86,9 @@ def has_tokenizer(place: Location) -> bool:
     return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
 
 
-def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
+def load_tokenizer(
+    place: Location, config: PreTrainedConfig, *, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase | None, str]:
     """Load the tokenizer; return it with an empty string, or None with the reason why there is none.
 
     If files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown; it is
@@ -106,17 +100,17 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
         return None, f"{place.folder} has no tokenizer files"
     try:
         with foreign("the tokenizer can't be loaded", "Use --source weights.", TextError):
-            tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place.folder, trust_remote_code=trust_remote_code, local_files_only=True, **place.gguf
             )
             size = len(tokenizer)
     except TextError as error:
         return None, error.problem
     expected = getattr(text_config(config), "vocab_size", None) or 0
-    if size * 10 < expected:
-        sizes_differ = f"the tokenizer has {size} tokens and the model {expected}"
-        return None, f"{sizes_differ}: its files are missing or of another kind"
-    return tokenizer, ""
+    if size * 10 >= expected:
+        return tokenizer, ""
+    problem = f"the tokenizer has {size} tokens and the model {expected}: its files are missing or of another kind"
+    return None, problem
 
 
 @contextmanager
@@ -168,51 +162,56 @@ SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 
 
-def check_config(place: Location) -> None:
-    """Raise ModelError for invalid values that transformers would accept, and for unsupported quantisation.
+def check_config(place: Location, trust_remote_code: bool) -> None:
+    """Raise ModelError for invalid values that transformers would accept, unsupported quantisation, and own code.
 
     Such values are sizes below 1, names of the wrong type, and rotary tables of any size; transformers checks others.
+    Own code for a type that transformers lacks is refused without a question on stdin, unless it is trusted.
     """
-    file = place.folder / CONFIG
-    for path, size in sizes(place.config):
-        if size < 1:
-            raise ModelError(f"{file} sets {shorten_text(path)} = {format_value(size)}, less than 1.", SAY_CORRECT)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = place.config
+
+    def require(is_valid: bool, path: str, value: object, words: str) -> None:
+        if not is_valid:
+            problem = f"{place.folder / CONFIG} sets {shorten_text(path)} = {format_value(value)}, {words}."
+            raise ModelError(problem, SAY_CORRECT)
+
+    for path, size in sizes(config):
+        require(size >= 1, path, size, "less than 1")
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
-        value = place.config.get(name)
+        value = config.get(name)
         items = value if isinstance(value, list) else []
-        if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in items)):
-            raise ModelError(f"{file} sets {name} = {format_value(value)}, which must be {words}.", SAY_CORRECT)
-    for path, value in fields(place.config):
-        if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
-            problem = f"{shorten_text(path)} = {format_value(value)}, which must be above 0 and at most {LARGEST_SHARE}"
-            raise ModelError(f"{file} sets {problem}.", SAY_CORRECT)
+        is_valid = isinstance(value, kind | None) and all(isinstance(item, str) for item in items)
+        require(is_valid, name, value, f"which must be {words}")
+    for path, value in fields(config):
+        if path.endswith("partial_rotary_factor") and isinstance(value, int | float):
+            words = f"which must be above 0 and at most {LARGEST_SHARE}"
+            require(0 < value <= LARGEST_SHARE, path, value, words)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
-                problem = (
-                    f"{file}: according to {shorten_text(path)}, the weights are quantised with "
-                    f"{shorten_text(str(method))}"
-                )
+                problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
                 supported = f"supported quantised formats are GGUF, {', '.join(DECODED)}"
-                raise ModelError(f"{problem}; {supported}.", SAY_UNQUANTISED)
-
-
-def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the quantisation method and its settings in a checked config; None if weights are plain numbers."""
-    candidates = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
-    settings = next(candidates, None)
-    return None if settings is None else (str(_method(settings)), settings)
+                raise ModelError(f"{problem} {shorten_text(str(method))}; {supported}.", SAY_UNQUANTISED)
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+        problem = f"{place.id} contains Python code, which would run on this machine."
+        raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
 
 
 def method_of(place: Location) -> str | None:
-    """Return the quantisation method of the weights if it is one that attnlens decodes, else None.
+    """Return the quantisation method of the weights; None if they are plain numbers."""
+    return quantisation(place)[0]
 
-    Raises ModelError if the weights are a pickle, or use an unsupported variant of the method.
-    """
-    method, settings = settings_of(place.config) or (None, {})
+
+def quantisation(place: Location) -> tuple[str | None, Json]:
+    """Return the weights' quantisation method and settings, None and {} if plain; raise ModelError if unsupported."""
+    candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
+    settings: Json = next(candidates, {})
+    method = str(_method(settings))
     if method not in DECODED:
-        return None
+        return None, {}
     reason, version = "", str(settings.get("version") or settings.get("format") or "gemm").lower()
     if place.form == "pickle":
         reason = "are a pickle"
@@ -226,18 +225,10 @@ def method_of(place: Location) -> str | None:
         reason = f"are in version {format_value(version)} or do not have four bits, which is not supported"
     if reason:
         raise ModelError(f"The weights of {place.folder} are quantised with {method} and {reason}.", SAY_UNQUANTISED)
-    return method
+    return method, settings
 
 
-def drop_settings(config: PreTrainedConfig) -> None:
-    """Remove the quantisation settings from the config, because the weights have been decoded."""
-    for part in (config, getattr(config, "text_config", None)):
-        for name in ("quantization_config", "compression_config"):
-            if part is not None and hasattr(part, name):
-                delattr(part, name)
-
-
-def _method(settings: dict[str, Any]) -> object:
+def _method(settings: Mapping[str, object]) -> object:
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     return settings.get("quant_method")
@@ -290,7 +281,7 @@ def refuse_mismatch(place: Location, mismatched: Collection[tuple[str, Sequence[
     raise ModelError(f"{place.folder / place.file} can't be loaded: {problem}.", SAY_BELONGS)
 
 
-def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
     """Yield the sizes of a config and its nested configs, each with its dotted path (text_config.hidden_size)."""
     latent = any(path.rpartition(".")[2] == "qk_nope_head_dim" for path, _ in fields(config))
     for path, value in fields(config):
@@ -301,7 +292,7 @@ def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield path, value
 
 
-def fields(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
+def fields(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
     """Yield the fields of a config and its nested configs, each with its dotted path."""
     for name, value in config.items():
         yield f"{above}{name}", value

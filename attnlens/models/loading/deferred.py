@@ -76,10 +76,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Give the `module` values for its `wanted` parameters and buffers inside the context.
-
-        Raises ModelError if a file contradicts its header, or has changed.
-        """
+        """Give the module's `wanted` parameters and buffers their values inside the context, or raise ModelError."""
         saved = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
         try:
             self._place(module, wanted())
@@ -171,9 +168,9 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
     transformers compares two tensors if a checkpoint stores a tied weight under both of its names.
     """
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: object, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
-        return False if func is torch.ops.aten.equal.default else super().dispatch(func, types, args, kwargs)
+        return False if func is torch.ops.aten.equal.default else super().dispatch(func, *more, **options)
 
 
 class ShapeSlice:
@@ -187,12 +184,6 @@ class ShapeSlice:
     def __getitem__(self, _: object) -> Tensor:
         with self.mode:
             return torch.empty(self.shape, dtype=self.dtype)
-
-
-def shape_slices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShapeSlice]:
-    """Return stand-ins for tensors of these shapes, keyed by name, which take part in computations as shapes."""
-    mode = ShapesAlone(allow_non_fake_inputs=True)
-    return {name: ShapeSlice(shape, mode) for name, shape in shapes.items()}
 
 
 def is_announced(tensor: Tensor) -> bool:
@@ -263,8 +254,7 @@ def read_all(files: SafetensorsFiles | GgufFiles, dtype: torch.dtype) -> dict[st
 class SafetensorsFiles:
     """The tensors of safetensors files, local or on a hub, each read only on request.
 
-    Quantised weights are decoded when they are read, and have the weights' own names. Raises ModelError if a file is
-    broken, or the files don't contain the quantised weights that the config describes.
+    Quantised weights are decoded when they are read, and have the weights' own names.
     """
 
     ignored: Sequence[str] = ()
@@ -308,14 +298,15 @@ class SafetensorsFiles:
         return [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
 
 
-class LocalFile:
+class LocalFile(WatchedFile):
     """A safetensors file on this machine."""
 
     def __init__(self, path: Path) -> None:
-        self._watched, self.stored = WatchedFile(path), safetensors_header(path)
+        super().__init__(path)
+        self.stored = safetensors_header(path)
         with path.open("rb") as content:  # the library has checked that the file is complete
             header = content.read(int.from_bytes(content.read(LENGTH), "little"))
-        self.record = self._watched.in_report(sha256(header).hexdigest())
+        self.record = self.in_report(sha256(header).hexdigest())
 
     def sample(self, name: str) -> bytes:
         """Return some numbers of a tensor, since a file's modification time can be set to any value."""
@@ -337,14 +328,14 @@ class LocalFile:
     @contextmanager
     def _open(self) -> Iterator[Any]:  # safetensors has no types
         """Open the file inside the context; closing it unmaps the file."""
-        self._watched.check()
+        self.check()
         try:
-            with safe_open(self._watched.path, framework="pt") as content:
+            with safe_open(self.path, framework="pt") as content:
                 yield content
         except (SafetensorError, OSError) as error:
-            self._watched.check()
-            raise ModelError(f"{self._watched.path} can't be read: {first_line(error)}", SAY_AGAIN) from None
-        self._watched.check()
+            self.check()
+            raise ModelError(f"{self.path} can't be read: {first_line(error)}", SAY_AGAIN) from None
+        self.check()
 
 
 class RemoteFile:
@@ -418,10 +409,7 @@ class RemoteFile:
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, tuple[Stored, int]]:
-    """Return shape, type and start offset of each tensor in a safetensors file of `size` bytes with this header.
-
-    Raises ModelError if the header contradicts the file.
-    """
+    """Return each tensor's shape, type and start. Raises ModelError if the header contradicts the file's `size`."""
     begin = LENGTH + len(header)
     tensors: dict[str, tuple[Stored, int]] = {}
     try:

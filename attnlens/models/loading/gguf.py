@@ -28,7 +28,7 @@ from attnlens.models.loading.locate import WatchedFile, first_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 LONGEST = 2**26
@@ -80,10 +80,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file, and check that the file is complete.
-
-    Raises ModelError if the file is not GGUF, is truncated, or has an implausible header.
-    """
+    """Read the header of a GGUF file. Raises ModelError if the file is not GGUF, or is damaged."""
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
     from transformers.integrations.gguf.reader import _mapped, _read_metadata, _read_tensor_table
 
@@ -152,9 +149,9 @@ class Settings:
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
-        self.path, self.architecture = path, header.architecture
-        parts = ((name.partition(f"{header.architecture}."), value) for name, value in header.fields.items())
-        self.fields = {name: value for (before, _, name), value in parts if name and not before}
+        self.path, self.architecture, prefix = path, header.architecture, f"{header.architecture}."
+        own_fields = {name: value for name, value in header.fields.items() if name.startswith(prefix)}
+        self.fields = {name.removeprefix(prefix): value for name, value in own_fields.items()}
         self.factors: dict[str, list[float]] = {}
         for entry in header.tensors:
             if entry.name not in FACTORS:
@@ -297,10 +294,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute the `count` frequencies of a rotation as llama.cpp does; of sliding-window layers if `local`.
-
-        The result is empty if the file's settings imply another count or are invalid.
-        """
+        """Compute llama.cpp's `count` frequencies, of sliding-window layers if `local`; empty if settings differ."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)
@@ -359,7 +353,13 @@ class GgufFiles:
         shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
         processor = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
         self._processor = processor(config=config.to_dict())
-        self._map: dict[str, str] = reader.get_gguf_hf_weights_map(_two_levels(model), self._processor)
+        # grandchildren cost the mapping seconds and add no name: a file stores the model, or the base model inside it
+        children = [
+            (name, SimpleNamespace(config=model.config, state_dict=child.state_dict, named_children=list))
+            for name, child in model.named_children()
+        ]
+        top = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: children)
+        self._map: dict[str, str] = reader.get_gguf_hf_weights_map(top, self._processor)
         self._sources: dict[str, list[Entry]] = {}
         self.ignored: list[str] = []
         """Tensors of the file that match no tensor of the model."""
@@ -407,18 +407,6 @@ class GgufFiles:
         values = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._start + entry.offset + start)
         self._file.check()
         return values
-
-
-def _two_levels(model: PreTrainedModel) -> SimpleNamespace:
-    """Return a stand-in for a model whose grandchildren are hidden from transformers' name mapping.
-
-    Visiting them costs seconds and adds no name: a file stores the model, or the base model inside it.
-    """
-
-    def stand_in(part: nn.Module, children: list[tuple[str, SimpleNamespace]]) -> SimpleNamespace:
-        return SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=lambda: children)
-
-    return stand_in(model, [(name, stand_in(child, [])) for name, child in model.named_children()])
 
 
 @contextmanager

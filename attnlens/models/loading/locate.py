@@ -19,11 +19,8 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
 from attnlens.records import FileInParts
 
-PATIENCE = 2.0
-"""Seconds within which the hub must accept a connection."""
-ANSWER = 8.0
-"""Seconds within which the hub must answer the first request."""
-OFFLINE = "--offline forbids the network"
+PATIENCE, ANSWER = 2.0, 8.0
+"""Seconds within which the hub must accept a connection, and answer the first request."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,11 @@ class Hub:
     revision: str | None
     """Branch, tag or commit; None means the default branch."""
 
-    def fetch(self, select: Callable[[Collection[str]], list[str]]) -> Path:
+    def fetch(self, select: Callable[[Collection[str]], list[str]], *, offline: bool = False) -> Path:
         """Download the files `select(names of all files)` unless cached; return their folder, named by the commit.
 
-        Without a connection the local cache is used. Raises ModelError if the model is unknown, gated or not
-        reachable, the revision does not exist, or the server is not a hub, such as a log-in page.
+        Without a connection, or with `offline`, the local cache is used. Raises ModelError if the model is unknown,
+        gated or not reachable, the revision does not exist, or the server is not a hub, such as a log-in page.
         """
         from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -47,10 +44,10 @@ class Hub:
         # the class of httpx or httpx2, depending on the version of huggingface_hub
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 
-        if is_offline_mode():
-            return self.find_cached("HF_HUB_OFFLINE is set")
+        if offline or is_offline_mode():
+            return self._find_cached("--offline forbids the network" if offline else "HF_HUB_OFFLINE is set")
         if not reachable(constants.ENDPOINT):
-            return self.find_cached("the hub can't be reached")
+            return self._find_cached("the hub can't be reached")
         try:
             info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
             if not info.sha:
@@ -60,24 +57,20 @@ class Hub:
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
         except ConnectionFailure:
-            return self.find_cached("the hub can't be reached")
+            return self._find_cached("the hub can't be reached")
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"The server at {constants.ENDPOINT} is not a model hub: {first_line(error)}"
             remedy = "Log in to the network, or correct HF_ENDPOINT; --offline uses the local cache."
             raise ModelError(problem, remedy) from None
 
-    def find_cached(self, reason: str) -> Path:
-        """Return the model's folder in the local cache, named by the commit; `reason` why the hub is not used.
-
-        Raises ModelError, which contains `reason`, if the model is not cached.
-        """
+    def _find_cached(self, reason: str) -> Path:
+        """Return the model's folder in the local cache; raise ModelError with the `reason` why the hub is not used."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-        # request only the config, because other programs cache only the files that they need
-        options: dict[str, Any] = {"allow_patterns": "config.json", "local_files_only": True}
-        try:
-            return Path(snapshot_download(self.id, revision=self.revision, **options))
+        try:  # request only the config, because other programs cache only the files that they need
+            folder = snapshot_download(self.id, revision=self.revision, allow_patterns=CONFIG, local_files_only=True)
+            return Path(folder)
         except HFValidationError as error:
             raise self._refusal(error) from error
         except LocalEntryNotFoundError:
@@ -91,22 +84,20 @@ class Hub:
         """Build the ModelError for an error answer of the hub."""
         from huggingface_hub import errors
 
+        problem, remedy = f"The hub does not provide {self.id}: {first_line(error)}", "Try again later."
         if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so it comes first
             problem = f"{self.id} is gated: its owner gives access on request."
-            return ModelError(problem, f"Ask on the page of {self.id} on the hub, then run `hf auth login`.")
-        if isinstance(error, errors.RevisionNotFoundError):
-            return ModelError(f"{self.id} has no revision {self.revision!r}.", "See its branches and tags on the hub.")
-        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            remedy = f"Ask on the page of {self.id} on the hub, then run `hf auth login`."
+        elif isinstance(error, errors.RevisionNotFoundError):
+            problem, remedy = f"{self.id} has no revision {self.revision!r}.", "See its branches and tags on the hub."
+        elif isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
             problem = f"{self.id} is neither a local folder nor a model on the hub that you may see."
-            return ModelError(problem, "Check the spelling; for a private model run `hf auth login`.")
-        return ModelError(f"The hub does not provide {self.id}: {first_line(error)}", "Try again later.")
+            remedy = "Check the spelling; for a private model run `hf auth login`."
+        return ModelError(problem, remedy)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's text, with the next line if it ends with a colon, or its type.
-
-    The result is shortened, since it may repeat a file's content.
-    """
+    """Return an error's first non-empty line, with the next if it ends with a colon, or its type, in bounded length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -119,10 +110,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return whether `endpoint`, or the proxy to it, accepts a connection within PATIENCE seconds.
-
-    Raises ModelError if one of them is not a valid address.
-    """
+    """Return whether `endpoint`, or its proxy, accepts a connection in PATIENCE seconds. Raises ModelError."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -174,8 +162,7 @@ class WatchedFile:
     """A weight file that is read in parts, and must not change after it was opened."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._seen = self._stamp()
+        self.path, self._seen = path, self._status(path)
 
     def in_report(self, digest: str) -> FileInParts:
         """Return the record of the file for a report, with `digest` as the hash of its header."""
@@ -184,12 +171,13 @@ class WatchedFile:
 
     def check(self) -> None:
         """Raise ModelError if the file is gone or has changed since it was opened."""
-        if self._stamp() != self._seen:
+        if self._status(self.path) != self._seen:
             raise ModelError(f"{self.path} changed while it was being read.", "Run it again when the file is complete.")
 
-    def _stamp(self) -> tuple[int, int, int]:
-        with readable(self.path):
-            status = self.path.stat()
+    @staticmethod
+    def _status(path: Path) -> tuple[int, int, int]:
+        with readable(path):
+            status = path.stat()
         return status.st_mtime_ns, status.st_size, status.st_ino
 
 
@@ -218,34 +206,30 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))  # noqa: PTH208  # only names are needed
 
 
-def read_json(path: Path) -> dict[str, Any]:
+Json = dict[str, Any]
+"""JSON object of a model's file, whose values are checked where they are used."""
+
+
+def read_json(path: Path) -> Json:
     """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains another type."""
     return read_object(path, ModelError, SAY_AGAIN)
 
 
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
-    """Return the sorted names of the weight files in an index.
-
-    Raises ModelError if one is not a bare name with this `suffix`: transformers would open it as another format.
-    """
+    """Return the sorted weight files of an index. Raises ModelError unless all are bare names with this `suffix`."""
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ModelError(f"{index} does not name any weight files.", SAY_AGAIN)
     for name in table.values():
         is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
         if not is_bare or not name.endswith(suffix):
-            problem = (
-                f"{index} names {format_value(name)} as a weight file, but it must name {suffix} files in its folder."
-            )
+            problem = f"{index} names {format_value(name)}, but it must name {suffix} files in its folder."
             raise ModelError(problem, "Get the model from a source that you trust.")
     return tuple(sorted(set(table.values())))
 
 
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
-    """Return the path of the weight file `name` in the folder.
-
-    Raises ModelError if it is missing, unreadable, not a regular file, or links out (without `may_lead_out`).
-    """
+    """Return a weight file's path; raise ModelError if it is missing, unreadable, no file, or a link to the outside."""
     path = folder / name
     if not is_there(path, SAY_READABLE):
         raise ModelError(f"The weight file {shorten_text(str(path))} is missing.", SAY_AGAIN)
@@ -282,21 +266,14 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
 
 
 def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool = False) -> None:
-    """Raise ModelError if the folder has an adapter next to the weights, or a distributed checkpoint.
-
-    `adapter_too`: the user asked for the adapter in this folder.
-    """
+    """Raise ModelError for an adapter next to the weights (unless `adapter_too`), or a distributed checkpoint."""
     for name in sorted(names):
         if name in ADAPTERS and not adapter_too:
-            problem = (
-                f"{folder} contains an adapter ({name}) in addition to the weights; it is unclear whether to apply it."
-            )
+            problem = f"{folder} contains an adapter ({name}) in addition to the weights; specify whether to apply it."
             remedy = f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder."
             raise ModelError(problem, remedy)
         if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
-            problem = (
-                f"{folder} contains a distributed checkpoint ({shorten_text(name)}), which attnlens does not read."
-            )
+            problem = f"{folder} contains a distributed checkpoint ({shorten_text(name)}), which can't be read."
             raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 
 
@@ -341,10 +318,7 @@ class Location:
 
     @property
     def weights(self) -> tuple[Path, ...]:
-        """Paths of the weight files: the single file, or the shards in the index.
-
-        Raises ModelError if the index is unreadable or invalid, or if a file is missing or links out of the folder.
-        """
+        """Paths of the weight files: the single file, or the shards in the index. Raises ModelError if one is bad."""
         if not self.file.endswith(".json"):
             return (weight_file(self.folder, self.file, may_lead_out=self.trusts_link),)
         shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
@@ -356,7 +330,7 @@ class Location:
         return self.folder / (self.file if self.gguf else CONFIG)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """Content of config.json; empty for a GGUF file, which includes its own config."""
         return {} if self.form == "gguf" else read_json(self.folder / CONFIG)
 
@@ -374,9 +348,8 @@ def find(
     `leave_weights`: do not download a hub model's weights unless they are cached. Raises ModelError if no such model
     exists, or it has no weights that can be read; UsageError for a revision of `demo` or of a path.
     """
-    demo = name.partition("@")[0] == "demo"
-    path = DEMO if demo else with_home(name)
-    if demo and name != "demo":
+    path = DEMO if name == "demo" else with_home(name)
+    if name.startswith("demo@"):
         raise UsageError("`demo` is part of attnlens and has no revisions.", "Give only `demo`.")
     if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
@@ -433,12 +406,11 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         small = [name for name in top_level if name.endswith(SMALL_FILES)]
         if leave_weights and form == "safetensors":
             return small
-        if not file.endswith(".index.json"):
-            return [*small, file]
-        stem = "model" if form == "safetensors" else "pytorch_model"
-        return [*small, file, *(n for n in top_level if n.startswith(stem) and n.endswith(SUFFIXES[form]))]
+        stem, suffix = file.partition(".")[0], SUFFIXES[form]
+        shards = [name for name in top_level if name.startswith(stem) and name.endswith(suffix)]
+        return [*small, file, *(shards if file.endswith(".index.json") else ())]
 
-    folder = hub.find_cached(OFFLINE) if offline else hub.fetch(select_files)
+    folder = hub.fetch(select_files, offline=offline)
     names, index = names_in(folder), folder / SHARDED
     shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
     has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in names)
@@ -474,21 +446,20 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file
-    ggufs = sorted(name for name in names if name.endswith(".gguf") and "/" not in name)
+    top_level = sorted(name for name in names if "/" not in name)
+    ggufs = [name for name in top_level if name.endswith(".gguf")]
     if len(ggufs) == 1:
         return "gguf", ggufs[0]
     if ggufs:
         raise ModelError(f"{where} has {len(ggufs)} GGUF files.", f"Give the path of one of them, such as {ggufs[0]}.")
-    for file in PICKLES:
-        if file in names and allow_pickle:
-            return "pickle", file
-        if file in names:
-            problem = f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened."
-            raise ModelError(problem, "Convert it to safetensors, or, if you trust it, add --allow-pickle.")
+    if pickles := [file for file in PICKLES if file in names]:
+        if allow_pickle:
+            return "pickle", pickles[0]
+        problem = f"{where} has only a pickled checkpoint ({pickles[0]}), which can run code when it is opened."
+        raise ModelError(problem, "Convert it to safetensors, or, if you trust it, add --allow-pickle.")
     if CONFIG not in names:
         raise ModelError(f"{where} has no config.json.", SAY_PATH)
-    others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)
-    if others:
+    if others := [name for name in top_level if name.endswith(SUFFIXES["safetensors"])]:
         path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
         raise ModelError(f"{where} contains {others[0]} instead of {SINGLE}.", f"Give the file's path: {path}")
     raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")

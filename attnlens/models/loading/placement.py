@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,22 +31,21 @@ GIB = 2**30
 
 def free_memory() -> int | None:
     """Return the bytes that this process can still allocate, by the system and its cgroups; None if unknown."""
-    limits = []
-    for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
+    limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
     for group, (limit, usage, file_pages) in _groups():
-        try:
+        with suppress(OSError, ValueError):  # no such file, or the limit is "max"
             available = int((group / limit).read_text()) - int((group / usage).read_text())
-        except (OSError, ValueError):  # no such file, or the limit is "max"
-            continue
-        # usage includes cached file pages, which the kernel frees on demand
-        counts = group / "memory.stat"
-        lines = counts.read_text().splitlines() if counts.is_file() else ()
-        limits.append(available + sum(int(line.split()[1]) for line in lines if line.startswith(f"{file_pages} ")))
+            # usage includes cached file pages, which the kernel frees on demand
+            limits.append(available + sum(_counts(group / "memory.stat", file_pages)))
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
+
+
+def _counts(file: Path, name: str) -> list[int]:
+    """Return the number after each line's `name` in a file of the kernel, [] if there is no such file."""
+    lines = file.read_text().splitlines() if file.is_file() else ()
+    return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -64,9 +64,8 @@ def give_back() -> None:
 
     Without this they grow from layer to layer: 0.1 to 0.2 GB after 36 layers of an 8 B model.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    if os.name == "posix" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
@@ -84,19 +83,16 @@ NO_SUCH = "Choose --device auto or --device cpu."
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first of cuda, mps, cpu that is available.
-
-    Raises ModelError if this machine lacks the device.
-    """
+    """Return the device called `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if absent."""
     import torch
 
+    devices, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
     if name == "auto":
-        mps = "mps" if torch.backends.mps.is_available() else "cpu"
-        return torch.device("cuda" if torch.cuda.is_available() else mps)
+        name = next((kind for kind, exists in (("cuda", torch.cuda.is_available()), ("mps", has_mps)) if exists), "cpu")
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"This machine has no {name}: torch sees {torch.cuda.device_count()} CUDA devices.", NO_SUCH)
-    if device.type == "mps" and not torch.backends.mps.is_available():
+    if device.type == "cuda" and (device.index or 0) >= devices:
+        raise ModelError(f"This machine has no {name}: torch sees {devices} CUDA devices.", NO_SUCH)
+    if device.type == "mps" and not has_mps:
         raise ModelError("This machine has no mps device that torch can use.", NO_SUCH)
     return device
 
@@ -128,20 +124,14 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device that the model takes its inputs on: the device of its first weight that is not on meta.
-
-    If a model is spread over devices, its offloaded weights are on the meta device.
-    """
+    """Return the device for the model's inputs: that of its first weight not on meta, where offloaded weights are."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return the options that make transformers spread a model over GPUs, memory and disk: device_map="auto".
-
-    Raises UsageError if accelerate is not installed.
-    """
+    """Return transformers' options to spread a model over GPUs, memory and disk. Needs accelerate."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.building import Stored
-from attnlens.models.loading.configs import SAY_UNQUANTISED, method_of, settings_of
-from attnlens.models.loading.locate import CONFIG, Location
+from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
+from attnlens.models.loading.locate import CONFIG, Json, Location
 
 Parts = Mapping[str, Tensor]
 """The tensors of a weight, keyed by the suffix of their names; "" is the key of the codes."""
 PartReader = Callable[[str], Tensor]
 """Function that reads one tensor of a weight by the suffix of its name."""
-Settings = Mapping[str, Any]
+Settings = Json
 """Quantisation settings in config.json."""
 Shaped = TypeVar("Shaped", Tensor, Stored)
 
@@ -78,11 +78,8 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the weights stored as codes among tensors with these names, {} if the config describes no codes.
-
-    Raises ModelError if the config describes codes, but there are none, or in a variant that can't be decoded.
-    """
-    method, (_, settings) = method_of(place), settings_of(place.config) or ("", {})
+    """Return the weights stored as codes, {} if the config has none. Raises ModelError if the files lack them."""
+    method, settings = quantisation(place)
     if method is None:
         return {}
     where, weights = f"{place.folder} ({method})", dict[str, CodedWeight]()
@@ -246,10 +243,7 @@ def _decode_transposed(
 
 
 def _matrices(parts: Mapping[str, Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
-    """Return codes, zeros, scales and the bits per code of GPTQ or AWQ; a group has as many packed zeros as scales.
-
-    Raises CodesError if one is missing or malformed.
-    """
+    """Return codes, zeros, scales and bits per code of GPTQ or AWQ; a group has as many packed zeros as scales."""
     suffixes = ("", ".qzeros", ".scales")
     if any(suffix not in parts or len(parts[suffix].shape) != 2 for suffix in suffixes):
         raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are not matrices")
@@ -299,7 +293,7 @@ def four_bits(parts: Parts, settings: Settings) -> Tensor:
     return (mapped * _by_block(_largest(parts, state), side, count)).reshape(*shape)
 
 
-def _state(parts: Parts) -> dict[str, Any]:
+def _state(parts: Parts) -> Json:
     """Parse bitsandbytes' description of the codes: JSON stored as a tensor of bytes. Raises CodesError if it can't."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
     try:
