@@ -66,8 +66,8 @@ WEIGHTS = (
     ),
 )
 
-attention_rank = partial(MeasureInfo, low=1, self_only=False)
-attention_share = partial(MeasureInfo, low=0, high=1, self_only=False)
+attention_rank = partial(form_measure, low=1)
+attention_share = partial(form_measure, low=0, high=1)
 share_in_largest = partial(
     attention_share,
     curve=True,

@@ -389,12 +389,10 @@ def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
     """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
     draw_fan(axes, shapes, name, [group])
-    labels = iter(["other groups' medians"])
-    for other in groups:
-        if other is not group:
-            colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
-            line = _points(shapes.info(name), other.quartiles[1])
-            draw_over(axes, line, ":", 1.5, colour=colour, label=next(labels, ""))
+    for number, other in enumerate(other for other in groups if other is not group):
+        colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+        line = _points(shapes.info(name), other.quartiles[1])
+        draw_over(axes, line, ":", 1.5, colour=colour, label="other groups' medians" * (number == 0))
     if group is groups[0]:
         axes.legend(loc="lower right", handlelength=2.6)
 
@@ -549,9 +547,8 @@ def margins_figure(report: Report, selection: Selection) -> Figure:
 def draw_margins(axes: Axes, selection: Selection) -> None:
     """Draw one line per head: its margins, sorted, over the share of queries with at most that margin."""
     head_margins = [pick.margin for pick in selection.picks]
-    labels = iter(["null heads"])
-    for margins in selection.null_margins:
-        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label=next(labels, ""))
+    for number, margins in enumerate(selection.null_margins):
+        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
     axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:

@@ -181,7 +181,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         rows.append([*dots, _dot(swap, swap)])
     names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
     dot_plot(axes, rows, names)
-    sizes = sorted(abs(dot.value) for row in rows for dot in row if abs(dot.value or 0) >= FINEST)
+    sizes = sorted(size for row in rows for dot in row if (size := abs(dot.value or 0.0)) >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
         border = 10.0 ** math.floor(math.log10(sizes[0]))
         axes.set_xscale("symlog", linthresh=border, linscale=0.6)
@@ -238,7 +238,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     if original is not None:
         axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
-    labels = [stage.name for stage in swap.stages]
+    labels: list[str] = [stage.name for stage in swap.stages]
     labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
