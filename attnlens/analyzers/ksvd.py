@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens.maths import ksvd, linalg
+    from attnlens.maths import ksvd
     from attnlens.maths.ksvd import Dual
 else:
     ksvd = LazyModule("attnlens.maths.ksvd")
-    linalg = LazyModule("attnlens.maths.linalg")
 
 SHARE = 0.9
 """Minimum share of a kernel's squared norm in its s leading components; defines rank90 per head."""

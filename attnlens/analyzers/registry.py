@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from attnlens.arguments import checked_name
 from attnlens.choices import CHANGE, Sources
+from attnlens.lazy import LazyModule
 from attnlens.plugins import load_plugins, refuse_replacing
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.maths import linalg as linalg
     from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
     Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
     """Measures and curves by qualified name; NaN for a missing value."""
-else:
-    Readings = dict  # others import the name, and importing the registry must not load torch
+else:  # analyzers import both names, and importing the registry must not load torch
+    linalg = LazyModule("attnlens.maths.linalg")
+    Readings = dict
 
 Function = TypeVar("Function", bound=Callable[..., object])
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
