@@ -198,7 +198,12 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
     if reading.constant:
         bar.set_ticks([float(reading.present[0])])
     if reading.null is not None:
-        _mark_null(bar.ax, *reading.null)
+        # mean as a horizontal line, ± sd as a vertical one, with a white border
+        (low, high), (mean, sd) = bar.ax.get_ylim(), reading.null
+        ends = [max(low, mean - sd), min(high, mean + sd)]
+        for colour, width in (("white", 2.2), ("black", 1.0)) if low <= mean <= high else ():
+            bar.ax.plot([0.5, 0.5], ends, color=colour, linewidth=width, scalex=False, scaley=False)
+            bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
     if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
         write_cells(axes, _numbers_that_fit(reading), grid, colours)
 
@@ -248,16 +253,6 @@ def _limits(reading: MeasureMap) -> tuple[float, float, str]:
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     return (low if cut_low else least), (high if cut_high else most), extend
-
-
-def _mark_null(place: Axes, mean: float, sd: float) -> None:
-    """Draw the null on the colour bar: mean as a horizontal line, ± sd as a vertical one, with a white border."""
-    low, high = place.get_ylim()
-    if low <= mean <= high:
-        reach = [max(low, mean - sd), min(high, mean + sd)]
-        for colour, width in (("white", 2.2), ("black", 1.0)):
-            place.plot([0.5, 0.5], reach, color=colour, linewidth=width, scalex=False, scaley=False)
-            place.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
 
 
 @dataclass(frozen=True)
@@ -417,21 +412,18 @@ def overview_figure(shapes: Shapes) -> Figure:
     names = [panel.stem for row in rows for panel in row]
     hatched = not all(shapes.readings[name].full for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
-    headings = [_row_heading(shapes, row) for row in rows]
+    headings = []
+    for row in rows:
+        name = row[0].stem
+        by_depth = len({panel.stem for panel in row}) < len(row)  # a curve that is shown by depth: its meaning
+        meaning = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
+        headings.append(meaning if by_depth else source_heading(shapes, name))
     page = [
         replace(arrange(row, ACROSS, HEIGHT)[0], heading=shorten_label(text, 120) * (text != before))
         for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
     facts = [*model_facts(shapes.report), layout_line(shapes)]
     return overview(shapes.report, page, facts, hint="hatched: no value" * hatched)
-
-
-def _row_heading(shapes: Shapes, row: Sequence[Panel]) -> str:
-    """Format the source of a row; for a curve that is shown by depth, its meaning."""
-    name = row[0].stem
-    if len({panel.stem for panel in row}) < len(row):
-        return f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
-    return source_heading(shapes, name)
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:

@@ -387,7 +387,7 @@ def _predictor_panel(swap: Swap) -> Panel:
     """Build the panel of the measure with the largest |ρ| among those that hold, or among all if none holds."""
     holding = [predictor for predictor in swap.predictors if predictor.holds]
     predictor = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {_verdict(predictor)}"
+    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {'holds' if holding else 'does not hold'}"
     return replace(_scatter_panel(swap, predictor), stem="predictor", title="what predicts harm", note=note)
 
 
@@ -412,14 +412,10 @@ def _predictors_panel(swap: Swap, *, several: bool) -> Panel:
 def _scatter_panel(swap: Swap, predictor: Predictor) -> Panel:
     low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
     ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
-    note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {_verdict(predictor)}"
+    note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
     layers = range(1 + max(effect.layer for effect in swap.sweep))
     draw = partial(draw_predictor, swap=swap, predictor=predictor)
     return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)
-
-
-def _verdict(predictor: Predictor) -> str:
-    return "holds" if predictor.holds else "does not hold"
 
 
 def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
