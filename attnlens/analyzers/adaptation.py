@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
-from attnlens.lazy import LazyModule
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
-
-if TYPE_CHECKING:
-    import torch
-
-    from attnlens.maths import linalg
-else:
-    linalg = LazyModule("attnlens.maths.linalg")
-    torch = LazyModule("torch")
-
 
 NO_ADAPTER = "no adapter was given, or the matrix is zero without it"
 adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTER, has_null=False)
@@ -45,7 +34,7 @@ def of_weights(query_key: QueryKey) -> Readings:
     M = s·W_Q W_Kᵀ of the base and M' with the adapter (LoRA of rank r) merged; σ are singular values.
     """
     if query_key.base is None:
-        nothing = torch.full(query_key.query.shape[:-2], torch.nan, dtype=torch.float64)
+        nothing = query_key.query.new_full(query_key.query.shape[:-2], float("nan")).double()
         return {info.name: nothing for info in MEASURES}
     size, rank = linalg.change(query_key, query_key.base)
     return {"adapter.change": size, "adapter.change_rank": rank}

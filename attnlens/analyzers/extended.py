@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
-from attnlens.lazy import LazyModule
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
-
-if TYPE_CHECKING:
-    from attnlens.maths import linalg
-else:
-    linalg = LazyModule("attnlens.maths.linalg")
-
 
 NOTHING_LEFT = "the scores of all pairs depend on the query alone"
 EXTENDED = "of the bilinear form extended to pairs that the model never compares"

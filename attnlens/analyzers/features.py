@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
-from attnlens.lazy import LazyModule
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
-
-if TYPE_CHECKING:
-    from attnlens.maths import linalg
-else:
-    linalg = LazyModule("attnlens.maths.linalg")
-
 
 ERROR = 0.1
 """ε: largest mean total variation, in [0, 1], between the two attentions of a query."""

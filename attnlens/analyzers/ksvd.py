@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens.maths import ksvd, linalg
+    from attnlens.maths import ksvd
     from attnlens.maths.ksvd import Dual
 else:
     ksvd = LazyModule("attnlens.maths.ksvd")
-    linalg = LazyModule("attnlens.maths.linalg")
 
 SHARE = 0.9
 """Minimum share of a kernel's squared norm in its s leading components; defines rank90 per head."""
@@ -32,7 +31,9 @@ NO_ATTENTION = (
 
 # The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
 # but changes every cosine. It has no Gaussian null, and cross-attention has it too.
-cosine_measure = partial(MeasureInfo, low=0, self_only=False, identified="nowhere")
+cosine_measure = partial(
+    MeasureInfo, low=0, self_only=False, identified="nowhere", missing=NO_KERNEL, sized_by="head_dim"
+)
 
 
 def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureInfo]:
@@ -82,10 +83,8 @@ TOKENS = (
         "ksvd.rank90",
         "components that hold 90 % of the cosine kernel's squared size; at most head_dim (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
-        missing=NO_KERNEL,
         low=1,
         use="A first guess at the s of a primal kernel: swap-kernel --kernel primal:8 measures what s = 8 costs.",
-        sized_by="head_dim",
     ),
     cosine_measure(
         "ksvd.centred_rank90",
@@ -94,7 +93,6 @@ TOKENS = (
         missing=ONE_KEY,
         low=1,
         use="Read this one where ksvd.rank90 is 1: then one near-constant direction hides all others.",
-        sized_by="head_dim",
     ),
     cosine_measure(
         "ksvd.value_alignment",
@@ -105,25 +103,21 @@ TOKENS = (
         high=1,
         use="Above s/(n − 1), the values lie where the kernel's own directions do, which the paper takes for granted.",
         paper="Chen et al. 2023, where values take the place of the right singular vectors",
-        sized_by="head_dim",
     ),
     cosine_measure(
         "ksvd.asymmetry",
         "mean angle in radians between K's s leading left and right singular spaces, s = rank90; 0 for a symmetric K "
         "(not identified)",
         "mean of arccos σ(H_eᵀH_r)",
-        missing=NO_KERNEL,
         high=1.5707963267948968,  # π/2, rounded up
         self_only=True,
         use="At 0 a symmetric kernel SVD would do; the larger, the more the paper's asymmetric one is needed.",
-        sized_by="head_dim",
     ),
     cosine_measure(
         "ksvd.residual",
         "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong "
         "(not identified)",
         "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
-        missing=NO_KERNEL,
         use="A check: far above rounding, believe no other ksvd number of this head.",
         paper="Chen et al. 2023, Theorem 3.2",
         sized_by="rounding",
@@ -133,7 +127,6 @@ TOKENS = (
         "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved "
         "(not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
-        missing=NO_KERNEL,
         use="A check: far above rounding, the primal solution is none, and no other ksvd number is to be believed.",
         paper="Chen et al. 2023, Eq. 6",
         sized_by="rounding",

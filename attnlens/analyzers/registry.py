@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from attnlens.arguments import checked_name
 from attnlens.choices import CHANGE, Sources
+from attnlens.lazy import LazyModule
 from attnlens.plugins import load_plugins, refuse_replacing
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.maths import linalg as linalg
     from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
     Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
     """Measures and curves by qualified name; NaN for a missing value."""
-else:
-    Readings = dict  # others import the name, and importing the registry must not load torch
+else:  # analyzers import both names, and importing the registry must not load torch
+    linalg = LazyModule("attnlens.maths.linalg")
+    Readings = dict
 
 Function = TypeVar("Function", bound=Callable[..., object])
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
@@ -86,7 +89,6 @@ class MeasureInfo:
     """Advice on using the result, in a sentence or two."""
     paper: str = ""
     """Publication with the equation or figure; empty if unpublished."""
-
     sized_by: str = ""
     """Other quantity that it scales with (`head_dim`): heads of models that differ in it can't be compared by it. Empty
     if there is none; the window's length, which all tokens.* depend on, is not listed."""
@@ -101,15 +103,13 @@ class MeasureInfo:
 
 OWN_ROWS, ROWS, FORMS = "compare.own_kl", "compare.row_kl", "compare.form_change"
 QUERY_ANGLE, KEY_ANGLE = "compare.query_angle", "compare.key_angle"
-MISSING = "one of the models has no value"
-distance = partial(MeasureInfo, low=0, self_only=False, has_null=False)
+distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing="one of the models has no value")
 BETWEEN_ROWS = (
     distance(
         OWN_ROWS,
         "how far attention moves where each block of the second model takes the first one's hidden states: what of the "
         "change is the block's own",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
-        missing=MISSING,
         headline=True,
         use="Read it first: a head that it names was changed itself, whatever came before it.",
     ),
@@ -117,7 +117,6 @@ BETWEEN_ROWS = (
         ROWS,
         "how far attention moves as both models run: with what the blocks before it changed",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries; weights below 1e-12 count as 1e-12",
-        missing=MISSING,
         headline=True,
         use="Where it names a head that compare.own_kl does not, look for the cause in the layers before.",
     ),
@@ -132,23 +131,17 @@ BETWEEN_FORMS = (
         headline=True,
         use="Named without compare.own_kl, the weights moved where this text does not look: try another text.",
     ),
-    distance(
-        QUERY_ANGLE,
-        "how far the directions that the queries read moved, in degrees; no change of basis within the head moves it",
-        "largest principal angle between the column spaces of W_Q and W_Q'",
-        high=90,
-        missing=MISSING,
-        use="Near 90 a direction that the queries read is read no longer; near 0 beside a large compare.form_change, "
-        "the same directions are weighted otherwise.",
-    ),
-    distance(
-        KEY_ANGLE,
-        "how far the directions that the keys read moved, in degrees; no change of basis within the head moves it",
-        "largest principal angle between the column spaces of W_K and W_K'",
-        high=90,
-        missing=MISSING,
-        use="Near 90 a direction that the keys read is read no longer; near 0 beside a large compare.form_change, the "
-        "same directions are weighted otherwise.",
+    *(
+        distance(
+            name,
+            f"how far the directions that the {readers} read moved, in degrees; no change of basis within the head "
+            "moves it",
+            f"largest principal angle between the column spaces of {matrix} and {matrix}'",
+            high=90,
+            use=f"Near 90 a direction that the {readers} read is read no longer; near 0 beside a large "
+            "compare.form_change, the same directions are weighted otherwise.",
+        )
+        for name, readers, matrix in ((QUERY_ANGLE, "queries", "W_Q"), (KEY_ANGLE, "keys", "W_K"))
     ),
 )
 """Distances between the weights."""
@@ -158,6 +151,7 @@ NAMED = distance(
     "compare.named",
     "how many of the head's changes are named",
     "#{q ≤ the false-discovery rate} over all that is compared",
+    missing="not a number",
 )
 """Number of named changes, which pages and rules use alongside the changes."""
 

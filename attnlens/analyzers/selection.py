@@ -10,7 +10,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from attnlens import records
-from attnlens.analyzers.registry import Answer, GatheringPlace, MeasureInfo, gathering
+from attnlens.analyzers.registry import Answer, GatheringPlace, MeasureInfo, gathering, linalg
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens.maths import linalg
     from attnlens.maths.attsvm import head as head_svm
     from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Selections, Softmax
 else:
     head_svm = LazyModule("attnlens.maths.attsvm.head")
-    linalg = LazyModule("attnlens.maths.linalg")
     torch = LazyModule("torch")
 
 MOST_QUERIES = 64  # most queries posed per head

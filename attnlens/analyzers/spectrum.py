@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
-from attnlens.lazy import LazyModule
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
-
-if TYPE_CHECKING:
-    from attnlens.maths import linalg
-else:
-    linalg = LazyModule("attnlens.maths.linalg")
-
 
 ZERO = "the matrix is zero"
 LONG = "more than 2,048² pairs of queries and keys, and {}: read fewer --length"
@@ -66,8 +58,8 @@ WEIGHTS = (
     ),
 )
 
-attention_rank = partial(MeasureInfo, low=1, self_only=False)
-attention_share = partial(MeasureInfo, low=0, high=1, self_only=False)
+attention_rank = partial(form_measure, low=1)
+attention_share = partial(form_measure, low=0, high=1)
 share_in_largest = partial(
     attention_share,
     curve=True,

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
-from attnlens.lazy import LazyModule
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
-
-if TYPE_CHECKING:
-    from attnlens.maths import linalg
-else:
-    linalg = LazyModule("attnlens.maths.linalg")
-
 
 signed = partial(MeasureInfo, low=-1, high=1)
 inertia = partial(

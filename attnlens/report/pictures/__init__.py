@@ -1,7 +1,7 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
 
-Contents: `style` (line colours, formats, labels), `charts` (the three charts of all pictures), `page` (panels), and the
-pictures of one subject: `maps` (heads; its colour maps), `overview`, `experiments`, `studies`, `swaps`, `plans`.
+Contents: `style` (settings, colours, formats, ticks), `charts` (the charts of all pictures, and pages of panels), and
+the pictures of one subject: `maps` (heads, with their overview), `experiments`, `studies` (and comparisons), `swaps`.
 Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, which
 names the pictures, and `report.render`, which encodes them.
 """

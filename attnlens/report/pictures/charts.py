@@ -107,10 +107,8 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, label: str, extend: str = 
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
     """Hatch the cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
     for row, hatched in enumerate(cells):
-        for is_hatched, run in groupby(enumerate(hatched), key=lambda cell: bool(cell[1])):
-            (first, _), *others = run
-            if is_hatched:
-                hatch_box(axes, (first - 0.5, row - 0.5), 1 + len(others), 1, pattern)
+        for run in np.ma.clump_masked(np.ma.array(hatched, mask=hatched)):
+            hatch_box(axes, (run.start - 0.5, row - 0.5), run.stop - run.start, 1, pattern)
 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:
@@ -384,7 +382,7 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) 
                 if panel is None:
                     continue
                 axes = part.add_subplot(grid[line, column])
-                axes.set_title(shorten_label(panel.title, int(TITLE_PER_INCH * room)))
+                axes.set_title(shorten_label(panel.title, int(TITLE_PER_INCH * room)), pad=15, weight="bold", color=INK)
                 note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
                 axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
                 panel.draw(axes)

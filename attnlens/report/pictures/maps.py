@@ -198,7 +198,12 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
     if reading.constant:
         bar.set_ticks([float(reading.present[0])])
     if reading.null is not None:
-        _mark_null(bar.ax, *reading.null)
+        # mean as a horizontal line, ± sd as a vertical one, with a white border
+        (low, high), (mean, sd) = bar.ax.get_ylim(), reading.null
+        ends = [max(low, mean - sd), min(high, mean + sd)]
+        for colour, width in (("white", 2.2), ("black", 1.0)) if low <= mean <= high else ():
+            bar.ax.plot([0.5, 0.5], ends, color=colour, linewidth=width, scalex=False, scaley=False)
+            bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
     if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
         write_cells(axes, _numbers_that_fit(reading), grid, colours)
 
@@ -248,16 +253,6 @@ def _limits(reading: MeasureMap) -> tuple[float, float, str]:
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     return (low if cut_low else least), (high if cut_high else most), extend
-
-
-def _mark_null(place: Axes, mean: float, sd: float) -> None:
-    """Draw the null on the colour bar: mean as a horizontal line, ± sd as a vertical one, with a white border."""
-    low, high = place.get_ylim()
-    if low <= mean <= high:
-        reach = [max(low, mean - sd), min(high, mean + sd)]
-        for colour, width in (("white", 2.2), ("black", 1.0)):
-            place.plot([0.5, 0.5], reach, color=colour, linewidth=width, scalex=False, scaley=False)
-            place.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
 
 
 @dataclass(frozen=True)
@@ -389,12 +384,10 @@ def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
     """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
     draw_fan(axes, shapes, name, [group])
-    labels = iter(["other groups' medians"])
-    for other in groups:
-        if other is not group:
-            colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
-            line = _points(shapes.info(name), other.quartiles[1])
-            draw_over(axes, line, ":", 1.5, colour=colour, label=next(labels, ""))
+    for number, other in enumerate(other for other in groups if other is not group):
+        colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+        line = _points(shapes.info(name), other.quartiles[1])
+        draw_over(axes, line, ":", 1.5, colour=colour, label="other groups' medians" * (number == 0))
     if group is groups[0]:
         axes.legend(loc="lower right", handlelength=2.6)
 
@@ -419,21 +412,18 @@ def overview_figure(shapes: Shapes) -> Figure:
     names = [panel.stem for row in rows for panel in row]
     hatched = not all(shapes.readings[name].full for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
-    headings = [_row_heading(shapes, row) for row in rows]
+    headings = []
+    for row in rows:
+        name = row[0].stem
+        by_depth = len({panel.stem for panel in row}) < len(row)  # a curve that is shown by depth: its meaning
+        meaning = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
+        headings.append(meaning if by_depth else source_heading(shapes, name))
     page = [
         replace(arrange(row, ACROSS, HEIGHT)[0], heading=shorten_label(text, 120) * (text != before))
         for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
     facts = [*model_facts(shapes.report), layout_line(shapes)]
     return overview(shapes.report, page, facts, hint="hatched: no value" * hatched)
-
-
-def _row_heading(shapes: Shapes, row: Sequence[Panel]) -> str:
-    """Format the source of a row; for a curve that is shown by depth, its meaning."""
-    name = row[0].stem
-    if len({panel.stem for panel in row}) < len(row):
-        return f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
-    return source_heading(shapes, name)
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
@@ -549,9 +539,8 @@ def margins_figure(report: Report, selection: Selection) -> Figure:
 def draw_margins(axes: Axes, selection: Selection) -> None:
     """Draw one line per head: its margins, sorted, over the share of queries with at most that margin."""
     head_margins = [pick.margin for pick in selection.picks]
-    labels = iter(["null heads"])
-    for margins in selection.null_margins:
-        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label=next(labels, ""))
+    for number, margins in enumerate(selection.null_margins):
+        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
     axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:

@@ -156,13 +156,13 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"
     axes.set_xlabel(f"{task.metric}{unit}, {better} is better")
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-    known: dict[float, str] = {}
-    for row, cell in enumerate(cells):
-        if cell.published_diverged or cell.published is not None:
-            known[row] = "none: diverged" if cell.published_diverged else f"{cell.published:g}"
-    place: Style = {"transform": axes.get_yaxis_transform(), "va": "center", "clip_on": False}
-    for height, text in ({-0.9: "published"} | known if known else known).items():
-        axes.text(1.02, height, text, color=PUBLISHED, fontsize=6, **place)
+    place: Style = {"va": "center", "clip_on": False, "color": PUBLISHED, "fontsize": 6}
+    published = {row: cell for row, cell in enumerate(cells) if cell.published_diverged or cell.published is not None}
+    if published:
+        axes.text(1.02, 1, "published", transform=axes.transAxes, **place)
+    for row, cell in published.items():
+        text = "none: diverged" if cell.published_diverged else f"{cell.published:g}"
+        axes.text(1.02, row, text, transform=axes.get_yaxis_transform(), **place)
 
 
 def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.ndarray, " steps"]]]) -> None:

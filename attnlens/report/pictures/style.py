@@ -26,9 +26,6 @@ SETTINGS = {
     "font.size": 7.5,
     "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlecolor": "#222222",
-    "axes.titlepad": 15,  # room for a note or a legend
     "axes.linewidth": 0.6,
     "axes.edgecolor": "#555555",
     "axes.spines.top": False,
@@ -194,4 +191,4 @@ def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None
     legend = axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=columns, **spaces)
     legend.set_in_layout(False)  # the title's distance makes room for it
     lines = -(-len(labels) // columns)
-    axes.set_title(axes.get_title(loc="left"), pad=15 + LEGEND_LINE * (lines - 1))
+    axes.set_title(axes.get_title(loc="left"), pad=15 + LEGEND_LINE * (lines - 1), weight="bold", color=INK)

@@ -181,7 +181,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         rows.append([*dots, _dot(swap, swap)])
     names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
     dot_plot(axes, rows, names)
-    sizes = sorted(abs(dot.value) for row in rows for dot in row if abs(dot.value or 0) >= FINEST)
+    sizes = sorted(size for row in rows for dot in row if (size := abs(dot.value or 0.0)) >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
         border = 10.0 ** math.floor(math.log10(sizes[0]))
         axes.set_xscale("symlog", linthresh=border, linscale=0.6)
@@ -238,7 +238,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     if original is not None:
         axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
-    labels = [stage.name for stage in swap.stages]
+    labels: list[str] = [stage.name for stage in swap.stages]
     labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
@@ -387,7 +387,7 @@ def _predictor_panel(swap: Swap) -> Panel:
     """Build the panel of the measure with the largest |ρ| among those that hold, or among all if none holds."""
     holding = [predictor for predictor in swap.predictors if predictor.holds]
     predictor = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {_verdict(predictor)}"
+    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {'holds' if holding else 'does not hold'}"
     return replace(_scatter_panel(swap, predictor), stem="predictor", title="what predicts harm", note=note)
 
 
@@ -412,14 +412,10 @@ def _predictors_panel(swap: Swap, *, several: bool) -> Panel:
 def _scatter_panel(swap: Swap, predictor: Predictor) -> Panel:
     low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
     ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
-    note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {_verdict(predictor)}"
+    note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
     layers = range(1 + max(effect.layer for effect in swap.sweep))
     draw = partial(draw_predictor, swap=swap, predictor=predictor)
     return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)
-
-
-def _verdict(predictor: Predictor) -> str:
-    return "holds" if predictor.holds else "does not hold"
 
 
 def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
