@@ -49,13 +49,6 @@ def _provenance(report: Report) -> Iterator[tuple[str, str]]:
     yield from ((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None)
 
 
-def _costs(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the caveats, seconds and memory of a run, as (name, fact)."""
-    yield from (("note", note) for note in reports.notes(report))
-    yield from (("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items())
-    yield "memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"
-
-
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
 TOO_MANY = Section(
@@ -218,7 +211,10 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     if all_heads:
         sections.append(layers.head_table(shapes))
     if verbose and headed:
-        sections += [*kind.more(report), Section("Details", items=(*_provenance(report), *_costs(report)))]
+        details = [*_provenance(report), *(("note", note) for note in reports.notes(report))]
+        details += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
+        details.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
+        sections += [*kind.more(report), Section("Details", items=details)]
     return Document(_head(report, whole) if headed else None, tuple(sections))
 
 

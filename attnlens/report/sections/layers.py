@@ -165,7 +165,8 @@ def head_table(shapes: Shapes) -> Section:
         return Section()
     nulls = any(reading.null for reading in shapes.readings.values())
     first, *others = place_columns(shapes.report.heads)
-    names = [replace(first, foot=["null"] * nulls), *(replace(column, foot=[""] * nulls) for column in others)]
+    first = replace(first, foot=["null"] * nulls, hints=[head.site for head in shapes.report.heads])
+    names = [first, *(replace(column, foot=[""] * nulls) for column in others)]
     columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
