@@ -129,17 +129,6 @@ def _panel_pictures(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
     return pictures
 
 
-def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
-    if whole:
-        yield from _head_summary(shapes, whole)  # the original values of the head that the experiment retrained
-    yield from experiment_sections(shapes.report, whole=whole)
-
-
-def _experiment_measures(shapes: Shapes) -> list[str]:
-    followed = (told_of(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
-    return [*HEADS.measures(shapes), *(name for names in followed for name in names)]
-
-
 HEADS = Presentation(
     summary=_head_summary,
     page=_head_page,
@@ -164,11 +153,18 @@ COMPARISON = Presentation(
     explored=Report.with_changes,
 )
 EXPERIMENTS = Presentation(
-    summary=_experiment_summary,
+    # if whole, with the original values of the head that the experiment retrained
+    summary=lambda shapes, whole: [
+        *(_head_summary(shapes, whole) if whole else ()),
+        *experiment_sections(shapes.report, whole=whole),
+    ],
     page=lambda shapes: [*experiment_sections(shapes.report, whole=True), *_head_page(shapes)],
     rows=experiment_rows,
     pictures=_panel_pictures("experiment", "curves of the experiments"),
-    measures=_experiment_measures,
+    measures=lambda shapes: [
+        *HEADS.measures(shapes),
+        *(name for each in shapes.report.experiments if each.trajectories for name in told_of(each)),
+    ],
     standing=outcome,
     more=lambda report: [
         section

@@ -264,7 +264,16 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
     columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
-    return [*columns, *_symmetry_column(shapes, rows)]
+    summary = shapes.report.summary
+    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
+    symmetry = {layer: value for layer, value in pairs if value is not None}
+    if symmetry:
+        values = np.array([symmetry.get(layer, np.nan) for layer in shapes.layers])
+        groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
+        decimals = decimals_for([*symmetry.values()])
+        texts = [format_number(middle(values[group]), decimals) for group in groups]
+        columns.append(Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :]))
+    return columns
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
@@ -348,16 +357,3 @@ def _commonest(reading: MeasureMap, group: list[int]) -> str:
         return NO_VALUE
     number, count = counts.most_common(1)[0]
     return f"{clean(reading.labels[number])} {count}/{counts.total()}"
-
-
-def _symmetry_column(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
-    summary = shapes.report.summary
-    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
-    by_layer = {layer: value for layer, value in pairs if value is not None}
-    if not by_layer:
-        return
-    values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
-    groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
-    decimals = decimals_for([*by_layer.values()])
-    texts = [format_number(middle(values[group]), decimals) for group in groups]
-    yield Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :])
