@@ -165,8 +165,8 @@ def head_table(shapes: Shapes) -> Section:
         return Section()
     nulls = any(reading.null for reading in shapes.readings.values())
     first, *others = place_columns(shapes.report.heads)
-    first = replace(first, foot=["null"] * nulls, hints=[head.site for head in shapes.report.heads])
-    names = [first, *(replace(column, foot=[""] * nulls) for column in others)]
+    first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
+    names = [first, *(replace(column, foot=["", ""] * nulls) for column in others)]
     columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
@@ -197,7 +197,9 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
         else:
             cells.append(_with_error(value, None if np.isnan(error) else error, decimals))
     reasons = [missing_reason(head, reading.name) for head in heads]
-    foot = [null_cell(*reading.null) if reading.null else ""] * nulls
+    null = reading.null
+    ends = (format_number(null[0], decimals), f"±{format_error(null[1], decimals)}") if null else ("", "")
+    foot = ends if nulls else ()
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 
