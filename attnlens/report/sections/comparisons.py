@@ -198,12 +198,10 @@ def compared_models(report: Report) -> str:
     return f"{report.comparison.base.title} → {report.model.title}"
 
 
-def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
-    """Yield how the models as wholes differ, unless `opened` (shown before), and the changed heads, worst first."""
+def comparison_sections(report: Report, *, all_heads: bool) -> Iterator[Section]:
+    """Yield the changed heads, worst first, and the smallest changes that would have been named."""
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
-    if not opened:
-        yield Section(lines=overview_lines(report))
     if comparison.shifts:
         rows = [
             {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}

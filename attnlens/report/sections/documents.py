@@ -144,8 +144,11 @@ SWAP = Presentation(
     more=site_sections,
 )
 COMPARISON = Presentation(
-    summary=lambda shapes, whole: comparisons.comparison_sections(shapes.report, all_heads=whole),
-    page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True, opened=True),
+    summary=lambda shapes, whole: [
+        Section(lines=comparisons.overview_lines(shapes.report)),
+        *comparisons.comparison_sections(shapes.report, all_heads=whole),
+    ],
+    page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True),
     rows=comparisons.comparison_rows,
     pictures=_panel_pictures("comparison", "which heads changed, and how surely"),
     title=comparisons.compared_models,

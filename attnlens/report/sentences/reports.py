@@ -29,10 +29,14 @@ def format_label(experiment: Experiment, name: str) -> str:
 
 def setting(experiment: Experiment, name: str) -> str:
     """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
-    label, value = format_label(experiment, name), experiment.settings[name]
-    values = value if isinstance(value, list) else [value]
-    texts = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in values)
-    return f"{label}{':' * (' = ' in label)} {' '.join(texts)}"
+    label = format_label(experiment, name)
+    return f"{label}{':' * (' = ' in label)} {_value(experiment.settings[name])}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_value, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def outcome(report: Report) -> tuple[str, bool]:
