@@ -96,7 +96,7 @@ def test_every_number_stands_on_the_page_with_its_error_and_null() -> None:
     report = synthetic_report(3, 4)
     page = views.page(report)
     for head in report:
-        assert f">{head.layer} · {head.head}</th>" in page
+        assert f">{head.layer}</th><th>{head.head}</th>" in page
         assert f">{head.measures['weights.symmetry'].value:.3f}<" in page
     entropy = report.heads[0].measures["tokens.entropy"]
     assert f"<td>{entropy.value:.3f}±{entropy.se:.2g}" in page
@@ -108,7 +108,7 @@ def test_every_number_stands_on_the_page_with_its_error_and_null() -> None:
 def test_what_is_missing_has_its_reason_in_the_cell_and_below() -> None:
     page = views.page(synthetic_report(3, 2, parts=["encoder", "decoder", "cross"], missing=[(0, 1)]))
     assert f'title="{CROSS}">–<' in page
-    assert "decoder 1 · 0" in page
+    assert '>1</th><th>0</th><th class="words">decoder</th>' in page
     text = Tags(page).text
     assert f"2 heads, because {CROSS}" in text
     assert "the weights are not finite: bert.encoder.layer.0.attention.self head 1 (weights)" in text

@@ -128,25 +128,20 @@ class Shapes:
         The registry lists the sets of its measures; others are grouped by the stem of their names (`other.share_…`).
         The sets that most heads have come first, then those with more measures.
         """
-
-        def heads_with(names: list[str]) -> int:
-            return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
-
         sets: dict[str, list[str]] = {}
-        for name in self.report.measure_names():
+        for name in (name for name in self.report.measure_names() if name in self.readings):
             source, title = name.rpartition(".")[::2]
-            for whole in self.info(name).wholes or [title.rpartition("_")[0]]:
-                if name in self.readings and whole:
-                    sets.setdefault(f"{source}.{whole}", []).append(name)
-        complete = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
-        return dict(sorted(complete.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
-
-    def _sum_to_one(self, names: list[str]) -> bool:
-        stack = np.stack([self.readings[name].values for name in names])
-        total = stack.sum(axis=0)
-        whole = ~np.isnan(total)
-        # reports keep nine significant digits, so a sum of a few shares is exact to about 1e-9
-        return bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
+            for whole in filter(None, self.info(name).wholes or [title.rpartition("_")[0]]):
+                sets.setdefault(f"{source}.{whole}", []).append(name)
+        heads: dict[str, int] = {}  # number of heads that have the whole set
+        for whole, names in sets.items():
+            stack = np.stack([self.readings[name].values for name in names])
+            totals = stack.sum(axis=0)
+            totals = totals[~np.isnan(totals)]
+            # reports keep nine significant digits, so a sum of a few shares is exact to about 1e-9
+            if len(names) > 1 and totals.size and np.nanmin(stack) >= 0 and np.all(np.abs(totals - 1) < 1e-6):
+                heads[whole] = totals.size
+        return {whole: sets[whole] for whole in sorted(heads, key=lambda whole: (-heads[whole], -len(sets[whole])))}
 
     def _reading(self, name: str) -> MeasureMap:
         maps = np.full((4, len(self.layers), len(self.heads)), np.nan)
@@ -158,27 +153,14 @@ class Shapes:
             if measure is None or measure.value is None:
                 reasons[(measure.reason if measure else None) or "not measured"] += 1
                 continue
-            null = measure.null
-            numbers = [measure.value, measure.se, null.mean if null else None, null.sd if null else None]
-            maps[(slice(None), *self.cell(head.layer, head.head))] = [
-                float("nan") if number is None else number for number in numbers
-            ]
+            null = (measure.null.mean, measure.null.sd) if measure.null else (None, None)
+            row, column = self.cell(head.layer, head.head)
+            maps[:, row, column] = np.array([measure.value, measure.se, *null], dtype=float)  # None becomes NaN
             if measure.label is not None:
                 labels[round(measure.value)] = measure.label
             if measure.n is not None:
                 counts.add(measure.n)
-        values, errors, null_means, null_sds = maps
-        return MeasureMap(
-            name=name,
-            info=self.info(name),
-            values=values,
-            errors=errors,
-            null_means=null_means,
-            null_sds=null_sds,
-            labels=labels,
-            reasons=dict(reasons),
-            counts=tuple(sorted(counts)),
-        )
+        return MeasureMap(name, self.info(name), *maps, labels, dict(reasons), tuple(sorted(counts)))
 
 
 def group_of(info: MeasureInfo) -> str:

@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.report.sections.section import Column, Document, Heading, Passage, Section, Table, sort_by_group
+from attnlens.report.sections.section import Column, Document, Heading, Section, Table, sort_by_group
 from attnlens.wording import clean, visible
 
 FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
@@ -85,35 +85,23 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
     if section.title:
         yield Text(clean(section.title), style="bold")
     yield from (Text(clean(line), overflow="fold") for line in section.lines)
-    yield from _items(section.items)
-    if section.table is not None:
-        yield FittedTable(section.table)
-    yield from (Text(clean(line), style="dim") for line in section.notes)
-    for passage in section.passages:
-        yield from _passage(passage)
-
-
-def _items(items: Sequence[str | tuple[str, str]]) -> Iterator[RenderableType]:
-    pairs = [item for item in items if not isinstance(item, str)]
-    for item in items:
-        if isinstance(item, str):
-            yield Padding(Text(clean(item), overflow="fold"), (0, 0, 0, 2))
+    sentences = [item for item in section.items if isinstance(item, str)]
+    yield from (Padding(Text(clean(item), overflow="fold"), (0, 0, 0, 2)) for item in sentences)
+    pairs = [item for item in section.items if not isinstance(item, str)]
     if pairs:
         grid = Grid.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        for name, what in pairs:
-            grid.add_row(Text(clean(name)), Text(clean(what)))
+        for name, description in pairs:
+            grid.add_row(Text(clean(name)), Text(clean(description)))
         yield grid
-
-
-def _passage(passage: Passage) -> Iterator[RenderableType]:
-    caption, pieces = passage
-    text = Text(overflow="fold")
-    for piece, kinds in pieces:
-        text.append(visible(piece), style=" ".join(MARKS[kind] for kind in kinds))
-    yield Text(clean(caption), style="dim")
-    yield Padding(text, (0, 0, 0, 2))
+    if section.table is not None:
+        yield FittedTable(section.table)
+    yield from (Text(clean(line), style="dim") for line in section.notes)
+    for caption, pieces in section.passages:
+        styled = ((visible(piece), " ".join(MARKS[kind] for kind in kinds)) for piece, kinds in pieces)
+        yield Text(clean(caption), style="dim")
+        yield Padding(Text.assemble(*styled, overflow="fold"), (0, 0, 0, 2))
 
 
 @dataclass(frozen=True)

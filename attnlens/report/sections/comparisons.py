@@ -17,7 +17,6 @@ from attnlens.records import (
     MeasureChange,
     Outcome,
     Report,
-    Shift,
     Spread,
     StudyCell,
     StudyColumn,
@@ -61,37 +60,30 @@ def study_sections(report: Report) -> Iterator[Section]:
         yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=missing)
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
-            notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
+            notes = [f"{clean(cell.name)}: {clean(cell.problem)}." for cell in cells if cell.problem]
+            notes += [ERRORS, SPEED] if any(cell.se is not None for cell in cells) else [SPEED]
+            if task.published and _has_published(cells):
+                notes.append(PUBLISHED.format(clean(task.published)))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
-            yield Section(
-                clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
-                lines=tuple(words.task_lines(study, task)),
-                table=_cell_table(task, cells),
-                notes=(*notes, *_notes(task, cells)),
-            )
+            title = clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better")
+            yield Section(title, lines=[*words.task_lines(study, task)], table=_cell_table(task, cells), notes=notes)
             if any(cell.heads for cell in cells):
                 yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
 
 
-def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
-    """Yield an explanation of the columns that the table contains."""
-    if any(cell.se is not None for cell in cells):
-        yield ERRORS
-    yield SPEED
-    if task.published and any(cell.published is not None or cell.published_diverged for cell in cells):
-        yield PUBLISHED.format(clean(task.published))
+def _has_published(cells: list[StudyCell]) -> bool:
+    return any(cell.published is not None or cell.published_diverged for cell in cells)
 
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell, in the order of the paper."""
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
-    compared = bool(published) or any(cell.published_diverged for cell in cells)
     rows = []
     for cell in cells:
         row = {"cell": clean(cell.name), "ours": _ours(task, cell)}
-        if compared:
+        if _has_published(cells):
             number = format_number(cell.published, decimals)
             row["published"] = "did not converge" if cell.published_diverged else number
         if task.form == "translation":
@@ -107,16 +99,15 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
 
 def _heads(cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
-    names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
-    changes = [(name, [_format_change(cell, name) for cell in cells]) for name in names]
-    columns = [Column(title_of(name), texts, group=source_of(name)) for name, texts in changes]
+
+    def format_change(cell: StudyCell, name: str) -> str:
+        looks = cell.heads[name].median if name in cell.heads else []
+        ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
+        return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
+
+    names = dict.fromkeys(name for cell in cells for name in cell.heads)
+    columns = [Column(title_of(name), [format_change(cell, name) for cell in cells], source_of(name)) for name in names]
     return Table([Column("cell", [clean(cell.name) for cell in cells], words=True)], columns)
-
-
-def _format_change(cell: StudyCell, name: str) -> str:
-    looks = cell.heads[name].median if name in cell.heads else []
-    ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
-    return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
 
 
 def _ours(task: StudyColumn, cell: StudyCell) -> str:
@@ -207,14 +198,17 @@ def compared_models(report: Report) -> str:
     return f"{report.comparison.base.title} → {report.model.title}"
 
 
-def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
-    """Yield how the models as wholes differ, unless `opened` (shown before), and the changed heads, worst first."""
+def comparison_sections(report: Report, *, all_heads: bool) -> Iterator[Section]:
+    """Yield the changed heads, worst first, and the smallest changes that would have been named."""
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
-    if not opened:
-        yield Section(lines=overview_lines(report))
     if comparison.shifts:
-        yield _shift_section(comparison.shifts)
+        rows = [
+            {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}
+            for shift in comparison.shifts
+        ]
+        note = "Medians over heads, with the quartiles. They are of other heads, so that nothing is tested."
+        yield Section("Distributions over heads", table=build_table(rows, {"measure"}), notes=[note])
         return
     heads = changed_heads(comparison)
     if heads:
@@ -223,6 +217,11 @@ def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False
     least = tuple(words.least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
+
+
+def _quartiles(part: Spread) -> str:
+    low, middle, high = map(short, part.quartiles)
+    return f"{middle} ({low} to {high})"
 
 
 def overview_lines(report: Report) -> tuple[str, ...]:
@@ -305,40 +304,24 @@ def _predictions(outcome: Outcome | None) -> Iterator[str]:
         yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
 
 
-def _shift_section(shifts: Sequence[Shift]) -> Section:
-    rows = [
-        {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}
-        for shift in shifts
-    ]
-    notes = ("Medians over heads, with the quartiles. They are of other heads, so that nothing is tested.",)
-    return Section("Distributions over heads", table=build_table(rows, {"measure"}), notes=notes)
-
-
-def _quartiles(part: Spread) -> str:
-    low, middle, high = map(short, part.quartiles)
-    return f"{middle} ({low} to {high})"
-
-
 def comparison_rows(report: Report) -> list[Row]:
     """Build one row per head and measure, or, if heads do not correspond, one per measure."""
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
-    if comparison.shifts:
-        return [_shift_row(shift) for shift in comparison.shifts]
-    partners = {(head.layer, head.head): head for head in comparison.heads}
     rows: list[Row] = []
+    for shift in comparison.shifts:
+        cells: dict[str, Cell] = {"measure": shift.measure}
+        for which, part in (("before", shift.before), ("after", shift.after)):
+            cells[f"{which}.heads"] = part.heads
+            cells |= dict(zip((f"{which}.q25", f"{which}.median", f"{which}.q75"), part.quartiles, strict=True))
+            cells[f"{which}.median.se"] = part.median_se
+        rows.append(cells)
+    if rows:
+        return rows
+    partners = {(head.layer, head.head): head for head in comparison.heads}
     for row in comparison.rows:
         head = partners[row.layer, row.head]
         where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
         values = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
         rows.append(where | {"relation": head.relation} | values)
     return rows
-
-
-def _shift_row(shift: Shift) -> dict[str, Cell]:
-    cells: dict[str, Cell] = {"measure": shift.measure}
-    for which, part in (("before", shift.before), ("after", shift.after)):
-        cells[f"{which}.heads"] = part.heads
-        cells |= dict(zip((f"{which}.q25", f"{which}.median", f"{which}.q75"), part.quartiles, strict=True))
-        cells[f"{which}.median.se"] = part.median_se
-    return cells

@@ -49,13 +49,6 @@ def _provenance(report: Report) -> Iterator[tuple[str, str]]:
     yield from ((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None)
 
 
-def _costs(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the caveats, seconds and memory of a run, as (name, fact)."""
-    yield from (("note", note) for note in reports.notes(report))
-    yield from (("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items())
-    yield "memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"
-
-
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
 TOO_MANY = Section(
@@ -136,17 +129,6 @@ def _panel_pictures(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
     return pictures
 
 
-def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
-    if whole:
-        yield from _head_summary(shapes, whole)  # the original values of the head that the experiment retrained
-    yield from experiment_sections(shapes.report, whole=whole)
-
-
-def _experiment_measures(shapes: Shapes) -> list[str]:
-    followed = (changed_measures(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
-    return [*HEADS.measures(shapes), *(name for names in followed for name in names)]
-
-
 HEADS = Presentation(
     summary=_head_summary,
     page=_head_page,
@@ -162,8 +144,11 @@ SWAP = Presentation(
     more=site_sections,
 )
 COMPARISON = Presentation(
-    summary=lambda shapes, whole: comparisons.comparison_sections(shapes.report, all_heads=whole),
-    page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True, opened=True),
+    summary=lambda shapes, whole: [
+        Section(lines=comparisons.overview_lines(shapes.report)),
+        *comparisons.comparison_sections(shapes.report, all_heads=whole),
+    ],
+    page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True),
     rows=comparisons.comparison_rows,
     pictures=_panel_pictures("comparison", "which heads changed, and how surely"),
     title=comparisons.compared_models,
@@ -171,11 +156,18 @@ COMPARISON = Presentation(
     explored=Report.with_changes,
 )
 EXPERIMENTS = Presentation(
-    summary=_experiment_summary,
+    # if whole, with the original values of the head that the experiment retrained
+    summary=lambda shapes, whole: [
+        *(_head_summary(shapes, whole) if whole else ()),
+        *experiment_sections(shapes.report, whole=whole),
+    ],
     page=lambda shapes: [*experiment_sections(shapes.report, whole=True), *_head_page(shapes)],
     rows=experiment_rows,
     pictures=_panel_pictures("experiment", "curves of the experiments"),
-    measures=_experiment_measures,
+    measures=lambda shapes: [
+        *HEADS.measures(shapes),
+        *(name for each in shapes.report.experiments if each.trajectories for name in changed_measures(each)),
+    ],
     standing=outcome,
     more=lambda report: [
         section
@@ -218,7 +210,10 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     if all_heads:
         sections.append(layers.head_table(shapes))
     if verbose and headed:
-        sections += [*kind.more(report), Section("Details", items=(*_provenance(report), *_costs(report)))]
+        details = [*_provenance(report), *(("note", note) for note in reports.notes(report))]
+        details += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
+        details.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
+        sections += [*kind.more(report), Section("Details", items=details)]
     return Document(_head(report, whole) if headed else None, tuple(sections))
 
 

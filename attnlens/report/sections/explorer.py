@@ -59,21 +59,15 @@ Piece = tuple[str, tuple[str, ...]]
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
     """Yield the pieces of a sentence with its marks; only the token positions if the model reads no text."""
+    marks = [*((place, "selected") for place in pick.selected), *((place, "support") for place in pick.support)]
     if sentence is None:
         yield f"token {pick.query} selects {join_items(pick.selected)}; support: {join_items(pick.support, 20)}", ()
     elif sentence.queries is None:
-        yield from _mark_tokens(sentence.keys, _kinds(pick, among_keys=True))
+        yield from _mark_tokens(sentence.keys, group_pairs([*marks, (pick.query, "query")]))
     else:
-        yield from _mark_tokens(sentence.queries, _kinds(pick, among_keys=False))
+        yield from _mark_tokens(sentence.queries, {pick.query: ["query"]})
         yield "\n", ()
-        yield from _mark_tokens(sentence.keys, _kinds(pick, among_keys=None))
-
-
-def _kinds(pick: Pick, *, among_keys: bool | None) -> dict[int, list[str]]:
-    """Return position → kinds of marks: of query and keys if `among_keys`; False: query alone; None: keys alone."""
-    marked = {"selected": pick.selected, "support": pick.support} if among_keys is not False else {}
-    marked |= {"query": [pick.query]} if among_keys is not None else {}
-    return group_pairs((place, kind) for kind, places in marked.items() for place in places)
+        yield from _mark_tokens(sentence.keys, group_pairs(marks))
 
 
 def _mark_tokens(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:

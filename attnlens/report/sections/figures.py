@@ -60,7 +60,9 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
         columns.append(Column("quartiles", [_quartiles(curve, -1, _decimals_of(curve)) for curve in curves], "last"))
     nulls = [experiment.null(name) for name in measures]
     if any(nulls):
-        columns.append(Column("null", [*map(_null, nulls)], "chance"))
+        ends = [(null.median[-1], null.high[-1]) if null and null.high else (None, None) for null in nulls]
+        cells = ["" if mean is None or high is None else null_cell(mean, high - mean) for mean, high in ends]
+        columns.append(Column("null", cells, "chance"))
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
 
 
@@ -95,13 +97,6 @@ def _quartiles(curve: Curve, at: int, decimals: int) -> str:
     return f"{format_number(curve.low[at], decimals)} … {format_number(curve.high[at], decimals)}"
 
 
-def _null(null: Curve | None) -> str:
-    """Format the last mean ± sd; empty without a null."""
-    if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
-        return ""
-    return null_cell(null.median[-1], null.high[-1] - null.median[-1])
-
-
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
@@ -112,10 +107,13 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
         table = figure_table(plain) if any(experiment.final for experiment in plain) else None
         yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
+    missing = []
     for experiment in report.experiments:
         if experiment.trajectories:
             yield from series_sections(experiment, whole=whole)
-    missing = [line for experiment in report.experiments for line in _missing(experiment)]
+        pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
+        for reason, names in group_pairs(pairs).items():
+            missing.append(f"{clean(experiment.name)}: {join_items(names, 5)}, because {reason}")
     if missing:
         yield Section("No value", items=missing)
 
@@ -173,8 +171,7 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
             "published: what the paper, or a reimplementation of it with many seeds, reads; ≥ and ≤ are bounds; "
             "tolerance: how far ours may be from it."
         )
-    for source in dict.fromkeys(e.source for e in experiments if e.source):
-        yield f"source: {clean(source)}"
+    yield from (f"source: {source}" for source in dict.fromkeys(clean(e.source) for e in experiments if e.source))
 
 
 def _describe(experiment: Experiment, report: Report) -> str:
@@ -184,12 +181,6 @@ def _describe(experiment: Experiment, report: Report) -> str:
     if (seconds := report.timings.get(experiment.name)) is not None:
         facts.append(f"{seconds:.1f} s")
     return clean(f"{experiment.name}: {experiment.question}" + (f" ({', '.join(facts)})" if facts else ""))
-
-
-def _missing(experiment: Experiment) -> Iterator[str]:
-    reasons = group_pairs((reason, format_label(experiment, figure)) for figure, reason in experiment.reasons.items())
-    for reason, figures in reasons.items():
-        yield f"{clean(experiment.name)}: {join_items(figures, 5)}, because {clean(reason)}"
 
 
 def experiment_rows(report: Report) -> list[Row]:
@@ -202,20 +193,17 @@ def experiment_rows(report: Report) -> list[Row]:
             where: Row = {"layer": trajectory.layer, "head": trajectory.head, "measure": trajectory.measure}
             points = zip(steps, trajectory.values, errors, strict=False)
             rows += [{**where, experiment.axis: step, "value": value, "se": error} for step, value, error in points]
-    return rows or [row for experiment in report.experiments for row in _figure_rows(experiment)]
-
-
-def _figure_rows(experiment: Experiment) -> Iterator[Row]:
-    published = experiment.published or {}
-    for figure, value in experiment.final.items():
-        met, known = experiment.meets(figure), figure in published
-        yield {
+    figures = [(each, figure) for each in report.experiments for figure in each.final]
+    return rows or [
+        {
             "experiment": experiment.name,
             "figure": figure,
-            "ours": value,
+            "ours": experiment.final[figure],
             "error": experiment.errors.get(figure),
-            "published": published.get(figure),
-            "bound": experiment.bounds.get(figure, "within") if known else None,
+            "published": (experiment.published or {}).get(figure),
+            "bound": experiment.bounds.get(figure, "within") if figure in (experiment.published or {}) else None,
             "tolerance": (experiment.tolerance or {}).get(figure),
-            "verdict": None if met is None else "pass" if met else "fail",
+            "verdict": {None: None, True: "pass", False: "fail"}[experiment.meets(figure)],
         }
+        for experiment, figure in figures
+    ]

@@ -165,7 +165,8 @@ def head_table(shapes: Shapes) -> Section:
         return Section()
     nulls = any(reading.null for reading in shapes.readings.values())
     first, *others = place_columns(shapes.report.heads)
-    names = [replace(first, foot=["null"] * nulls), *(replace(column, foot=[""] * nulls) for column in others)]
+    first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
+    names = [first, *(replace(column, foot=["", ""] * nulls) for column in others)]
     columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
@@ -196,7 +197,9 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
         else:
             cells.append(_with_error(value, None if np.isnan(error) else error, decimals))
     reasons = [missing_reason(head, reading.name) for head in heads]
-    foot = [null_cell(*reading.null) if reading.null else ""] * nulls
+    null = reading.null
+    ends = (format_number(null[0], decimals), f"±{format_error(null[1], decimals)}") if null else ("", "")
+    foot = ends if nulls else ()
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 
@@ -263,7 +266,16 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
     columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
-    return [*columns, *_symmetry_column(shapes, rows)]
+    summary = shapes.report.summary
+    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
+    symmetry = {layer: value for layer, value in pairs if value is not None}
+    if symmetry:
+        values = np.array([symmetry.get(layer, np.nan) for layer in shapes.layers])
+        groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
+        decimals = decimals_for([*symmetry.values()])
+        texts = [format_number(middle(values[group]), decimals) for group in groups]
+        columns.append(Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :]))
+    return columns
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
@@ -347,16 +359,3 @@ def _commonest(reading: MeasureMap, group: list[int]) -> str:
         return NO_VALUE
     number, count = counts.most_common(1)[0]
     return f"{clean(reading.labels[number])} {count}/{counts.total()}"
-
-
-def _symmetry_column(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
-    summary = shapes.report.summary
-    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
-    by_layer = {layer: value for layer, value in pairs if value is not None}
-    if not by_layer:
-        return
-    values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
-    groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
-    decimals = decimals_for([*by_layer.values()])
-    texts = [format_number(middle(values[group]), decimals) for group in groups]
-    yield Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :])

@@ -110,9 +110,9 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     return [table, Section("What is missing", table=_folded_table(reasons))]
 
 
-def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table:
-    """Build a table of words, except for the columns of numbers."""
-    return build_table(rows, set(rows[0]).difference(numbers), fit="folded")
+def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
+    """Build a table of words, except for the columns of numbers; None without rows."""
+    return build_table(rows, set(rows[0]).difference(numbers), fit="folded") if rows else None
 
 
 def _join_lines(first: str, *others: str) -> str:

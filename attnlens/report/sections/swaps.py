@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from statistics import median
 
 from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Report, Swap, TextChange, TextCosine
@@ -35,65 +33,43 @@ MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
 
 def swap_sections(report: Report) -> Iterator[Section]:
     """Yield the sections of `swap-kernel` below the model and its coverage."""
-    yield from _several_swaps(report) if len(report.swaps) > 1 else _single_swap(report, report.swaps[0])
-    swept = [swap for swap in report.swaps if swap.sweep]
+    swaps, swap, plan = report.swaps, report.swaps[0], report.plan
+    single = len(swaps) == 1
+    kernels = [f"{clean(each.kernel)}: {words.formula(each)}" for each in swaps]
+    yield Section(lines=[*kernels * single, words.reach(report), *_calibration(report)])
+    effect = (words.verdict(swap), words.taken_back(swap)) if single else ()
+    texts = (words.greedy(swap), words.beyond(swap)) if single else ()
+    help_ = [] if single and swap.diverged else [_reading_help(report)]
+    lines = _sentences(*effect, *map(words.cheaper_controls, swaps), *texts)
+    yield Section("What it does", lines=lines, table=_outcome_table(swaps), notes=help_)
+    yield from _by_text(swaps)
+    if plan is not None:
+        yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[plan_terms(plan)])
+    if not single:
+        yield Section("Kernels", items=kernels)
+    costs = (words.cost(swap), words.off_simplex(swap)) if single else ()
+    yield Section("Checks and cost" if single else "Checks", items=_sentences(words.proof(swaps), *costs))
+    if single and swap.healing is not None:
+        yield Section("Healing", items=healing(swap.healing, UNITS[swap.task]))
+    swept = [each for each in swaps if each.sweep]
     if swept:
         yield _sweep(swept, report)
-    predicted = [swap for swap in swept if swap.prediction is not None]
+    predicted = [each for each in swept if each.prediction is not None]
     if predicted:
         yield _prediction_section(predicted)
-    for title, lines in (("Notes", words.notes(report.swaps)), ("No value", words.without_value(report.swaps))):
-        if lines:
-            yield Section(title, items=lines)
-
-
-def _single_swap(report: Report, swap: Swap) -> Iterator[Section]:
-    yield Section(lines=_sentences(_kernel(swap), words.reach(report), _calibration(report)))
-    stages = [(stage.name, stage) for stage in swap.stages]
-    rows: list[tuple[str, Outcome]] = [*stages, *((_control_name(each), each) for each in measured_controls(swap))]
-    sentences = (words.verdict(swap), words.taken_back(swap), words.cheaper_controls(swap))
-    lines = _sentences(*sentences, words.greedy(swap), words.beyond(swap))
-    help_ = () if swap.diverged else (_reading_help(report),)
-    table = _outcome_table("stage", rows, swap, states=True)
-    yield Section("What it does", lines=lines, table=table, notes=help_)
-    yield from _by_text([swap])
-    if report.plan is not None:
-        plan = report.plan
-        yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(plan_terms(plan),))
-    checks = _sentences(words.proof([swap]), words.cost(swap), words.off_simplex(swap))
-    yield Section("Checks and cost", items=checks)
-    if swap.healing is not None:
-        yield Section("Healing", items=tuple(healing(swap.healing, UNITS[swap.task])))
-
-
-def _several_swaps(report: Report) -> Iterator[Section]:
-    yield Section(lines=_sentences(words.reach(report), _calibration(report)))
-    rows, first = _kernels_and_controls(report.swaps), report.swaps[0]
-    table = _outcome_table("kernel", rows, first, states=first.judged_by != "loss")
-    times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
-    speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {format_number(time, 2)}" for time in times)
-    table = replace(table, columns=[*table.columns, Column("speed", ("", *speeds))])
-    cheaper = _sentences(*map(words.cheaper_controls, report.swaps))
-    yield Section("What they do", lines=cheaper, table=table, notes=(_reading_help(report),))
-    yield from _by_text(report.swaps)
-    yield Section("Kernels", items=tuple(map(_kernel, report.swaps)))
-    yield Section("Checks", items=(words.proof(report.swaps),))
+    for title, items in (("Notes", words.notes(swaps)), ("No value", words.without_value(swaps))):
+        if items:
+            yield Section(title, items=items)
 
 
 def _sentences(*sentences: str) -> tuple[str, ...]:
     return tuple(filter(None, sentences))
 
 
-def _kernel(swap: Swap) -> str:
-    return f"{clean(swap.kernel)}: {words.formula(swap)}"
-
-
-def _calibration(report: Report) -> str:
-    text = report.settings.calibration
-    if text is None:
-        return ""
-    where = f"other windows of {text.name}" if text == report.settings.text else text.name
-    return f"calibration text: {clean(where)}, no part of what was evaluated"
+def _calibration(report: Report) -> Iterator[str]:
+    if (text := report.settings.calibration) is not None:
+        where = f"other windows of {text.name}" if text == report.settings.text else text.name
+        yield f"calibration text: {clean(where)}, no part of what was evaluated"
 
 
 def _control_name(control: Control) -> str:
@@ -101,31 +77,30 @@ def _control_name(control: Control) -> str:
     return f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
 
 
-def _kernels_and_controls(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) of each kernel followed by its own controls, then of the controls shared by all kernels.
+def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
+    """List (name, outcome) of each stage or, of several kernels, of each kernel, followed by its controls.
 
-    No control is shared if the report uses several windows for the loss on tokens beyond a window, because a control's
-    loss beyond the window then differs between kernels.
+    Controls that several kernels share come last. None is shared if the report uses several windows for the loss on
+    tokens beyond a window, because a control's loss beyond the window then differs between kernels.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
-    controls = [control for swap in swaps for control in measured_controls(swap)]
-    several = len({control.beyond_window.window for control in controls if control.beyond_window is not None}) > 1
+    records = [control.beyond_window for swap in swaps for control in measured_controls(swap)]
+    sharing = len(swaps) > 1 and len({record.window for record in records if record is not None}) < 2
     for swap in swaps:
-        rows.append((clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap))
+        stages: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
+        rows += stages if len(swaps) == 1 else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
-            if control.role in SHARED and not several:
+            if sharing and control.role in SHARED:
                 shared.setdefault(_control_name(control), control)
             else:
                 rows.append((_control_name(control), control))
     return [*rows, *shared.items()]
 
 
-def _outcome_table(title: str, rows: Sequence[tuple[str, Outcome]], swap: Swap, *, states: bool) -> Table:
-    """Build a table of the original and these outcomes; columns without any value are left out.
-
-    `swap`: decides which value is first and has an interval; `states`: also compare the hidden states.
-    """
+def _outcome_table(swaps: Sequence[Swap]) -> Table:
+    """Build a table of the original, its changes and their controls; columns without any value are left out."""
+    rows, swap = _outcomes(swaps), swaps[0]
     outcomes = [outcome for _, outcome in rows]
     swapped = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
     losses = [outcome.loss for outcome in swapped if outcome.loss is not None]
@@ -141,6 +116,9 @@ def _outcome_table(title: str, rows: Sequence[tuple[str, Outcome]], swap: Swap, 
             "Δ beyond": NO_VALUE if record is None else format_number(record.change.delta, beyond_decimals) + window,
             "greedy": words.median_agreement(outcome.agreement) or NO_VALUE,
         }
+        if isinstance(outcome, Swap):
+            times = ratio(outcome.tokens_per_second)
+            last["speed"] = NO_VALUE if times is None else f"× {format_number(times, 2)}"
         cosine = {"hidden cosine": format_number(outcome.hidden_cosine, 3)}
         cka = {"CKA": format_number(outcome.hidden_cka, 3)}
         if swap.judged_by == "hidden":
@@ -154,7 +132,7 @@ def _outcome_table(title: str, rows: Sequence[tuple[str, Outcome]], swap: Swap, 
             _loss_cells(loss, outcome.perplexity, decimals)
             | predictions
             | top
-            | (cosine | cka if states else {})
+            | (cosine | cka if len(swaps) == 1 else {})
             | last
         )
 
@@ -165,8 +143,8 @@ def _outcome_table(title: str, rows: Sequence[tuple[str, Outcome]], swap: Swap, 
     original = dict.fromkeys(cells[0], "")
     original |= {"loss": format_number(losses[0].before, decimals)} if losses else {}
     original |= {"perplexity": figures(powers[0].before)} if powers else {}
-    columns = build_columns([original, *cells])
-    names = Column(title, ("original", *(name for name, _ in rows)), words=True)
+    columns = build_columns([original, *cells], missing="")
+    names = Column("stage" if len(swaps) == 1 else "kernel", ["original", *(name for name, _ in rows)], words=True)
     return Table([names], [column for column in columns if set(column.cells[1:]) != {NO_VALUE}])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from statistics import mean
 
 import numpy as np
 
@@ -72,14 +72,21 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
             f"these seeds; Kendall's τ {order.tau:.2f} (95 % {order.low:.2f} to {order.high:.2f})."
         )
         against = [pair for pair in significant_pairs(study, task, order.measure) if pair.agrees is False]
-        if against:
-            yield f"Not as published: {join_items(map(_format_pair, against), 4, '; ')}."
+        better = []
+        for pair in against:  # a smaller loss is better, as is a larger value of any other measure
+            first, second = pair.first, pair.second
+            swapped = (pair.difference < 0) != (pair.measure == "loss")
+            first, second = (second, first) if swapped else (first, second)
+            better.append(f"{first} better than {second} (p {pair.p_holm:.2g})")
+        if better:
+            yield f"Not as published: {join_items(better, 4, '; ')}."
 
 
 def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
     """Yield the best cell by each measure, with the cells that do not differ from it significantly."""
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
-        best = min(cells, key=partial(_cost, measure=measure)).name
+        means = {cell.name: mean(run.scores[measure] for run in cell.runs) for cell in cells}
+        best = min(means, key=lambda name: means[name] if measure == "loss" else -means[name])
         beaten = [pair for pair in significant_pairs(study, task, measure) if best in (pair.first, pair.second)]
         behind = {best, *(name for pair in beaten for name in (pair.first, pair.second))}
         level = [cell.name for cell in cells if cell.name not in behind]
@@ -95,20 +102,6 @@ def significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Seq
     """Return the pairs of a task that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
     of = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
     return [pair for pair in of if pair.p_holm is not None and pair.p_holm <= LEVEL]
-
-
-def _cost(cell: StudyCell, measure: str) -> float:
-    """Return the mean of a measure over seeds, negated unless it is the loss, so that less is better."""
-    mean = sum(run.scores[measure] for run in cell.runs) / len(cell.runs)
-    return mean if measure == "loss" else -mean
-
-
-def _format_pair(pair: StudyPair) -> str:
-    """Format a decided pair, the better cell first: `a better than b (p 0.01)`."""
-    first, second = pair.first, pair.second
-    if (pair.difference < 0) != (pair.measure == "loss"):
-        first, second = second, first
-    return f"{first} better than {second} (p {pair.p_holm:.2g})"
 
 
 LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}

@@ -141,7 +141,8 @@ def plan_lines(plan: Plan) -> list[str]:
     if (promised := plan.promised) is not None:
         lines.append(f"Promised: {rise(promised)} of {calibration}, {_promise(plan, promised)}")
         ranked = sorted(promised.by_text.items(), key=lambda item: item[1])
-        texts = (f"{share(alone)}{_ends(promised.ci95_by_text.get(name))} ({clean(name)})" for name, alone in ranked)
+        ends = {name: f" [{share(low)} to {share(high)}]" for name, (low, high) in promised.ci95_by_text.items()}
+        texts = (f"{share(alone)}{ends.get(name, '')} ({clean(name)})" for name, alone in ranked)
         lines += [f"Text by text: {', '.join(texts)}"] if ranked else []
         if (further := promised.further) is not None:
             verdict = "within the budget" if further <= plan.budget else "beyond the budget"
@@ -201,10 +202,6 @@ def _place_in_budget(plan: Plan, record: Rise) -> str:
     if record.ci95 is None:
         return "within the budget, without an interval"
     return "within the budget" + (", though its interval is not" if record.high > plan.budget else "")
-
-
-def _ends(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f" [{share(interval[0])} to {share(interval[1])}]"
 
 
 def _format_savings(plan: Plan) -> Iterator[str]:

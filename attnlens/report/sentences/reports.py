@@ -29,10 +29,14 @@ def format_label(experiment: Experiment, name: str) -> str:
 
 def setting(experiment: Experiment, name: str) -> str:
     """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
-    label, value = format_label(experiment, name), experiment.settings[name]
-    values = value if isinstance(value, list) else [value]
-    texts = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in values)
-    return f"{label}{':' * (' = ' in label)} {' '.join(texts)}"
+    label = format_label(experiment, name)
+    return f"{label}{':' * (' = ' in label)} {_value(experiment.settings[name])}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_value, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def outcome(report: Report) -> tuple[str, bool]:
@@ -155,14 +159,15 @@ def ran_on(report: Report) -> str:
 def header(report: Report) -> str:
     """Format architecture, number of parameters, quantisation, adapter, revision and settings on one line."""
     model, settings = report.model, report.settings
-    facts = [model.architecture, f"{big(model.parameters)} parameters"]
-    if model.quantised:
-        facts.append(f"decoded from {model.quantised}")
-    if model.adapter:
-        facts.append(f"with a {model.adapter.kind} adapter")
-    if model.revision:
-        facts.append(f"revision {model.revision[:12]}")
-    facts += [settings.fed, f"{settings.dtype} on {settings.device}"]
+    facts = [
+        model.architecture,
+        f"{big(model.parameters)} parameters",
+        f"decoded from {model.quantised}" if model.quantised else "",
+        f"with a {model.adapter.kind} adapter" if model.adapter else "",
+        f"revision {model.revision[:12]}" if model.revision else "",
+        settings.fed,
+        f"{settings.dtype} on {settings.device}",
+    ]
     return " · ".join(clean(fact) for fact in facts if fact)
 
 
@@ -173,14 +178,11 @@ def standing(report: Report) -> tuple[str, bool]:
 
 def conventions(report: Report) -> str:
     """Describe positions, QK-norm and biases of the model's attention, which affect the measures; empty if unknown."""
-    record = report.model.conventions
-    if record is None:
+    if (record := report.model.conventions) is None:
         return ""
     facts = [f"positions: {record.position}"]
-    if record.qk_norm:
-        facts.append("queries and keys are normalised per token")
-    if record.bias == "excluded":
-        facts.append("biases are left out of weights.*")
+    facts += ["queries and keys are normalised per token"] if record.qk_norm else []
+    facts += ["biases are left out of weights.*"] if record.bias == "excluded" else []
     return "; ".join(facts)
 
 
@@ -245,13 +247,13 @@ def list_skipped(entries: Iterable[Skipped]) -> list[str]:
 
 def without_value(shapes: Shapes) -> list[str]:
     """List the measures without values, one line per reason and number of heads."""
-    pairs = [
-        ((reason, format_count(count, "head")), reading.name)
-        for reading in shapes.readings.values()
-        for reason, count in reading.reasons.items()
-    ]
-    for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # missing in all heads
-        first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
-        pairs.append(((first.reason or "", "all heads"), name))
+    pairs = []
+    for name in shapes.report.measure_names():
+        if name in shapes.readings:
+            counts = shapes.readings[name].reasons
+            pairs += [((reason, format_count(count, "head")), name) for reason, count in counts.items()]
+        else:  # missing in all heads
+            first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
+            pairs.append(((first.reason or "", "all heads"), name))
     groups = group_pairs(pairs).items()
     return [f"{join_items(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]

@@ -40,15 +40,11 @@ def rise_interval(loss: Change) -> str:
 
 
 def cheaper_controls(swap: Swap) -> str:
-    """Name the controls that certainly cost less than the kernel; empty if there are none."""
+    """Name the controls that cost less than the kernel, with intervals apart; empty if there are none."""
+    start = swap.loss.ci95[0] if swap.loss is not None and swap.loss.ci95 else -math.inf
     costs = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
-    cheaper = [name for name, cost in costs if swap.loss is not None and _is_less(cost, swap.loss)]
+    cheaper = [name for name, cost in costs if cost.ci95 is not None and cost.ci95[1] < start]
     return f"Cheaper than {clean(swap.kernel)}, intervals apart: {', '.join(cheaper)}." if cheaper else ""
-
-
-def _is_less(first: Change, second: Change) -> bool:
-    """Return True if the interval of the first change ends below the start of the second's."""
-    return first.ci95 is not None and second.ci95 is not None and first.ci95[1] < second.ci95[0]
 
 
 def is_hybrid(swap: Swap) -> bool:
@@ -181,7 +177,8 @@ def verdict(swap: Swap) -> str:
         before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
         bounds = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
         verb = "rises" if loss.delta > 0 else "falls"
-        verb = "does not change measurably:" if _is_unchanged(loss) else verb
+        if loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1]):
+            verb = "does not change measurably:"
         ends = rise_interval(loss)
         risen = f" Perplexity {rise_words(loss)}{f', 95 % interval {ends}' if ends else ''}."
         return (
@@ -322,8 +319,3 @@ def loss_decimals(changes: Sequence[Change]) -> int:
 def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
     """Format an interval, `0.49 to 0.65`, or `–` for None."""
     return " to ".join(format_number(end, decimals) for end in bounds or ()) or NO_VALUE
-
-
-def _is_unchanged(loss: Change) -> bool:
-    """Return True if the change is 0 or its interval contains 0."""
-    return loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1])
