@@ -52,7 +52,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
     """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {_join_reasons(random)}, which would be initialised at random.",
+            f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random.",
             "Use a complete checkpoint, or load it with the architecture that it was saved from.",
         )
 
@@ -60,17 +60,11 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
     """Return the module whose random weight the predictions depend on, and why there is no loss; None if there is."""
     random = random_weights(loaded, inputs, predictions(task))
-    if not random:
-        return None
-    return _owner(random[0]), f"the checkpoint lacks {_join_reasons(random)}, so the model has no loss"
+    return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
 
-def _join_reasons(random: list[str]) -> str:
-    return random[0] + (f" and {len(random) - 1} more" if len(random) > 1 else "")
-
-
-def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> list[str]:
-    """Return the weights that the checkpoint lacks and that the measured values depend on.
+def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
+    """Return the module of a weight that the checkpoint lacks and that the measured values depend on, and all in words.
 
     A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
     pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
@@ -78,7 +72,7 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
     if not missing:
-        return []
+        return None
     parameters, ran = dict(loaded.model.named_parameters(remove_duplicate=False)), set[str]()
     leaves = {name: parameters[name].requires_grad_() for name in missing if name in parameters}
     owners = {path: loaded.model.get_submodule(path) for path in map(_owner, leaves)}
@@ -93,7 +87,9 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
         for leaf in leaves.values():
             leaf.requires_grad_(False)
     excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
-    return [name for name in missing if name not in excused]
+    random = [name for name in missing if name not in excused]
+    more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+    return (_owner(random[0]), random[0] + more) if random else None
 
 
 def _owner(parameter: str) -> str:

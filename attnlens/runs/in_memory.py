@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @public
-def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Tensor]) -> list[QueryKey]:
+def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
     `batch` holds tensors under the names of the model's own inputs, as its tokenizer returns them with
@@ -49,13 +49,14 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Tensor]) -> lis
     return [each.call.query_key(each.site) for each in survey.sites]
 
 
-def tensors(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(
             f"batch={format_argument(batch)} contains no inputs.",
             "Pass a dict of the model's inputs, as returned by a tokenizer.",
         )
+    moved = {}
     for name, value in batch.items():
         if not isinstance(name, str):
             raise UsageError(
@@ -72,7 +73,8 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Te
                 f"batch[{name!r}] is on the meta device, where it has no values.",
                 "Move the batch to a device with data.",
             )
-    return {name: value.to(loading.device_of_inputs(model)) for name, value in batch.items()}
+        moved[name] = value.to(loading.device_of_inputs(model))
+    return moved
 
 
 def wrap_model(

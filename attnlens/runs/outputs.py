@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,12 +128,14 @@ def owned_means(
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     """Run one forward pass and time it."""
-    wait = partial(torch.cuda.synchronize, model.device) if model.device.type == "cuda" else lambda: None
-    wait()
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(model.device)
     start = time.perf_counter()
     with torch.no_grad():
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
-    wait()
+    if on_gpu:
+        torch.cuda.synchronize(model.device)
     seconds = time.perf_counter() - start
     # a model that cuts images into windows yields several rows per image, image by image
     states = last_states(result)
@@ -225,8 +226,10 @@ class TokenLosses:
         predicted = (targets != NOTHING).cpu()
         counts = predicted.sum(1).tolist()
         for loss, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(pad_sequence(loss.double().cpu().split(counts), batch_first=True, padding_value=torch.nan))
-        self.back.append(pad_sequence(evidence(ids, targets)[predicted].split(counts), batch_first=True))
+            rows.append(
+                pad_sequence(torch.split(loss.double().cpu(), counts), batch_first=True, padding_value=torch.nan)
+            )
+        self.back.append(pad_sequence(torch.split(evidence(ids, targets)[predicted], counts), batch_first=True))
 
     def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
