@@ -11,15 +11,16 @@ from attnlens.arguments import public
 from attnlens.choices import Intervals
 from attnlens.lab.ranks import plans, search
 from attnlens.lab.ranks.search import Budgeting, Choice, Sample
-from attnlens.models import hooks, loading, texts
+from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import check_input
-from attnlens.records import ModelInfo, Plan, Report, Task
+from attnlens.records import ModelInfo, Plan, Report
 from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import RankOptions, rank_options
 from attnlens.runs.progress import Progress, silent, telling_at_most
 from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
+from attnlens.runs.swap.session import SwapSession
 
 
 @public
@@ -52,20 +53,13 @@ class RankSearch:
     """Parts of the calibration text to fit on, choose ranks by and estimate the rise on; only the first for a plan."""
     choice: Choice | None = None
 
-    def cut(
-        self,
-        loaded: loading.Loaded,
-        task: Task,
-        contents: Sequence[texts.Content],
-        cut: texts.Cut,
-        evaluated: texts.Batches,
-    ) -> Sequence[texts.Batches]:
+    def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
-        search.check_task(task)
-        check_input(evaluated)
+        search.check_task(session.task)
+        check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
         count = search.PARTS if self.options.plan is None else 1
-        self.samples = search.cut_samples(loaded, contents, cut, evaluated, self.intervals, count)
+        self.samples = search.cut_samples(session.loaded, contents, cut, session.evaluated, self.intervals, count)
         return [sample.batches for sample in self.samples]
 
     def check_model(self, reached: Sequence[SiteCall]) -> None:

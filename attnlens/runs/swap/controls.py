@@ -94,14 +94,12 @@ def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ..
     shapes = {}
     for site, call in ((each.site, each.call) for each in reached if each.site in chosen):
         visible, heads = call.visible(), chosen[site]
-        queries, keys = call.query.shape[2], call.key.shape[2]
-        later = torch.ones(queries, keys, dtype=torch.bool, device=call.query.device).triu(1)
         shapes[site] = HeadShape(
             heads=call.query.shape[1] if heads is None else len(heads),
             head_dim=call.key.shape[-1],
             value_dim=call.value.shape[-1],
-            tokens=keys,
-            causal=visible is not None and not bool((visible & later).any()),
+            tokens=call.key.shape[2],
+            causal=visible is not None and not bool(visible.triu(1).any()),
         )
     return shapes
 

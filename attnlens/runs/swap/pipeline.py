@@ -239,7 +239,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
         skip = evaluated.sequences
         session.calibrated = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=skip)
     if ranks is not None:
-        session.rank_parts = ranks.cut(loaded, session.task, contents, cut, evaluated)
+        session.rank_parts = ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
     session.shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
     merged = merge_texts(batches)

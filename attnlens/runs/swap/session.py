@@ -39,14 +39,7 @@ if TYPE_CHECKING:
 class RankStep(Protocol):
     """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
 
-    def cut(
-        self,
-        loaded: loading.Loaded,
-        task: Task,
-        contents: Sequence[texts.Content],
-        cut: texts.Cut,
-        evaluated: texts.Batches,
-    ) -> Sequence[texts.Batches]:
+    def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
 
     def check_model(self, reached: Sequence[SiteCall]) -> None:
