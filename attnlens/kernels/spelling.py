@@ -25,7 +25,8 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     filters, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
-    bases, ties, filters, nears = [], [], [], []
+    bases, ties = list[Kernel](), list[str]()
+    filters, nears = list[KeyFilter](), list[KeyFilter]()
     # do not split at the plus of 1e+06
     for part in re.split(r"(?<!\d[eE])\+", words):
         name, _, numbers = part.strip().partition(":")
