@@ -18,7 +18,7 @@ from attnlens.models import hooks, loading
 from attnlens.models.texts import Content
 from attnlens.models.texts.targets import Fed
 from attnlens.runs import differences as room
-from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, of_windows
+from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, prompts_of
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ: dict[str, Any] = {"windows": 4, "length": 48, "controls": False}
@@ -134,24 +134,26 @@ def test_padding_on_the_left_changes_nothing(demo: loading.Loaded) -> None:
 
 def test_prompts_are_first_halves_spread_over_the_windows(demo: loading.Loaded) -> None:
     ids = torch.arange(40 * 10).reshape(40, 10)
-    found = of_windows(demo.model, [Fed({"input_ids": ids[:30]}, None), Fed({"input_ids": ids[30:]}, None)], "causal")
+    found = prompts_of(
+        demo.model, [Fed({"input_ids": ids[:30]}, None), Fed({"input_ids": ids[30:]}, None)], "causal", None
+    )
     assert not isinstance(found, str)
     assert found.ids.shape == (16, 5)
     assert found.ids[:, 0].tolist() == [10 * (number * 40 // 16) for number in range(16)]
     mask = torch.ones_like(ids[:4])
     mask[0, 3:] = 0
-    lines = of_windows(demo.model, [Fed({"input_ids": ids[:4], "attention_mask": mask}, None)], "causal")
+    lines = prompts_of(demo.model, [Fed({"input_ids": ids[:4], "attention_mask": mask}, None)], "causal", None)
     assert not isinstance(lines, str)
     assert lines.ids.tolist() == ids[1:4, :5].tolist(), "a line that is too short is left out"
 
 
 def test_what_can_t_be_continued_is_said(demo: loading.Loaded) -> None:
     fed = [Fed({"input_ids": torch.ones(2, 8, dtype=torch.long)}, None)]
-    assert "only defined for models that predict the next token" in of_windows(demo.model, fed, "masked")
-    assert "more than text" in of_windows(
-        demo.model, [Fed(fed[0].inputs | {"pixel_values": torch.ones(1)}, None)], "causal"
+    assert "only defined for models that predict the next token" in prompts_of(demo.model, fed, "masked", None)
+    assert "more than text" in prompts_of(
+        demo.model, [Fed(fed[0].inputs | {"pixel_values": torch.ones(1)}, None)], "causal", None
     )
-    assert "no key-value cache" in of_windows(family("bert").model, fed, "causal")
+    assert "no key-value cache" in prompts_of(family("bert").model, fed, "causal", None)
     for words in ("primal:4", "tied-key"):
         swap = swap_kernel(demo, words, **READ).swap
         assert swap.agreement is None

@@ -26,7 +26,7 @@ from attnlens.models.texts.targets import NOTHING
 from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Report, Site, Swap
 from attnlens.runs import differences
 from attnlens.runs.outputs import TokenLosses, evidence
-from attnlens.runs.swap.controls import build_controls, format_spellings
+from attnlens.runs.swap.kernel_run import build_controls, format_spellings
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 16, "length": 64, "generate": 0}

@@ -266,11 +266,10 @@ ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries 
 class MapsFit:
     """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q = Σ_i q_i q_iᵀ and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ, w half the head's own attention, half uniform over
-    the keys seen, k̄_i = Σ_j w_ij k_j: the least-squares best logits of rank r, up to terms that softmax ignores (such
-    as ⟨q, k̄⟩), if queries and keys are independent. A sink is one more outcome, whose logit no map changes: it acts as
-    a key at 0 with the rest of the weight. Query heads of one key head share its maps; `group` key heads share one
-    latent, with r numbers for each of them.
+    C_q and C_k are those of `Grams` with w half the head's own attention, half uniform over the keys seen: the
+    least-squares best logits of rank r, up to terms that softmax ignores (such as ⟨q, k̄⟩), if queries and keys are
+    independent. A sink is one more outcome, whose logit no map changes: it acts as a key at 0 with the rest of the
+    weight. Query heads of one key head share its maps; `group` key heads share one latent, with r numbers for each.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:

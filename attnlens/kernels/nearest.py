@@ -200,11 +200,6 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     )
 
 
-def tie_of(part: float, how: float) -> str | None:
-    """Return the tie that extracts this part of the evaluated text's own logits; None for the fitted form."""
-    return TIES_OF[int(part)] if how == ORACLE else None
-
-
 @kernel(
     "nearest",
     formula="s(u_i−ū)ᵀN(u_j−ū) + gates, u = [q; k], N nearest to N₀, u_iᵀN₀u_j = ⟨q_i, k_j⟩",
@@ -233,7 +228,7 @@ def tie_of(part: float, how: float) -> str | None:
     trainable=("factor", "gate"),
     caution="nearest reads query and key of each token together, so that it runs without a key-value cache; under "
     "softmax symmetric and no-skew are the same attention, as a gate on queries cancels.",
-    oracle=tie_of,
+    oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
 )
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel with chosen parts of its logits alone: symmetric, Mercer, or without its key gate."""

@@ -56,17 +56,14 @@ class OffsetFit:
         """Add the squared error of every offset on this batch."""
         query, seen = sample_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
-        errors = []
-        for offset in self.offsets:
-            difference = centre_rows(score - self.degree * log_magnitude(score + offset), seen)
-            errors.append(difference.square().sum(-1).sum((0, 2)))
+        differences = (score - self.degree * log_magnitude(score + offset) for offset in self.offsets)
+        errors = [centre_rows(difference, seen).square().sum(-1).sum((0, 2)) for difference in differences]
         self.errors = self.errors + torch.stack(errors)
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
         """Return `offset_of_head`, (heads,)."""
         errors = self.errors
-        offsets = errors.new_tensor(self.offsets)
-        best = errors.argmin(0)
+        offsets, best = errors.new_tensor(self.offsets), errors.argmin(0)
         # 0 and the ends of each sign's grid have only one neighbour of the same sign
         size = len(self.offsets) // 2
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
@@ -87,12 +84,6 @@ def _odd_sign(value: Score) -> Score:
     return 1.0 - 2.0 * (value < 0).to(value)
 
 
-def _polynomial_sign(
-    score: Score, degree: int, offset: float, offset_of_head: Float[Tensor, " heads"] | None = None
-) -> Score:
-    return _odd_sign(_shift(score, offset, offset_of_head)) ** degree
-
-
 @kernel(
     "polynomial",
     formula="p·log|s⟨q, k⟩ + c|",
@@ -102,7 +93,7 @@ def _polynomial_sign(
         KernelParameter("degree", "the power p", int, default=2, low=1, high=64, even=True),
         KernelParameter("offset", "the constant c beside the score", float, default=0.0),
     ),
-    sign=_polynomial_sign,
+    sign=lambda score, degree, offset, offset_of_head=None: _odd_sign(_shift(score, offset, offset_of_head)) ** degree,
     fit=OffsetFit,
     trainable=("offset_of_head",),
 )
@@ -291,11 +282,9 @@ class BetaFit:
 
     def update(self, call: Call) -> None:
         """Add this batch's two sums."""
-        query, seen = sample_rows(call)
-        key = call.paired_key.double()
-        logits, cosine = (
-            centre_rows(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
-        )
+        (query, seen), key = sample_rows(call), call.paired_key.double()
+        logits = centre_rows(query @ key.mT * call.scale, seen)
+        cosine = centre_rows(_unit(query) @ _unit(key).mT, seen)
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
@@ -306,7 +295,6 @@ class BetaFit:
 
 
 def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
-    """Compute x/‖x‖ in float32 at least; 0 stays 0."""
     from attnlens.maths.ksvd.dual import unit
 
     return unit(wide(x))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifier
+from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter
 from attnlens.kernels.registry import KernelParameter, kernels, torch
 from attnlens.kernels.spec import Kernel
 
@@ -25,7 +25,8 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     filters, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
-    bases, ties, filters, nears = [], [], [], []
+    bases, ties = list[Kernel](), list[str]()
+    filters, nears = list[KeyFilter](), list[KeyFilter]()
     # do not split at the plus of 1e+06
     for part in re.split(r"(?<!\d[eE])\+", words):
         name, _, numbers = part.strip().partition(":")
@@ -33,10 +34,10 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
         if name in TIES:
             _parse_numbers(name, numbers, ())
             ties.append(name)
-        elif name in FILTERS:
-            filters.append(_parse_filter(FILTERS[name], numbers))
-        elif name in HYBRIDS:
-            nears.append(_parse_filter(HYBRIDS[name], numbers))
+        elif modifier := FILTERS.get(name) or HYBRIDS.get(name):
+            values = _parse_numbers(name, numbers, modifier.parameters)
+            key_filter = KeyFilter(modifier, {name: int(value) for name, value in values.items()})
+            (filters if name in FILTERS else nears).append(key_filter)
         else:
             bases.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
     for what, parts in (("kernel", bases), ("tie", ties), ("filter", filters), ("hybrid", nears)):
@@ -64,11 +65,6 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
             f"Write {base.info.name} alone.",
         )
     return kernel
-
-
-def _parse_filter(modifier: Modifier, numbers: str) -> KeyFilter:
-    values = _parse_numbers(modifier.name, numbers, modifier.parameters)
-    return KeyFilter(modifier, {name: int(value) for name, value in values.items()})
 
 
 def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
@@ -244,8 +240,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
     """Return the most keys that any of `tokens` queries sees through the filter."""
     places = torch.arange(shape.tokens)
     most = 0
-    for first in range(0, shape.tokens, 1024):  # in parts, because the text may be long
-        rows = places[first : first + 1024]
+    for rows in torch.split(places, 1024):  # in parts, because the text may be long
         visible = key_filter.keeps(rows, places)
         visible = visible & (rows[:, None] >= places) if shape.causal else visible
         most = max(most, int(visible.sum(-1).max()))
@@ -273,8 +268,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     4 of them are first tokens, at most half; for an unbounded state 4 and 64. If both directions are seen, |i − j| < w
     keeps 2w − 1 keys; one first token fewer then makes the number exact, if necessary.
     """
-    keys = SINKS + WIDTH if state is None else int(state // shape.token)
-    assert keys  # noqa: S101  # callers have a state of at least one token
+    keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:
         return None
     sinks = min(SINKS, keys // 2)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.maths.statistics import Design, paired_difference
@@ -69,30 +70,22 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return the given prompts, else those of the windows. Raise UsageError if the model can't continue given ones."""
-    if prompts is None:
-        return of_windows(model, fed, task)
-    if reason := _why_not_continued(model, fed, task):
-        reason = "it is not a pure next-token model" if reason == NOT_CAUSAL else reason
-        raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
-    return prompts
+    """Return the given prompts, else those of the windows, or why there are none.
 
-
-def _why_not_continued(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
-    """Return why the model can't continue a text; empty if it can."""
+    Prompts of windows are first halves, equally long, of windows or lines of at least median length. Raise UsageError
+    if the model can't continue given prompts.
+    """
+    reason = ""
     if task != "causal":
-        return NOT_CAUSAL
-    if set(fed[0].inputs) - TEXT:
-        return "the model takes more than text"
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return "the model keeps no key-value cache"
-    return ""
-
-
-def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
-    """Return first halves, equally long, of windows or lines of at least median length; or why there are none."""
-    if reason := _why_not_continued(model, fed, task):
-        return reason
+        reason = NOT_CAUSAL if prompts is None else "it is not a pure next-token model"
+    elif set(fed[0].inputs) - TEXT:
+        reason = "the model takes more than text"
+    elif "past_key_values" not in inspect.signature(model.forward).parameters:
+        reason = "the model keeps no key-value cache"
+    if reason and prompts is not None:
+        raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
+    if reason or prompts is not None:
+        return prompts or reason
     rows: list[Tensor] = []
     for batch in fed:
         ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
@@ -118,10 +111,11 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
             f"A prompt in {content.name} has {longest} tokens, but the model accepts at most {limit}.",
             f"Give prompts of at most {limit - 1} tokens, so that they can be continued.",
         )
-    pad = torch.nn.functional.pad
     # the mask hides padding, so that any id serves as such
-    ids = torch.stack([pad(row, (longest - len(row), 0), value=int(rows[0][0])) for row in rows])
-    mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
+    ids, mask = (
+        pad_sequence(part, batch_first=True, padding_value=value, padding_side="left")
+        for part, value in ((rows, int(rows[0][0])), (list(map(torch.ones_like, rows)), 0))
+    )
     device = loaded.model.device
     return Prompts(ids.to(device), mask.to(device), content.name)
 

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
-    This module serves one layer's heads, after the projections of queries and keys; there are no values. O(T·s) time
-    and memory. As in the published code, W_c and b are shared by the heads of a layer, with these initial values: W_e
-    and W_r orthogonal between heads (each head's ‖W‖_F is 1; the columns of one head are not orthogonal), Λ uniform in
-    (0, 1), W_c as in torch's Linear. Λ is stored as its logarithm and so stays positive; the published code squares a
-    free Λ. F = I (`samples` = 0) bounds the rank by head_dim; further scores add nothing and cause a warning. With F =
-    X', `samples` evenly spaced rows of those passed to `forward`, the rank is bounded by both.
+    One layer's heads, after the projections of queries and keys; there are no values. O(T·s) time and memory. As in the
+    published code, W_c and b are shared by the heads of a layer. Initial values: W_e and W_r orthogonal between heads
+    (each head's ‖W‖_F is 1), Λ uniform in (0, 1), W_c as in torch's Linear. Λ is stored as its logarithm and so stays
+    positive; the published code squares a free Λ. F = I (`samples` = 0) bounds the rank by head_dim; further scores
+    cause a warning. With F = X', `samples` evenly spaced rows of those passed to `forward`, both bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -72,8 +71,7 @@ class PrimalHeads(nn.Module):
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
-        `causal`: queries and keys are averaged over the tokens 0 … i before they are normalised, as in the published
-        code. Raises UsageError if rows are missing, or for sampling with `causal`.
+        For `causal` see `features`. Raises UsageError if rows are missing, or for sampling with `causal`.
         """
         query, key = cosine_features(query, key, real, causal=causal)
         if self.samples:

@@ -35,12 +35,11 @@ class Features(NamedTuple):
 def features(call: Call, samples: int = 0) -> Features:
     """Compute cosine features of a call's queries and keys, or of their running means if the mask is causal.
 
-    The running means are those of the published code for language modelling and reinforcement learning: both queries
-    and keys are averaged over the tokens 0 … i *before* they are normalised (so that the divisor cancels). Without a
-    causal mask nothing is averaged. F is the identity if `samples` = 0, so that a token's scores depend only on that
-    token; otherwise F consists of that many evenly spaced rows of φ(k) (the paper takes rows of the module's input,
-    which a call does not have). Raises UsageError if the scores are not defined: for cross-attention, a key-value
-    cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
+    The running means are those of the published code: queries and keys are averaged over the tokens 0 … i *before* they
+    are normalised (so that the divisor cancels). F is the identity if `samples` = 0; otherwise it consists of that many
+    evenly spaced rows of φ(k) (the paper takes rows of the module's input, which a call does not have). Raises
+    UsageError for cross-attention, a key-value cache, a mask that is neither causal nor one of padding, and samples
+    under a causal mask.
     """
     keys_reached = whole_reach(call)
     real = keys_reached.real

@@ -25,8 +25,7 @@ from attnlens.runs.differences import Differences, mean_loss
 from attnlens.runs.outputs import Variant, enough_memory, peak_of
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.store import key_of
-from attnlens.runs.swap.controls import healed_far_part
-from attnlens.runs.swap.kernel_run import EXACT, NO_PEAK, KernelRun
+from attnlens.runs.swap.kernel_run import EXACT, NO_PEAK, KernelRun, healed_far_part
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 from attnlens.runs.swap.session import digest_of
 

@@ -20,7 +20,7 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import check_input, feed
 from attnlens.models.weights import Factors
-from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Report, Site, Task
+from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Report, Site
 from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import RankOptions, rank_options
 from attnlens.runs.differences import DIVERGED
@@ -28,6 +28,7 @@ from attnlens.runs.progress import Progress, silent, telling_at_most
 from attnlens.runs.provenance import tool
 from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
+from attnlens.runs.swap.session import SwapSession
 
 
 @public
@@ -60,20 +61,13 @@ class RankSearch:
     """Parts of the calibration text to fit on, choose ranks by and estimate the rise on; only the first for a plan."""
     choice: Choice | None = None
 
-    def cut(
-        self,
-        loaded: loading.Loaded,
-        task: Task,
-        contents: Sequence[texts.Content],
-        cut: texts.Cut,
-        evaluated: texts.Batches,
-    ) -> Sequence[texts.Batches]:
+    def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
-        search.check_task(task)
-        check_input(evaluated)
+        search.check_task(session.task)
+        check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
         count = search.PARTS if self.options.plan is None else 1
-        self.samples = search.cut_samples(loaded, contents, cut, evaluated, self.intervals, count)
+        self.samples = search.cut_samples(session.loaded, contents, cut, session.evaluated, self.intervals, count)
         return [sample.batches for sample in self.samples]
 
     def check_model(self, reached: Sequence[SiteCall]) -> None:

@@ -21,7 +21,7 @@ from attnlens.maths.statistics import Design
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
-from attnlens.records import Control, Coverage, Plan, Report, Skipped, Stage, Summary, Swap, SwapBody, Text, Windows
+from attnlens.records import Coverage, Outcome, Plan, Report, Skipped, Summary, Swap, SwapBody, Text, Windows
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, SwapOptions, swap_options
@@ -239,7 +239,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
         skip = evaluated.sequences
         session.calibrated = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=skip)
     if ranks is not None:
-        session.rank_parts = ranks.cut(loaded, session.task, contents, cut, evaluated)
+        session.rank_parts = ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
     session.shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
     merged = merge_texts(batches)
@@ -269,7 +269,7 @@ def merge_texts(parts: Sequence[texts.Batches]) -> list[Text]:
     return list(merged.values())
 
 
-Part = TypeVar("Part", Stage, Control)
+Part = TypeVar("Part", bound=Outcome)
 
 
 @dataclass(frozen=True)
@@ -295,29 +295,24 @@ class KernelResult:
 
     def with_window(self, window: int, design: Design, seed: int) -> Swap:
         """Return the kernel's record with the losses beyond `window` instead of those beyond its own window."""
-        swap = self.swap
 
         def update(outcome: Part, owner: str) -> Part:
             if owner not in self.losses or outcome.loss is None:
                 return outcome
-            beyond = self.losses[owner].beyond(window, design, seed)
-            reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
-            if isinstance(beyond, str):
-                return outcome.model_copy(
-                    update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}}
-                )
-            return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
+            return _with_beyond(outcome, self.losses[owner].beyond(window, design, seed))
 
-        stages = [update(stage, stage.name) for stage in swap.stages]
-        last = stages[-1]
-        changes = {
-            "stages": stages,
-            "controls": [update(control, str(number)) for number, control in enumerate(swap.controls)],
-            "beyond_window": last.beyond_window,
-            "reasons": {name: reason for name, reason in swap.reasons.items() if name != "beyond_window"}
-            | {name: reason for name, reason in last.reasons.items() if name == "beyond_window"},
-        }
-        return swap.model_copy(update=changes)
+        stages = [update(stage, stage.name) for stage in self.swap.stages]
+        controls = [update(control, str(number)) for number, control in enumerate(self.swap.controls)]
+        swap = self.swap.model_copy(update={"stages": stages, "controls": controls})
+        return _with_beyond(swap, stages[-1].beyond_window or stages[-1].reasons.get("beyond_window"))
+
+
+def _with_beyond(outcome: Part, beyond: object) -> Part:
+    """Replace the losses beyond a window by a BeyondWindow, or by the reason why there are none."""
+    reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
+    if isinstance(beyond, str):
+        reasons, beyond = reasons | {"beyond_window": beyond}, None
+    return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
 
 
 def build_report(

@@ -28,8 +28,7 @@ from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.differences import Continued, Differences, Prompts, continue_prompts
 from attnlens.runs.outputs import Variant, enough_memory, peak_of, run
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
-from attnlens.runs.swap.controls import head_shapes
-from attnlens.runs.swap.sites import chosen_sites, idle_sites, refuse_crossing
+from attnlens.runs.swap.sites import chosen_sites, head_shapes, idle_sites, refuse_crossing
 
 if TYPE_CHECKING:
     from attnlens.runs.swap.kernel_run import KernelRun
@@ -39,14 +38,7 @@ if TYPE_CHECKING:
 class RankStep(Protocol):
     """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
 
-    def cut(
-        self,
-        loaded: loading.Loaded,
-        task: Task,
-        contents: Sequence[texts.Content],
-        cut: texts.Cut,
-        evaluated: texts.Batches,
-    ) -> Sequence[texts.Batches]:
+    def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
 
     def check_model(self, reached: Sequence[SiteCall]) -> None:

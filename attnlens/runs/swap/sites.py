@@ -21,6 +21,7 @@ from attnlens.errors import IdentityError, ModelError, TextError, UsageError
 from attnlens.kernels import TIES, Kernel, parsed
 from attnlens.kernels.attention import Route, attend, route, weights
 from attnlens.kernels.lowrank import ALL
+from attnlens.kernels.spelling import HeadShape
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
@@ -225,6 +226,21 @@ def chosen_sites(
         parts = ", ".join(sorted({site.part for site in heads_of}))
         raise UsageError("No sites selected to swap.", f"The model has the parts {parts}; widen --layers or --part.")
     return chosen
+
+
+def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
+    """Return the head shapes of each chosen site, at the length of the surveyed inputs."""
+    shapes = {}
+    for site, call in ((each.site, each.call) for each in reached if each.site in chosen):
+        visible, heads = call.visible(), chosen[site]
+        shapes[site] = HeadShape(
+            heads=call.query.shape[1] if heads is None else len(heads),
+            head_dim=call.key.shape[-1],
+            value_dim=call.value.shape[-1],
+            tokens=call.key.shape[2],
+            causal=visible is not None and not bool(visible.triu(1).any()),
+        )
+    return shapes
 
 
 def idle_sites(survey: hooks.Survey, layers: Sequence[int] | None) -> list[Skipped]:
