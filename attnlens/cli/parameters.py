@@ -175,9 +175,10 @@ def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Paramet
         field, about = fields[name], details(fields[name])
         default = field.default if isinstance(field.default, str | int | float) else None
         parts = requests.alternatives(field.annotation)
-        plain = next((kind for kind in (bool, int, float) if kind in parts), str)
-        kind = list[str] | None if tuple[str, ...] in parts else plain if default is not None else plain | None
-        result |= option(_flag(name, field), about.get("typed", kind), field.description or "", default, **about)
+        plain = next((each for each in (bool, int, float) if each in parts), str)
+        typed: object = plain if default is not None else plain | None
+        typed = about.get("typed", list[str] | None if tuple[str, ...] in parts else typed)
+        result |= option(_flag(name, field), typed, field.description or "", default, **about)
     return result
 
 

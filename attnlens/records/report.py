@@ -9,7 +9,7 @@ from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -37,7 +37,6 @@ from attnlens.wording import clean
 if TYPE_CHECKING:
     import pandas
     from jaxtyping import Float
-    from matplotlib.figure import Figure
     from torch import Tensor
 
 
@@ -282,9 +281,9 @@ class Report(Record):
         """
         _load_exports().save(self, path)
 
-    def plot(self) -> Figure:
+    def plot(self) -> Any:  # a Figure; records must not import matplotlib
         """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
-        return cast("Figure", _load_exports().plot(self))
+        return _load_exports().plot(self)
 
     def _repr_html_(self) -> str | None:
         """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
