@@ -137,24 +137,20 @@ def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[st
 
 def _measure_descent(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
     """Compute correlation, selections kept and norm along one descent."""
+    steps = [float(step) for step in descent.steps]
+
+    def along(picture: str, quantity: str, values: Tensor, bounded: bool = True) -> Curve:
+        median = [None if value != value else value for value in values.tolist()]
+        return Curve(steps=steps, median=median, quantity=quantity, bounded=bounded, picture=picture, label=start)
+
     share_kept = (descent.chosen == 0).double().mean(-1)[:, 0]
     share_kept = share_kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
-    curves = {}
-    for picture, quantity, values in (
-        ("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
-        ("selection kept", "share of queries", share_kept),
-        ("norm", NORM, descent.norm[:, 0] / unit),
-    ):
-        median = [None if value != value else value for value in values.tolist()]
-        curves[f"{picture}, {start}"] = Curve(
-            steps=[float(step) for step in descent.steps],
-            median=median,
-            quantity=quantity,
-            bounded=picture != "norm",
-            picture=picture,
-            label=start,
-        )
-    return curves
+    curves = (
+        along("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
+        along("selection kept", "share of queries", share_kept),
+        along("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
+    )
+    return {f"{curve.picture}, {start}": curve for curve in curves}
 
 
 def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
