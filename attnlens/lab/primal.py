@@ -153,7 +153,6 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
 
 
 def _check_layer(layer: SiteCall, samples: int) -> None:
-    """Raise ModelError or UsageError if a layer cannot be primal."""
     if layer.site.part == "cross":
         raise ModelError(
             f"{layer.site.path} is cross-attention: e- and r-scores would belong to different tokens.",

@@ -135,7 +135,6 @@ class Descent:
         self._report_progress()
 
     def _store(self, store: Store, name: str) -> None:
-        """Save the state."""
         value = {
             "course": {name: getattr(self.course, name) for name in COURSE},
             "seconds": self.course.seconds,
@@ -242,7 +241,6 @@ class Descent:
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
     def _evaluation_loss(self) -> float | None:
-        """Compute the loss on the evaluation text with the current parameters."""
         healer = self.course.healer
         with (
             changed_weights(healer.loaded.model, healer.values()),

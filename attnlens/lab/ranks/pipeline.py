@@ -364,7 +364,6 @@ def _explain_unknown(by_site: Mapping[Site, SiteSizes | str]) -> str | None:
 
 
 def _list_ranks(choice: Choice) -> list[KeyRank]:
-    """Return the records of the rank of each latent."""
     return [
         KeyRank(
             site=site.name,
@@ -406,6 +405,5 @@ def _covers(plan: Plan, reached: SiteCall, kv_head: int) -> bool:
 
 
 def _query_heads(reached: SiteCall, kv_head: int) -> list[int]:
-    """Return the query heads that use a key head."""
     group = reached.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))

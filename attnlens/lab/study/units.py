@@ -251,7 +251,6 @@ def save_cells(folder: Path, results: Sequence[CellResult], store: Store) -> Non
 
 
 def _model_folder(store: Store, name: str) -> Path:
-    """Return the folder with the saved models of a unit."""
     return Path(store.folder) / "models" / file_stem(name)
 
 

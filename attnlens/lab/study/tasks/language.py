@@ -403,5 +403,4 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
 
 
 def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Compute the SHA-256 of each part's text."""
     return {f"{name[0]} {part}": sha256("".join(texts).encode()).hexdigest() for part, texts in parts.items()}
