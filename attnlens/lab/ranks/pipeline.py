@@ -18,7 +18,7 @@ from attnlens.lab.ranks.bases import form_name, mean_rank
 from attnlens.lab.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
-from attnlens.models.texts.targets import check_input, feed
+from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Report, Site
 from attnlens.requests import RanksRequest, takes
@@ -63,7 +63,12 @@ class RankSearch:
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
-        search.check_task(session.task)
+        if session.task not in ("causal", "masked", "seq2seq"):
+            what = f"has {HEADLESS}" if session.task == "hidden" else "is compared only with its own previous predictions"
+            raise UsageError(
+                f"A loss budget cannot be applied: this model {what}.",
+                "Use the same rank for all heads, e.g. --kernel rank:16.",
+            )
         check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
         count = search.PARTS if self.options.plan is None else 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.arguments import Budget
 from attnlens.choices import Intervals, Unit
@@ -34,7 +35,7 @@ from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import MOST_SHARED, Batches, Content, Cut, shared_share
-from attnlens.models.texts.targets import HEADLESS, NOTHING, Fed, feed
+from attnlens.models.texts.targets import NOTHING, Fed, feed
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
@@ -153,7 +154,7 @@ def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -
     by_batch, predicted = [], []
     for fed in batches:
         logits = run(loaded.model, fed, task).logits
-        assert logits is not None and fed.targets is not None  # noqa: S101, PT018  # ensured by check_task
+        assert logits is not None and fed.targets is not None  # noqa: S101, PT018  # ensured by RankSearch.cut
         by_batch.append(sequence_losses(logits, fed.targets))
         predicted.append((fed.targets != NOTHING).any(1).cpu())
     means, counts = (torch.cat(part) for part in zip(*by_batch, strict=True))
@@ -211,16 +212,6 @@ FORMS = 5
 """Maximum number of forms of latents compared."""
 
 
-def check_task(task: Task) -> None:
-    """Raise UsageError if the model has no loss on the text, which a budget is a share of."""
-    if task not in ("causal", "masked", "seq2seq"):
-        what = f"has {HEADLESS}" if task == "hidden" else "is compared only with its own previous predictions"
-        raise UsageError(
-            f"A loss budget cannot be applied: this model {what}.",
-            "Use the same rank for all heads, e.g. --kernel rank:16.",
-        )
-
-
 @dataclass(frozen=True)
 class Choice:
     """Chosen ranks, with the maps fitted for them."""
@@ -274,12 +265,8 @@ class Budgeting:
 
         def measure() -> Tensor:
             costs = sensitivities(self.loaded, self.sites, self.bases, fed, self.task, self.seed, self.progress)
-            width = max(cost.shape[-1] for cost in costs.values())  # pad with ∞ beyond a latent's full rank
-            rows = [
-                torch.nn.functional.pad(costs[site], (0, width - costs[site].shape[-1]), value=torch.inf)
-                for site in self.bases
-            ]
-            return torch.cat(rows).double()
+            rows = [row for site in self.bases for row in costs[site]]  # padded with ∞ beyond a latent's full rank
+            return pad_sequence(rows, batch_first=True, padding_value=torch.inf).double()
 
         full = self.build_swaps(self.split_by_site(self.full_ranks))
         self.table = self.keep(f"sensitivities {key_of(digests_of(full))}", measure)
