@@ -118,7 +118,7 @@ def saved(tmp_path_factory):
     """Untrained models of several kernels as --save writes them, and the text that their byte pairs know."""
     from attnlens.lab.study.tables import SCALES
     from attnlens.lab.study.tasks import language
-    from attnlens.lab.study.units import Run, TrainingUnit, build_model, save_step
+    from attnlens.lab.study.units import TrainingUnit, build_model, save_step
 
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)
@@ -131,7 +131,7 @@ def saved(tmp_path_factory):
     }
     folder = tmp_path_factory.mktemp("cells")
     for name, form in forms.items():
-        model = build_model(TrainingUnit(task.name, form, SCALES["tiny"], Run(1e-3, 1, 0), tested=False), task)
+        model = build_model(TrainingUnit(task.name, form, SCALES["tiny"], 1e-3, 1, 0), task)
         save_step(model, task, folder / name, 0)
     return folder, text
 

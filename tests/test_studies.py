@@ -18,7 +18,7 @@ from attnlens.lab.study.cells import CellResult, Speed, build_table, build_train
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.lab.study.tasks import Reversal, score, translation
 from attnlens.lab.study.tasks.task import Task
-from attnlens.lab.study.units import Run, RunOutcome, TrainingUnit, build_model, hash_task, train
+from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.runs.store import Store
@@ -38,8 +38,9 @@ def one_thread():
 
 def reached(task, form, steps, rate=1e-2):
     """The test scores of a small model after so many steps, and why it did not converge."""
-    model = build_model(TrainingUnit(task.name, form, SMALL, Run(rate, steps, 0), tested=True), task)
-    trained = train(model.core, task, SMALL, Run(rate, steps, 0))
+    unit = TrainingUnit(task.name, form, SMALL, rate, steps, 0, tested=True)
+    model = build_model(unit, task)
+    trained = train(model.core, task, unit)
     return score(task, model.core, "test", 64), trained
 
 
@@ -80,7 +81,7 @@ class KilledError(Exception):
 def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
     """Same seed, same outcome; after a kill the weights, moments, order and dropout are those of the unbroken run."""
     task, scale = planted.majority(), replace(SMALL, dropout=0.2, looks=3)
-    unit = TrainingUnit(task.name, AttentionForm(), scale, Run(1e-2, 12, 3), tested=True)
+    unit = TrainingUnit(task.name, AttentionForm(), scale, 1e-2, 12, 3, tested=True)
 
     def weights(state=None, kill=None, looked=None):
         model = build_model(unit, task)
@@ -92,7 +93,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
                 raise KilledError
             return {}
 
-        train(model.core, task, scale, unit.run, state, watch)
+        train(model.core, task, unit, state, watch)
         return model.state_dict()
 
     whole, again = weights(), weights()
@@ -103,13 +104,13 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
     assert looked == [8, 12], "from its last look"
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    other = build_model(replace(unit, run=replace(unit.run, seed=4)), task)
+    other = build_model(replace(unit, seed=4), task)
     assert not all(torch.equal(whole[name], value) for name, value in other.state_dict().items())
 
 
 def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
     task, store = planted.majority(), Store(tmp_path, {"command": "study"})
-    unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=True, watched=True)
+    unit = TrainingUnit(task.name, AttentionForm(), SMALL, 1e-2, 4, 0, tested=True, watched=True)
     name = unit.name(hash_task(task))
     first = run_units([name], build_trainer({name: unit}, [task], store), NOTHING_KEPT, store)
     again = run_units([name], lambda _: pytest.fail("It was trained."), NOTHING_KEPT, store)
@@ -118,18 +119,14 @@ def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
     assert replace(loaded, curve=found.curve) == found
     assert found.watched[0].keys() >= {"weights.symmetry", "tokens.share_skew", "selection.decided"}
     assert not store.inside(name).folder.exists(), "the state of a finished run is not needed"
-    for other in (
-        replace(unit, form=PLACED),
-        replace(unit, run=Run(1e-2, 4, 1)),
-        replace(unit, scale=replace(SMALL, batch=8)),
-    ):
+    for other in (replace(unit, form=PLACED), replace(unit, seed=1), replace(unit, scale=replace(SMALL, batch=8))):
         assert other.name(hash_task(task)) != name
     assert replace(unit, scale=replace(SMALL, rates=(1.0,))).name(hash_task(task)) == name
 
 
 def test_other_processes_train_what_this_one_trains(tmp_path):
     task = planted.majority()
-    units = {f"seed {seed}": TrainingUnit(task.name, PLACED, SMALL, Run(1e-2, 4, seed), tested=True) for seed in (0, 1)}
+    units = {f"seed {seed}": TrainingUnit(task.name, PLACED, SMALL, 1e-2, 4, seed, tested=True) for seed in (0, 1)}
     found = []
     for jobs in (1, 2):
         store = Store(tmp_path / str(jobs), {"command": "study"})
@@ -171,7 +168,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
         PaperCell(name, "language", AttentionForm(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
     ]
     cells.append(PaperCell("d", "language", AttentionForm(kernel="linear"), diverged=True))
-    unit = TrainingUnit("words", AttentionForm(), SMALL, Run(1e-2, 10, 0), tested=True)
+    unit = TrainingUnit("words", AttentionForm(), SMALL, 1e-2, 10, 0, tested=True)
     runs = {"a": [1.0, 1.01, 0.99], "b": [2.0, 2.02, 2.01], "c": [3.0, 2.99, 3.01]}
     found = [
         CellResult(cell, "words", unit, tuple(outcome(loss) for loss in runs[cell.name]), "key", ((1e-2, 1.0),), FAST)
@@ -333,7 +330,7 @@ def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_p
     (tmp_path / "pairs.tsv").write_text("".join(lines))
     task = translation(tmp_path / "pairs.tsv", length=24, vocabulary=270)
     form = AttentionForm(positions="symmetric product")
-    model = build_model(TrainingUnit(task.name, form, SMALL, Run(1e-2, 1, 0), tested=False), task)
+    model = build_model(TrainingUnit(task.name, form, SMALL, 1e-2, 1, 0), task)
     save_step(model, task, tmp_path, 3)
     opened = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "step-000003")
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in opened.state_dict().items())
@@ -359,21 +356,22 @@ def test_no_form_has_two_published_numbers_on_one_task_of_a_paper():
 
 def test_a_validation_loss_that_is_no_number_ends_the_run():
     task = planted.majority()
-    model = build_model(TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=False), task)
+    unit = TrainingUnit(task.name, AttentionForm(), SMALL, 0.0, 4, 0)
+    model = build_model(unit, task)
 
     def spoil(step):
         if step:
             torch.nn.init.constant_(model.core.classes.weight, torch.nan)
         return {}
 
-    trained = train(model.core, task, SMALL, Run(0.0, 4, 0), watch=spoil)
+    trained = train(model.core, task, unit, watch=spoil)
     assert "not finite at step" in trained.problem
 
 
 def test_the_interval_of_tau_holds_the_true_one_however_near_cells_are():
     """Six cells whose true order is the published one, at distances from far below the noise to far beyond it."""
     cells = [PaperCell(str(n), "language", AttentionForm(), float(n)) for n in range(6)]
-    unit = TrainingUnit("words", AttentionForm(), SMALL, Run(1e-2, 10, 0), tested=True)
+    unit = TrainingUnit("words", AttentionForm(), SMALL, 1e-2, 10, 0, tested=True)
     made = torch.Generator().manual_seed(0)
     inside, widths = [], {}
     for gap in (0.02, 0.4, 1.0, 8.0):

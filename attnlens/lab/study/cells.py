@@ -17,7 +17,6 @@ from attnlens.errors import ModelError
 from attnlens.lab.study.tables import PaperCell, PaperTable, Scale, ScaleName, describe_features
 from attnlens.lab.study.tasks import StudyTask, TaskForm
 from attnlens.lab.study.units import (
-    Run,
     RunOutcome,
     TrainingUnit,
     build_accelerator,
@@ -114,7 +113,7 @@ def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
         name=result.cell.name,
         task=task.name,
         form=to_jsonable_python(result.unit.form),
-        rate=result.unit.run.rate,
+        rate=result.unit.rate,
         forms=len(result.cell.forms),
         searched=[(rate, loss if math.isfinite(loss) else None) for rate, loss in result.searched],
         mean=mean,
@@ -233,9 +232,9 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
         accelerator, model = build_accelerator(), build_model(unit, task)
         if implementation is not None:
             model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
-        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.run.rate)
+        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
         module, optimiser = accelerator.prepare(model.core, optimiser)
-        step = partial(take_step, accelerator, module, optimiser, batch, unit.run)
+        step = partial(take_step, accelerator, module, optimiser, batch, unit.form.eta)
         return lambda: timeit(step, number=1)
 
     time_standard, speeds = build_timer(replace(units[0], form=STANDARD), "sdpa"), {}
@@ -289,7 +288,7 @@ def train_cells(
     digests = {task.name: hash_task(task) for task in tasks}
     search_units = [
         [
-            TrainingUnit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
+            TrainingUnit(task.name, form, scale, rate, scale.search_steps, SEARCH_SEED)
             for form in cell.forms
             for rate in scale.rates
         ]
@@ -333,7 +332,7 @@ def train_cells(
             best,
             tuple(trained[unit] for unit in by_seed),
             by_seed[0].name(digests[task.name]),
-            tuple((unit.run.rate, searched[unit].loss) for unit in tried if unit.form == best.form),
+            tuple((unit.rate, searched[unit].loss) for unit in tried if unit.form == best.form),
             speeds[best],
         )
         for (cell, task), tried, best, by_seed in zip(cells, search_units, chosen, seed_units, strict=True)
@@ -354,7 +353,6 @@ def set_up_worker(
 
 
 def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:
-    scale = chosen.scale
-    run = replace(chosen.run, steps=scale.steps)
-    units = [replace(chosen, run=replace(run, seed=plan.seed + number), tested=True) for number in range(scale.seeds)]
-    return [replace(units[0], watched=True, saved=plan.save), *units[1:]]
+    seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
+    first, *others = (replace(seeded, seed=plan.seed + number) for number in range(chosen.scale.seeds))
+    return [replace(first, watched=True, saved=plan.save), *others]

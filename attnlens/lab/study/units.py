@@ -108,20 +108,38 @@ LAST = 0.05  # final share of the learning rate, at the end of the cosine
 
 
 @dataclass(frozen=True)
-class Run:
-    """Settings that determine one training run, besides the model and the task."""
+class TrainingUnit:
+    """Training run of one attention form on one task."""
 
+    task: str
+    form: AttentionForm
+    scale: Scale
     rate: float  # peak learning rate
     steps: int
     seed: int  # of weights, data order and dropout
-    eta: float = 0.0  # weight of the primal layers' regulariser
+    tested: bool = False  # whether it is scored on the test set; learning-rate search runs are not
+    watched: bool = False  # whether its heads are measured during training
+    saved: bool = False  # whether its model is saved at every evaluation
+
+    def name(self, digest: str) -> str:
+        """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
+        facts = {
+            "versions": versions(),
+            "data": digest,
+            "unit": asdict(self)
+            | {"scale": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}},
+        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
+        return f"{self.task} rate {self.rate} seed {self.seed} {key_of(facts)}"
+
+
+SEARCHED = ("rates", "seeds", "steps", "search_steps")
+"""Fields of a scale that determine the set of runs but not a single run."""
 
 
 def train(
     model: nn.Module,
     task: StudyTask,
-    scale: Scale,
-    run: Run,
+    unit: TrainingUnit,
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
@@ -132,11 +150,11 @@ def train(
     an uninterrupted one. A run has not converged if its loss is not finite (it then stops) or never falls below the
     loss before the first step. Deterministic on a CPU with one thread.
     """
-    accelerator = build_accelerator()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
-    looks = {round(run.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
+    accelerator, scale = build_accelerator(), unit.scale
+    optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
+    looks = {round(unit.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
+        torch.manual_seed(unit.seed)
         restored = None if state is None else _restore_state(state, model, optimiser)
         if restored is None:
             loss = mean_loss(task, model, "validation", scale.batch)
@@ -144,11 +162,11 @@ def train(
         outcome, best = restored
         model, optimiser = accelerator.prepare(model, optimiser)
         done, start = outcome.curve[-1][0], time.perf_counter()
-        batches = islice(task.training(scale.batch, run.seed), done, None)
-        for step in range(done + 1, run.steps + 1):
+        batches = islice(task.training(scale.batch, unit.seed), done, None)
+        for step in range(done + 1, unit.steps + 1):
             for group in optimiser.param_groups:
-                group["lr"] = run.rate * _rate_factor(step, run.steps, scale.warmup)
-            loss, tokens = take_step(accelerator, model, optimiser, next(batches), run)
+                group["lr"] = unit.rate * _rate_factor(step, unit.steps, scale.warmup)
+            loss, tokens = take_step(accelerator, model, optimiser, next(batches), unit.form.eta)
             outcome = replace(outcome, tokens=outcome.tokens + tokens)
             if not math.isfinite(loss):
                 outcome = replace(outcome, problem=f"its loss was not finite at step {step}")
@@ -186,17 +204,17 @@ def build_accelerator() -> Accelerator:
 
 
 def take_step(
-    accelerator: Accelerator, model: nn.Module, optimiser: torch.optim.Optimizer, batch: Examples, run: Run
+    accelerator: Accelerator, model: nn.Module, optimiser: torch.optim.Optimizer, batch: Examples, eta: float
 ) -> tuple[float, int]:
-    """Run one step; return its loss and number of training tokens (for classification: tokens of the sequences)."""
+    """Run one step on the loss plus `eta` times the primal regulariser; return the loss and the number of tokens."""
     model.train()
     examples = batch.to(accelerator.device)
     with accelerator.autocast():
         logits = model(inputs=examples.inputs, mask=examples.mask, decoder_inputs=examples.decoder_inputs)
         loss = cross_entropy(logits, examples.targets) / (examples.targets != NOTHING).sum().clamp_min(1)
         objective = loss
-        if run.eta and any(isinstance(part, PrimalHeads) for part in model.modules()):
-            objective = loss + run.eta * regulariser(model)
+        if eta and any(isinstance(part, PrimalHeads) for part in model.modules()):
+            objective = loss + eta * regulariser(model)
     accelerator.backward(objective)
     accelerator.clip_grad_norm_(model.parameters(), CLIPPED)
     optimiser.step()
@@ -348,35 +366,6 @@ def _modules(model: KernelTransformer) -> list[KernelAttention]:
     return [module for module in model.attentions() if module.primal is None]
 
 
-@dataclass(frozen=True)
-class TrainingUnit:
-    """Training run of one attention form on one task."""
-
-    task: str
-    form: AttentionForm
-    scale: Scale
-    run: Run  # learning rate, steps, seed
-    tested: bool  # whether it is scored on the test set; learning-rate search runs are not
-    watched: bool = False  # whether its heads are measured during training
-    saved: bool = False  # whether its model is saved at every evaluation
-
-    def name(self, digest: str) -> str:
-        """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
-        facts = {
-            "versions": versions(),
-            "data": digest,
-            "form": asdict(self.form),
-            "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
-            "run": asdict(self.run),
-            "what is done": [self.tested, self.watched, self.saved],
-        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
-        return f"{self.task} rate {self.run.rate} seed {self.run.seed} {key_of(facts)}"
-
-
-SEARCHED = ("rates", "seeds", "steps", "search_steps")
-"""Fields of a scale that determine the set of runs but not a single run."""
-
-
 def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, object]:
     """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(hash_task(task))
@@ -388,7 +377,7 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
             save_step(model, task, _model_folder(store, name), step)
         return {} if batch is None else measure_heads(model, batch)
 
-    outcome = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
+    outcome = train(model.core, task, unit, store.inside(name), watch)
     scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not outcome.problem else {}
     if not all(math.isfinite(value) for value in scores.values()):
         outcome, scores = replace(outcome, problem="its loss on the test set is not finite"), {}
@@ -420,7 +409,7 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         eos_token_id=END if task.form == "translation" else None,
         pad_token_id=PADDING if task.form == "translation" else None,
     )
-    return draw_model(task.form, config, unit.run.seed)
+    return draw_model(task.form, config, unit.seed)
 
 
 def hash_task(task: StudyTask) -> str:
