@@ -1,21 +1,37 @@
-"""A table's cells: learning-rate search, runs over seeds and speed, and the records and comparisons made from them."""
+"""Train and compare a table's cells: learning-rate search, runs over seeds, speed, and the records made from them."""
 
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from statistics import median
 from timeit import timeit
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from pydantic_core import to_jsonable_python
 
-from attnlens.errors import ModelError
-from attnlens.lab.study.tables import PaperCell, PaperTable, Scale, ScaleName, describe_features
-from attnlens.lab.study.tasks import StudyTask, TaskForm
+from attnlens.choices import STUDIES
+from attnlens.errors import ModelError, UsageError
+from attnlens.files import check_folder
+from attnlens.lab.study.tables import TABLES, PaperCell, PaperTable, Scale, ScaleName, describe_features, scale_of
+from attnlens.lab.study.tasks import (
+    Reversal,
+    StudyTask,
+    TaskForm,
+    iwslt,
+    language,
+    load_labelled,
+    series,
+    translation,
+    wikitext,
+)
 from attnlens.lab.study.units import (
     RunOutcome,
     TrainingUnit,
@@ -23,12 +39,15 @@ from attnlens.lab.study.units import (
     build_model,
     count_tokens,
     hash_task,
+    save_cells,
     take_step,
     train_unit,
 )
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
+from attnlens.models import texts
 from attnlens.models.kernel_transformers import AttentionForm
+from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.provenance import File
 from attnlens.records.studies import (
     LEVEL,
@@ -40,9 +59,12 @@ from attnlens.records.studies import (
     StudyRun,
     StudyTable,
 )
-from attnlens.runs.progress import Progress
+from attnlens.requests.experiments import ALL, StudyRequest
+from attnlens.runs.progress import Progress, silent
+from attnlens.runs.provenance import report_of
 from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
+from attnlens.wording import join_items
 
 
 def build_table(
@@ -356,3 +378,117 @@ def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:
     seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
     first, *others = (replace(seeded, seed=plan.seed + number) for number in range(chosen.scale.seeds))
     return [replace(first, watched=True, saved=plan.save), *others]
+
+
+def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:
+    """Train the cells of a table, or of all tables, from several seeds, and compare them."""
+    names = STUDIES if name == ALL else (name,)
+    jobs = request.jobs or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if request.engine == "local" and "-" in request.text:
+        jobs = 1  # only this process can read stdin
+    work = WorkPlan(request.work, jobs=jobs, engine=request.engine, address=request.address)
+    work.check(request.text)
+    defaults = {form: scale_of(request.scale, form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=request.seeds or scale.seeds) for form, scale in defaults.items()}
+    if request.save is not None:
+        check_folder(Path(request.save))
+    chosen = _select_cells(names, request)
+    start = time.perf_counter()
+    make = partial(tasks_of, request, {cell.task for cells in chosen.values() for cell in cells}, scales)
+    tasks = make()
+    task_names = [task.name for task in tasks]  # cells are matched to tasks by name
+    if twice := [name for name in task_names if task_names.count(name) > 1]:
+        raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Give one of the files another name.")
+    tables: list[StudyTable] = []
+    plan = StudyPlan(
+        scales, request.seed, work, Store(work.root / "study", {"command": "study"}), save=request.save is not None
+    )
+    for table_name, cells in chosen.items():
+        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+        trained = train_cells(pairs, make, plan, progress)
+        if request.save is not None:
+            save_cells(Path(request.save) / table_name, trained, plan.store)
+        present = [task for task in tasks if any(paired is task for _, paired in pairs)]
+        missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(request))
+        tables.append(build_table(TABLES[table_name], request.scale, scales, present, trained, request.seed, missing))
+    largest = max(cell.parameters for table in tables for cell in table.cells)
+    return report_of(
+        "reproduce",
+        "studies",
+        model=ModelInfo(
+            id=f"models trained here, {request.scale}", architecture="KernelTransformer", parameters=largest
+        ),
+        settings=Settings(seed=request.seed, dtype="float32"),
+        coverage=Coverage(sites=0, heads=0, analysed=0),
+        studies=tables,
+        timings={"study": time.perf_counter() - start},
+    )
+
+
+def _select_cells(names: Sequence[str], request: StudyRequest) -> dict[str, list[PaperCell]]:
+    """Return the cells of each table that have data and match `cells`. Raises UsageError for unmatched patterns."""
+    forms = _available_forms(request)
+    available = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in available.values() for cell in cells)
+    for pattern in request.cells:
+        if not any(_matches(row, [pattern]) for row in rows):
+            hint = "" if "classification" in forms else " Classification cells need --series or --labelled."
+            raise UsageError(f"No cell matches {pattern}.", f"Choose from: {join_items(rows, 8, '; ')}.{hint}")
+    selected = {
+        name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", request.cells)]
+        for name, cells in available.items()
+    }
+    trained = {cell.task for cells in selected.values() for cell in cells}
+    for option, form in DATA.items():
+        if getattr(request, option) and form not in trained:
+            raise UsageError(f"None of the selected cells uses --{option}.", "Omit it, or select other cells.")
+    return {name: cells for name, cells in selected.items() if cells}
+
+
+DATA: dict[str, TaskForm] = {
+    "series": "classification",
+    "labelled": "classification",
+    "pairs": "translation",
+    "text": "language",
+}
+"""Option → form of the task its files are for."""
+
+
+def _available_forms(request: StudyRequest) -> set[TaskForm]:
+    """Return the forms of task that have data: from the user's files or built in."""
+    built_in: set[TaskForm] = {"language", "translation"}
+    return built_in | {form for option, form in DATA.items() if getattr(request, option)}
+
+
+def _matches(row: str, patterns: Sequence[str]) -> bool:
+    """Check whether a pattern matches the row with or without its task; without patterns every row matches."""
+    names = row, row.partition("/")[2]
+    return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
+    """Load the tasks of the needed forms; the user's files are read first, so that bad files are refused early.
+
+    Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
+    """
+    sizes = {
+        form: {"length": scale.length, "vocabulary": scale.vocabulary, "evaluated": scale.evaluated}
+        for form, scale in scales.items()
+    }
+    papers = request.scale == "paper"
+    tasks: list[StudyTask] = []
+    if "classification" in forms and request.series is not None:
+        tasks.append(series(*request.series))
+    if "classification" in forms and request.labelled is not None:
+        scale = scales["classification"]
+        tasks.append(load_labelled(request.labelled, length=scale.length, vocabulary=scale.vocabulary))
+    if "translation" in forms and request.pairs is not None:
+        tasks.append(translation(request.pairs, **sizes["translation"]))
+    elif "translation" in forms:
+        tasks.append(iwslt(**sizes["translation"]) if papers else Reversal())
+    if "language" in forms and papers and not request.text:
+        tasks.append(wikitext(**sizes["language"]))
+    elif "language" in forms:
+        contents = [(content.name, content.text) for content in texts.read_each(list(request.text)) or ()]
+        tasks.append(language(contents, **sizes["language"]))
+    return tasks[::-1]
