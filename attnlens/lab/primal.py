@@ -108,8 +108,9 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config._attn_implementation in (ONLY_BY, NAME):
         config._attn_implementation = None  # back to transformers' default
     name = (getattr(config, "architectures", None) or [""])[0]
-    build_class = getattr(transformers, name, None) or transformers.AutoModel.from_config
-    return cast("PreTrainedModel", build_class(config))
+    if (model_class := getattr(transformers, name, None)) is not None:
+        return cast("PreTrainedModel", model_class(config))
+    return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
 
 
 def _blank_inputs(model: PreTrainedModel) -> dict[str, Tensor]:

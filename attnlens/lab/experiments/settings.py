@@ -48,7 +48,7 @@ class Study:
     full: ExperimentSettings  # published sizes
     quick: ExperimentSettings  # published sizes with fewer trials, or some of these sizes
 
-    def run(self, overrides: Mapping[str, object], quick: bool, progress: Progress) -> Experiment:
+    def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
         """Run with the overrides this experiment uses; compare with published values if none changes the question.
 
         Trials and seed affect the precision of the answer, not the question. With any seed, and at least as many trials
@@ -56,7 +56,7 @@ class Study:
         """
         standard, used = self.quick if quick else self.full, {NAMES.get(name, name) for name in USES[self.name]}
         applied = {name: value for name, value in overrides.items() if name in used}
-        settings: ExperimentSettings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
+        settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
         same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
         published = same and settings.trials >= self.quick.trials
         experiment = self.function(settings, published, progress)
