@@ -80,10 +80,9 @@ def size_of(nearness: Nearness) -> dict[str, JsonValue]:
 def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
     """Compute KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries as a function of c.
 
-    Logits are the inputs of the softmax: c multiplies the scores after the softcap and also the sink's logit. Copies
-    of a token count as one outcome. At c = 1 the value is the head's own p_max. The SVM that selects the same tokens is
-    shown too, at the head's own norm ‖ΠM‖ and with the same copies. It has no softcap and no sink: these need the
-    scores themselves, and the SVM defines only their differences.
+    c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
+    that selects the same tokens is shown too, at the head's own norm ‖ΠM‖ and with the same copies; it has no softcap
+    and no sink, which need the scores themselves, while the SVM defines only their differences.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     log_p = torch.nn.functional.logsigmoid

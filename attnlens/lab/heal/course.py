@@ -40,10 +40,9 @@ class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forwar
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
-    The loss is Σ_sites ‖new − own‖² / ‖own‖² of the site outputs softmax(…)V, mean over sequences (Zhang et al. 2024,
-    LoLCATs, Eq. 6, with relative errors so that all sites count). Primal attention adds its regulariser. The original
-    model runs once, up to the last trained site. Each module then runs alone on its recorded input, so gradients do not
-    pass through the model, and only one module's graph is in memory.
+    Σ_sites ‖new − own‖² / ‖own‖² of the site outputs softmax(…)V, mean over sequences (Zhang et al. 2024, LoLCATs, Eq.
+    6, with relative errors so that all sites count), and the regulariser of primal attention. The original model runs
+    once, then each module alone on its recorded input, so that only one module's graph is in memory.
     """
     total = 0.0
     with torch.enable_grad():
@@ -329,10 +328,9 @@ ENOUGH = 0.9
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate whose steps reduce the held-out distance enough, and the tried rates.
+    """Return the largest rate that gains at least ENOUGH of the largest gain (0 if none gains), and the tried rates.
 
-    Enough means at least ENOUGH of the largest reduction. The rate is 0 if none reduces the distance. The parameters
-    are restored after each trial.
+    A gain is a reduction of the held-out distance. The parameters are restored after each trial.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean

@@ -63,13 +63,12 @@ def heal(
     state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
-    """Train for the requested amount, stage by stage, and keep the step with the smallest held-out distance.
+    """Train for the requested amount, stage by stage, and end with the parameters of the smallest held-out distance.
 
-    The healer ends with the parameters of the best step. While no check of a stage improves on its start, the stage
-    restarts with smaller steps. It ends early if checks no longer improve significantly. With `state`, each check
-    stores the state, from which a killed healing resumes. Raises TextError for fewer than two batches, ModelError if
-    the initial distance is not finite. After the first checked step, Ctrl-C ends the healing early and sets
-    `healer.interrupted`.
+    While no check of a stage improves on its start, the stage restarts with smaller steps. It ends early if checks no
+    longer improve significantly. With `state`, each check stores the state, from which a killed healing resumes. After
+    the first checked step, Ctrl-C ends the healing early and sets `healer.interrupted`. Raises TextError for fewer than
+    two batches, ModelError if the initial distance is not finite.
     """
     size = sequences_in(batches.batches[0].inputs)
     train, held_out = split(healer, batches, seed, _estimate_batches(options, size, batches.tokens))

@@ -156,10 +156,10 @@ class Healer:
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: Batch) -> None:
-        """Create the trainable changes of weights and kernel parameters.
+        """Create the trainable changes of weights and kernel parameters; raise ModelError if there are no such weights.
 
-        These are the weight entries that `trainable` selects, and the kernels' trainable parameters (for primal its
-        maps too), which start at their fitted or else typed values. Raises ModelError if there are no such weights.
+        These are the entries that `trainable` selects, and the kernels' trainable parameters (for primal its maps too),
+        which start at their fitted or else typed values.
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:

@@ -106,8 +106,8 @@ def train_swap(
 ) -> tuple[Healing, Healer]:
     """Heal the last stage; with `control`, train the original model on the same batches for the same amount instead.
 
-    The control skips attention transfer, since the original model is its own target there, and spends that amount on
-    the text. Raises UsageError for the goal `text` if the model predicts no token of a text.
+    The control skips attention transfer, since the original model is its own target there. Raises UsageError for the
+    goal `text` if the model predicts no token of a text.
     """
     session, swaps, name = run.session, run.last, "heal"
     if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):

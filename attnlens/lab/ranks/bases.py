@@ -131,8 +131,7 @@ def fit_forms(
     """Fit each form of latents to these batches, each of one text, in one pass of the original model.
 
     If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted
-    to the other texts do not depend on it. Raises UsageError if only some of the query heads that share a key head are
-    swapped, and what `set_rotations` and `set_metrics` raise.
+    to the other texts do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
     """
     names = list(dict.fromkeys(name for name, _ in batches))
     by_form: dict[str, dict[str, Fits]] = {}
@@ -195,9 +194,8 @@ def sensitivities(
 
     The output of query i changes by δo_i, computed through the softmax, and the loss by ⟨g_i, δo_i⟩, g_i = ∂loss/∂o_i.
     With targets drawn from the model's own predictions, this change has mean 0, and its second moment is the Fisher
-    information (Martens 2020, Eq. 7). The rise is therefore ½ Σ_i ⟨g_i, δo_i⟩², with queries and heads taken as
-    independent. A gradient with respect to the logits would be 0 for a saturated head, although such a head loses
-    everything once the saturating logits are cut. Raises ModelError if the loss has no gradient.
+    information (Martens 2020, Eq. 7). The rise is ½ Σ_i ⟨g_i, δo_i⟩², with queries and heads taken as independent. With
+    respect to logits, the gradient of a saturated head would be 0, although it loses everything once they are cut.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank

@@ -219,11 +219,10 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of one latent's key heads and their query heads; at full rank, those of the original model.
 
     An m × n matrix takes 2mn operations, a score 2 per entry of its key. A cached token stores the latent and its
-    values. If maps fold, keys need one W_K B (d_model × r) per latent. Queries need W_Q A of each head (d_model × r),
-    or W_Q followed by A (head_dim × r per key head), whichever takes fewer operations, or else fewer parameters. The
-    latter is cheaper if a shared latent is wider than a head. If maps do not fold, A and B (head_dim × r per key head)
-    are added to W_Q and W_K, and only scores and cache shrink. Rank 0 needs none of these matrices. For latents of keys
-    before the rotation, queries are unchanged, and keys are rebuilt from the latent.
+    values. If maps fold, keys need one W_K B (d_model × r) per latent, and queries the cheaper of W_Q A (d_model × r)
+    and W_Q followed by A (head_dim × r per key head), which is better if a shared latent is wider than a head. Else A
+    and B are added to W_Q and W_K, and only scores and cache shrink. Rank 0 needs none of these matrices. For latents
+    of keys before the rotation, queries are unchanged, and keys are rebuilt from the latent.
     """
     rank, whole = latent.rank, latent.keys * size.head_dim
     count = partial(_count_costs, size, latent)

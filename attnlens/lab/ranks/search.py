@@ -76,9 +76,9 @@ def cut_samples(
 ) -> tuple[Sample, ...]:
     """Return the first `count` parts of the calibration text, without evaluated windows.
 
-    Part i consists of windows i, i + 3, i + 6 … of the windows chosen of each text. Raises TextError if a text has too
-    few windows that are not evaluated, or if a part repeats tokens of earlier ones; UsageError for intervals over texts
-    with fewer than five texts.
+    Part i has windows i, i + 3, i + 6 … of those chosen of each text. Raises TextError if a text has too few windows
+    that are not evaluated, or if a part repeats tokens of earlier ones; UsageError for intervals over fewer than five
+    texts.
     """
     parts: list[Batches] = []
     for turn in range(count):
@@ -254,9 +254,7 @@ class Budgeting:
 
         The rise on `choosing` must stay below the budget by `margin` half-widths of its interval, and within it on each
         single text. `promising` only serves for the promised rise. If there are several texts, the rise on each is
-        measured with maps fitted to the others, so that the promise covers texts that were not fitted on. The form of
-        the latents is the one with the smallest rise at half of full rank. Raises TextError if the loss is 0, and what
-        `fit_forms` and `sensitivities` raise.
+        measured with maps fitted to the others, so that the promise covers texts that were not fitted on.
         """
         self.unit = budget.unit
         fed = feed(self.loaded, fitting.batches, self.task, self.seed)

@@ -47,18 +47,8 @@ from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models import texts
 from attnlens.models.kernel_transformers import AttentionForm
-from attnlens.records import Coverage, ModelInfo, Report, Settings
+from attnlens.records import Coverage, ModelInfo, Report, Settings, studies
 from attnlens.records.provenance import File
-from attnlens.records.studies import (
-    LEVEL,
-    Curve,
-    StudyCell,
-    StudyColumn,
-    StudyOrdering,
-    StudyPair,
-    StudyRun,
-    StudyTable,
-)
 from attnlens.requests.experiments import ALL, StudyRequest
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
@@ -75,7 +65,7 @@ def build_table(
     results: Sequence[CellResult],
     seed: int,
     not_trained: Sequence[TaskForm] = (),
-) -> StudyTable:
+) -> studies.StudyTable:
     """Build the record of a table next to the paper's numbers; `not_trained`: forms of task without data."""
     task_of = {task.name: task for task in tasks}
     cells = [_build_cell(result, task_of[result.task], seed) for result in results]
@@ -87,13 +77,13 @@ def build_table(
         for pair, p in zip(uncorrected, corrected, strict=True)
     ]
     orderings = [_correlate_order(cells, task, measure, pairs) for task in tasks for measure in MEASURES_OF[task.form]]
-    return StudyTable(
+    return studies.StudyTable(
         name=table.name,
         question=table.question,
         source=table.source,
         scale=name,
         tasks=[
-            StudyColumn(
+            studies.StudyColumn(
                 name=task.name,
                 form=task.form,
                 metric=task.metric,
@@ -115,9 +105,9 @@ def build_table(
     )
 
 
-def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
+def _build_cell(result: CellResult, task: StudyTask, seed: int) -> studies.StudyCell:
     runs = [
-        StudyRun(
+        studies.StudyRun(
             seed=seed + number,
             scores=run.scores,
             steps=[step for step, loss in run.curve if math.isfinite(loss)],
@@ -131,7 +121,7 @@ def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
     first = result.runs[0]
     steps = [float(step) for step, _ in first.curve][: len(first.watched)]
     measures = dict.fromkeys(name for medians in first.watched for name in medians)
-    return StudyCell(
+    return studies.StudyCell(
         name=result.cell.name,
         task=task.name,
         form=to_jsonable_python(result.unit.form),
@@ -147,7 +137,7 @@ def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
         tokens_per_second=result.speed.tokens_per_second,
         beside_sdpa=result.speed.beside_sdpa,
         heads={
-            name: Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
+            name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
             for name in measures
         },
         features=describe_features(result.cell, result.unit.scale),
@@ -156,7 +146,7 @@ def _build_cell(result: CellResult, task: StudyTask, seed: int) -> StudyCell:
     )
 
 
-def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
+def _mean(runs: Sequence[studies.StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
     """Compute mean and standard error of the measure over seeds; for perplexity from its logarithm."""
     if any(run.problem for run in runs):
         return None, None
@@ -177,7 +167,7 @@ MEASURES_OF: dict[TaskForm, tuple[str, ...]] = {
 words written, so models that hardly translate yet all have a little of it."""
 
 
-def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
+def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
     """Yield each pair of converged cells by measure, with p over seeds and whether the paper has the same order."""
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
@@ -193,7 +183,7 @@ def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[Stud
             if first.published is not None and second.published is not None and difference:
                 published = first.published - second.published
                 agrees = (sign * difference > 0) == (published > 0) if published else None
-            yield StudyPair(
+            yield studies.StudyPair(
                 task=task.name,
                 measure=measure,
                 first=first.name,
@@ -206,8 +196,8 @@ def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[Stud
 
 
 def _correlate_order(
-    cells: Sequence[StudyCell], task: StudyTask, measure: str, pairs: Sequence[StudyPair]
-) -> StudyOrdering | None:
+    cells: Sequence[studies.StudyCell], task: StudyTask, measure: str, pairs: Sequence[studies.StudyPair]
+) -> studies.StudyOrdering | None:
     """Compute Kendall's τ over the published cells; None if there are fewer than two.
 
     Its interval keeps every decided pair as decided and lets every undecided one go either way. Holm's correction keeps
@@ -219,10 +209,10 @@ def _correlate_order(
     if not known:
         return None
     ordered = [pair for pair in known if published[pair.first] != published[pair.second]]
-    decided = [pair for pair in ordered if pair.p_holm is not None and pair.p_holm <= LEVEL]
+    decided = [pair for pair in ordered if pair.p_holm is not None and pair.p_holm <= studies.LEVEL]
     agree = sum(bool(pair.agrees) for pair in decided)
     disagree, undecided = len(decided) - agree, len(ordered) - len(decided)
-    return StudyOrdering(
+    return studies.StudyOrdering(
         task=task.name,
         measure=measure,
         tau=sum(0 if pair.agrees is None else 2 * pair.agrees - 1 for pair in known) / len(known),
@@ -302,9 +292,8 @@ def train_cells(
 ) -> list[CellResult]:
     """Train every cell: short runs choose the learning rate of smallest validation loss, which every seed then uses.
 
-    All cells get the same search and the same steps. The test set is read once per run, at its end. The heads of the
-    first seed's run are measured during training. `make` rebuilds the tasks in other processes. At the end a few steps
-    of each cell are timed.
+    The test set is read once per run, at its end. The heads of the first seed's run are measured during training.
+    `make` rebuilds the tasks in other processes. At the end a few steps of each cell are timed.
     """
     tasks = list({id(task): task for _, task in cells}.values())
     digests = {task.name: hash_task(task) for task in tasks}
@@ -399,7 +388,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     task_names = [task.name for task in tasks]  # cells are matched to tasks by name
     if twice := [name for name in task_names if task_names.count(name) > 1]:
         raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Give one of the files another name.")
-    tables: list[StudyTable] = []
+    tables: list[studies.StudyTable] = []
     plan = StudyPlan(
         scales, request.seed, work, Store(work.root / "study", {"command": "study"}), save=request.save is not None
     )

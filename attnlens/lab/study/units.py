@@ -145,10 +145,9 @@ def train(
 ) -> RunOutcome:
     """Minimise the task's loss; `model` ends with the weights of the smallest validation loss.
 
-    At every evaluation the weights, AdamW's moments and the random state are saved to the store `state`, and `watch`
-    measures the model, given the step. The same call resumes from the state, so a killed run gives the same result as
-    an uninterrupted one. A run has not converged if its loss is not finite (it then stops) or never falls below the
-    loss before the first step. Deterministic on a CPU with one thread.
+    At every evaluation, `watch` measures the model, and the state is saved to the store `state`, from which the same
+    call resumes with the same result. A run has not converged if its loss is not finite (it then stops) or never falls
+    below the loss before the first step. Deterministic on a CPU with one thread.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
@@ -291,9 +290,8 @@ def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]
     """Compute the median over heads of each measure that has a value; shares have none for causal heads.
 
     tokens.* are those of `inspect`, averaged over held-out sequences, with log k of the model's own kernel instead of
-    s⟨q, k⟩, so they describe its attention. weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel that can be
-    negative has no log k, so only weights.* are computed. Primal layers have no measures. The SVM of the selection is
-    posed on queries and keys, for kernels that depend on the inner product only and have no position bias.
+    s⟨q, k⟩. weights.* are of s W_Q W_Kᵀ, and the only ones if a kernel can be negative. Primal layers have none. The
+    SVM of the selection is posed for kernels that depend on the inner product only and have no position bias.
     """
     tokens = [_record_tokens(model, batch.single(row)) for row in range(min(SEQUENCES, len(batch.inputs)))]
     measured = [_measure(_weights(model)), _measure_selection(model, tokens), *map(_measure, tokens)]

@@ -152,11 +152,10 @@ TO_SVM, FINITE = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, to
 def next_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ in it (Li et al. 2024).
 
-    There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y;
-    f = e_yᵀ Xᵀ softmax(X W z), z the last token. The loss −log f is convex, so descent is global. Off the cyclic
-    subspace a step has length lr. In it W stays finite, so steps of constant length would never converge: descent is
-    plain with rate 1. W_fin is the limit of descent if each label competes only within its own component. Acyclic: the
-    label ranks first in an order that depends on the last token. Published limits: correlation 1, distance 0.
+    There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
+    softmax(X W z), z the last token. The loss −log f is convex, so descent is global. Off the cyclic subspace a step
+    has length lr. In it W stays finite, and descent is plain with rate 1. W_fin is the limit of descent if each label
+    competes only within its own component. Published limits: correlation 1, distance 0.
     """
     acyclic, _, steps, at_end = _run_kind(settings, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(settings, True, progress)

@@ -95,9 +95,8 @@ def translation(
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`, gzipped or not.
 
     If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
-    blocks. `evaluated` limits the pairs of validation and test, which are then spread evenly. Raises TextError for
-    lines with empty or missing sides, and if a part has no pairs of at most `length` tokens; UsageError for a
-    vocabulary below 259.
+    blocks. `evaluated` limits the pairs of validation and test, which are then spread evenly. Raises TextError for data
+    that cannot be used, UsageError for a vocabulary below 259.
     """
     lines = read_rows(path, (2, 3), REMEDY)
     by_book = _split_by_book(lines)
@@ -233,9 +232,8 @@ class Reversal(_Sentences):
 def bag_bound(sources: Iterable[Sequence[int]]) -> float:
     """Compute the smallest loss (nats per target token, END included) of a model that sees only the sources' bags.
 
-    It is Σ log(n!/Π c_v!) / Σ (n + 1), where letter v occurs c_v times in a source of n letters. Given its bag, a
-    source is one of n!/Π c_v! equally likely orders, each with its own target. By the chain rule, the smallest
-    losses of a target's tokens sum to minus the logarithm of its probability. The bag's size determines where END is.
+    It is Σ log(n!/Π c_v!) / Σ (n + 1), where letter v occurs c_v times in a source of n letters: given its bag, a
+    source is one of n!/Π c_v! equally likely orders, each with its own target. The bag's size determines where END is.
     """
     total, tokens = 0.0, 0
     for source in sources:

@@ -61,8 +61,7 @@ class TabbedLines:
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> TabbedLines:
     """Read the columns of each line of a file; the first line sets their number, which must be in `columns`.
 
-    Raises TextError with `remedy` if the file cannot be read or is empty, or if lines have a different number of
-    columns or an empty column; the message gives their number and the first line numbers.
+    Raises TextError with `remedy` if the file is unreadable or empty, or if a column is missing, empty or one too many.
     """
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
@@ -121,9 +120,8 @@ PARTS = ("training", "validation", "test")
 def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
     """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
 
-    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn
-    windows would put two halves of a sentence into training and test. Only the two ends of a held-out block have
-    neighbours in other parts. With one stretch, a part is empty only if `count` is below 3.
+    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
+    would put two halves of a sentence into training and test.
     """
     parts: dict[str, list[range]] = {part: [] for part in PARTS}
     for number in range(stretches):
@@ -330,10 +328,9 @@ TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated
 def load_labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
     """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
 
-    A repeated text is left out, whatever its label, so that no text is in two parts. The cases of each class are split
-    in file order into contiguous blocks: 80 % training, 10 % validation, 10 % test. Texts longer than `length` tokens
-    are cut. Raises TextError for lines with empty or missing columns, a single label, and a label with fewer than
-    three texts; UsageError for a vocabulary below 256.
+    Repeated texts are left out, whatever their label, so that no text is in two parts; texts longer than `length`
+    tokens are cut. The cases of each class are split in file order into 80 % training, 10 % validation and 10 % test.
+    Raises TextError for data that cannot be used, UsageError for a vocabulary below 256.
     """
     lines = read_rows(path, (2,), TEXT_REMEDY)
     rows = lines.rows[1:] if tuple(word.lower() for word in lines.rows[0]) == HEADER else lines.rows
@@ -399,8 +396,7 @@ class Recording:
 def read_series(path: str | Path) -> Recording:
     """Read the cases of a `.ts` file: channels separated by `:`, numbers by `,`, and the label last.
 
-    Raises TextError if the file cannot be read or has time stamps, no labels or no cases. It is also raised if a case
-    has missing or non-numeric values, channels of unequal length, or another number of channels than other cases.
+    Raises TextError for time stamps, missing labels or values, and channels of unequal length or number.
     """
     text, digest = read_whole(path, REMEDY)
     header: dict[str, str] = {}
@@ -451,8 +447,7 @@ def series(train: str | Path, test: str | Path) -> Labelled:
 
     Validation is every fifth case of each class of the first file, whatever the seed. Each channel is scaled to mean 0
     and standard deviation 1 over the steps of the training part; a constant channel is only centred. Raises TextError
-    for a file that cannot be read, a single class, a class with one case, a test label that is missing in training, and
-    files with different numbers of channels.
+    for files that cannot be read or do not belong together.
     """
     first, second = read_series(train), read_series(test)
     counts = [recording.cases[0].shape[1] for recording in (first, second)]
