@@ -16,23 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 
 from attnlens.errors import TextError, UsageError
-from attnlens.lab.study.tasks.task import (
-    PARTS,
-    SHARE,
-    SPECIALS,
-    STRETCHES,
-    BytePairs,
-    Examples,
-    TabbedLines,
-    Task,
-    blocks,
-    byte_pairs,
-    numbers,
-    pair_sentences,
-    read_rows,
-    read_whole,
-    space_evenly,
-)
+from attnlens.lab.study.tasks import task
 from attnlens.models import texts
 from attnlens.models.texts.sources import quiet
 
@@ -51,7 +35,7 @@ SplitBy: TypeAlias = Literal["books", "blocks", "the source"]
 REMEDY = "Give a UTF-8 file with one pair per line: source and target, or id, source and target, separated by tabs."
 
 
-class _Sentences(Task):
+class _Sentences(task.Task):
     """Attributes of all translation tasks."""
 
     form: ClassVar[Literal["translation"]] = "translation"
@@ -64,7 +48,7 @@ class SentencePairs(_Sentences):
 
     name: str  # file name
     length: int  # largest number of tokens of a side, including END
-    pairs: BytePairs  # encoding of both languages
+    pairs: task.BytePairs  # encoding of both languages
     sentences: Mapping[str, Sequence[SentencePair]]  # source and target ids of each part's pairs, without BEGIN and END
     split_by: SplitBy
     files: Mapping[str, str]  # SHA-256 of the file by name
@@ -84,9 +68,9 @@ class SentencePairs(_Sentences):
         """Return the number of tokens of each pair of a part."""
         return [len(source) + len(target) for source, target in self.sentences[part]]
 
-    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+    def batch(self, part: str, chosen: Sequence[int]) -> task.Examples:
         """Build a batch of the chosen pairs of a part."""
-        return pair_sentences([self.sentences[part][number] for number in chosen])
+        return task.pair_sentences([self.sentences[part][number] for number in chosen])
 
 
 def translation(
@@ -98,9 +82,9 @@ def translation(
     blocks. `evaluated` limits the pairs of validation and test, which are then spread evenly. Raises TextError for data
     that cannot be used, UsageError for a vocabulary below 259.
     """
-    lines = read_rows(path, (2, 3), REMEDY)
+    lines = task.read_rows(path, (2, 3), REMEDY)
     by_book = _split_by_book(lines)
-    chosen = by_book or numbers(blocks(len(lines.rows)))
+    chosen = by_book or task.numbers(task.blocks(len(lines.rows)))
     parts = {part: [lines.rows[number][-2:] for number in of_part] for part, of_part in chosen.items()}
     split_by: SplitBy = "books" if by_book else "blocks"
     return sentence_pairs(lines.name, parts, {lines.name: lines.sha256}, split_by, length, vocabulary, evaluated)
@@ -116,7 +100,7 @@ def sentence_pairs(
     evaluated: int | None,
 ) -> SentencePairs:
     """Build a translation task from (source, target) rows already split into parts; see `translation`."""
-    code = byte_pairs((side for row in texts["training"] for side in row), vocabulary, SPECIALS)
+    code = task.byte_pairs((side for row in texts["training"] for side in row), vocabulary, task.SPECIALS)
     short: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for part, rows in texts.items():
         sources, targets = (map(tuple, code.ids([row[side] for row in rows])) for side in (0, 1))
@@ -126,7 +110,10 @@ def sentence_pairs(
                 f"{name}: none of the {len(rows)} pairs in its {part} part has at most {length} tokens per side.",
                 "Give more pairs, or shorter ones.",
             )
-    chosen = {part: [short[part][index] for index in space_evenly(len(short[part]), evaluated)] for part in PARTS[1:]}
+    chosen = {
+        part: [short[part][index] for index in task.space_evenly(len(short[part]), evaluated)]
+        for part in task.PARTS[1:]
+    }
     held_out = {pair for pairs in chosen.values() for pair in pairs}
     chosen["training"] = [pair for pair in short["training"] if pair not in held_out]
     as_ids = partial(torch.tensor, dtype=torch.int64)
@@ -137,17 +124,17 @@ def sentence_pairs(
         sentences={
             part: [(as_ids(source), as_ids(target)) for source, target in pairs] for part, pairs in chosen.items()
         },
-        left_out={part: len(texts[part]) - len(short[part]) for part in PARTS},
+        left_out={part: len(texts[part]) - len(short[part]) for part in task.PARTS},
         repeated=len(short["training"]) - len(chosen["training"]),
         split_by=split_by,
         files=files,
     )
 
 
-def _split_by_book(lines: TabbedLines) -> dict[str, list[int]] | None:
+def _split_by_book(lines: task.TabbedLines) -> dict[str, list[int]] | None:
     """Split lines by book if every line names a verse and no part is empty; return None otherwise."""
     matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in lines.rows]
-    parts: dict[str, list[int]] = {part: [] for part in PARTS}
+    parts: dict[str, list[int]] = {part: [] for part in task.PARTS}
     for number, match in enumerate(matches):
         if match is None:
             return None
@@ -181,7 +168,7 @@ class Reversal(_Sentences):
     @property
     def vocabulary(self) -> int:
         """Number of letters, capitals, and special ids (BEGIN, END, PADDING)."""
-        return len(SPECIALS) + 2 * self.letters
+        return len(task.SPECIALS) + 2 * self.letters
 
     outputs = vocabulary
 
@@ -196,7 +183,7 @@ class Reversal(_Sentences):
         seeds = HELD_OUT.items()
         return {part: self._draw(self.evaluated, torch.Generator().manual_seed(seed)) for part, seed in seeds}
 
-    def training(self, size: int, seed: int) -> Iterator[Examples]:
+    def training(self, size: int, seed: int) -> Iterator[task.Examples]:
         """Yield batches of new pairs without end."""
         draws = torch.Generator().manual_seed(seed)
         while True:
@@ -206,27 +193,27 @@ class Reversal(_Sentences):
         """Return the number of letters of each held-out source."""
         return [len(source) for source in self.sources[part]]
 
-    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+    def batch(self, part: str, chosen: Sequence[int]) -> task.Examples:
         """Build a batch of the chosen held-out pairs."""
         return self._pair([self.sources[part][number] for number in chosen])
 
     def _draw(self, count: int, draws: torch.Generator) -> list[Int[Tensor, " tokens"]]:
         """Draw random sources; letters and numbers of letters are uniform."""
-        first = len(SPECIALS)
+        first = len(task.SPECIALS)
         sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
         return [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
 
-    def _pair(self, sources: Sequence[Int[Tensor, " tokens"]]) -> Examples:
-        return pair_sentences([(source, self.target(source)) for source in sources])
+    def _pair(self, sources: Sequence[Int[Tensor, " tokens"]]) -> task.Examples:
+        return task.pair_sentences([(source, self.target(source)) for source in sources])
 
     def target(self, source: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
         """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
-        before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
+        before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(task.SPECIALS)) % 2))
         return (source + self.letters * before).flip(0)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Format the letters as numbers separated by spaces."""
-        return " ".join(str(number) for number in ids if number >= len(SPECIALS))
+        return " ".join(str(number) for number in ids if number >= len(task.SPECIALS))
 
 
 def bag_bound(sources: Iterable[Sequence[int]]) -> float:
@@ -251,12 +238,12 @@ LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line 
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class NextTokens(Task):
+class NextTokens(task.Task):
     """Windows of a text, for predicting every token except the first of each block."""
 
     name: str  # names of the texts
     length: int  # tokens per window
-    pairs: BytePairs
+    pairs: task.BytePairs
     windows: Mapping[str, Int[Tensor, "windows tokens"]]  # of `length` + 1 tokens: with the one that follows
     files: Mapping[str, str]  # SHA-256 of each text by name; empty for the built-in text
     form: ClassVar[Literal["language"]] = "language"
@@ -274,10 +261,10 @@ class NextTokens(Task):
         """Return the number of tokens of each window of a part, which is `length`."""
         return [self.length] * len(self.windows[part])
 
-    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+    def batch(self, part: str, chosen: Sequence[int]) -> task.Examples:
         """Build a batch of the chosen windows of a part."""
         rows = self.windows[part][list(chosen)]
-        return Examples(rows[:, :-1], None, rows[:, 1:])
+        return task.Examples(rows[:, :-1], None, rows[:, 1:])
 
 
 def default_text() -> tuple[str, str]:
@@ -285,7 +272,7 @@ def default_text() -> tuple[str, str]:
     if not BOOK.is_file():
         (passages,) = texts.sample("demo")
         return passages.name, passages.text
-    text, _ = read_whole(BOOK, "Restore the file from the repository.")
+    text, _ = task.read_whole(BOOK, "Restore the file from the repository.")
     # the first two lines repeat the beginning, and lines in brackets name chapters
     verses = [line for line in text.splitlines()[2:] if line and not line.startswith("[")]
     return "King James Bible", "\n".join(verses) + "\n"
@@ -301,7 +288,7 @@ def language(
     of `length` + 1 tokens, UsageError for a vocabulary below 256.
     """
     contents = list(texts) or [default_text()]
-    parts: dict[str, list[str]] = {part: [] for part in PARTS}
+    parts: dict[str, list[str]] = {part: [] for part in task.PARTS}
     for _, text in contents:
         for part, text_blocks in split_text(text).items():
             parts[part] += text_blocks
@@ -318,7 +305,9 @@ def next_tokens(
     evaluated: int | None,
 ) -> NextTokens:
     """Build a language task from blocks of text already split into parts; see `language`."""
-    pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
+    pairs = task.byte_pairs(
+        (line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary
+    )
     windows = {}
     for part, part_blocks in parts.items():
         cut = [torch.zeros(0, length + 1, dtype=torch.int64)]
@@ -332,14 +321,14 @@ def next_tokens(
                 f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
                 "Give a longer text.",
             )
-        windows[part] = rows if part == "training" else rows[space_evenly(len(rows), evaluated)]
+        windows[part] = rows if part == "training" else rows[task.space_evenly(len(rows), evaluated)]
     return NextTokens(name=name, length=length, pairs=pairs, windows=windows, files=files)
 
 
 def split_text(text: str) -> dict[str, list[str]]:
     """Split the text into blocks per part, cut at ends of lines if lines are short; the blocks cover the text."""
-    held_out_blocks = int(SHARE * len(text) / BLOCK_CHARACTERS)
-    parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
+    held_out_blocks = int(task.SHARE * len(text) / BLOCK_CHARACTERS)
+    parts = task.blocks(len(text), stretches=min(max(held_out_blocks, 1), task.STRETCHES))
     return {
         part: [text[_cut(text, block.start) : _cut(text, block.stop)] for block in each] for part, each in parts.items()
     }
@@ -392,7 +381,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     try:
         with quiet():
             dataset = datasets.load_dataset(*name)
-        return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
+        return {part: dataset[split] for part, split in zip(task.PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(
