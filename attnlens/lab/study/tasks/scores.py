@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
 from attnlens.lab.study.tasks.language import NextTokens, Reversal, SentencePairs
-from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Labelled, Split
+from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Examples, Labelled, Split
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -39,21 +39,22 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
     if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
-    with _evaluation_mode(model):
-        total, targets, right = _add_losses(task, model, split, size)
-        loss, batches = total / targets, task.held_out(split, size)
+    with _evaluation_mode(model) as device:
+        batches = [batch.to(device) for batch in task.held_out(split, size)]
+        total, targets, right = _add_losses(model, batches)
+        loss = total / targets
         if task.form == "classification":
             return {"loss": loss, "accuracy": right / targets}
         if task.form == "language":
             widths = task.pairs.widths
-            width = sum(float(widths[batch.targets[batch.targets != NOTHING]].sum()) for batch in batches)
+            width = sum(float(widths[batch.targets[batch.targets != NOTHING].cpu()].sum()) for batch in batches)
             # exp overflows float64 above 709; the product keeps NaN
             perplexity = math.exp(loss) if loss < 700 else loss * math.inf
             return {"loss": loss, "perplexity": perplexity, "bits_per_byte": total / math.log(2) / width}
         if not math.isfinite(loss):  # beam search needs finite probabilities
             return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
         pairs = []
-        for batch in (batch.to(_device(model)) for batch in batches):
+        for batch in batches:
             translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, most=task.length)
             for written, target in zip(translations, batch.targets.tolist(), strict=True):
                 reference = [number for number in target if number not in (NOTHING, END)]
@@ -63,15 +64,15 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
     """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
-    with _evaluation_mode(model):
-        total, targets, _ = _add_losses(task, model, split, size)
+    with _evaluation_mode(model) as device:
+        total, targets, _ = _add_losses(model, (batch.to(device) for batch in task.held_out(split, size)))
     return total / targets
 
 
-def _add_losses(task: StudyTask, model: nn.Module, split: Split, size: int) -> tuple[float, int, int]:
+def _add_losses(model: nn.Module, batches: Iterable[Examples]) -> tuple[float, int, int]:
     """Return the sum of all losses in nats, the number of targets, and the number of correct predictions."""
     total, targets, right = 0.0, 0, 0
-    for batch in (batch.to(_device(model)) for batch in task.held_out(split, size)):
+    for batch in batches:
         logits = model(inputs=batch.inputs, mask=batch.mask, decoder_inputs=batch.decoder_inputs)
         total += float(cross_entropy(logits, batch.targets))
         targets += int((batch.targets != NOTHING).sum())
@@ -104,19 +105,15 @@ def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, 
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode without gradients inside the context."""
+def _evaluation_mode(model: nn.Module) -> Iterator[torch.device]:
+    """Put the model in evaluation mode without gradients inside the context; yield its device."""
     trained = model.training
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            yield next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     finally:
         model.train(trained)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 class _Generator(PreTrainedModel, GenerationMixin):
