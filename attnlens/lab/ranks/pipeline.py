@@ -64,7 +64,9 @@ class RankSearch:
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
         if session.task not in ("causal", "masked", "seq2seq"):
-            what = f"has {HEADLESS}" if session.task == "hidden" else "is compared only with its own previous predictions"
+            what = (
+                f"has {HEADLESS}" if session.task == "hidden" else "is compared only with its own previous predictions"
+            )
             raise UsageError(
                 f"A loss budget cannot be applied: this model {what}.",
                 "Use the same rank for all heads, e.g. --kernel rank:16.",
