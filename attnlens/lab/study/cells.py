@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from timeit import timeit
@@ -307,21 +308,19 @@ def train_cells(
         for scale in [plan.scales[task.form]]
     ]
     total = sum(map(len, search_units)) + sum(plan.scales[task.form].seeds for _, task in cells)
-    done = 0
+    numbers = count(1)
 
     def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
         """Train units, or load their stored results. Raises ModelError if a unit could not be trained."""
 
-        def count(_name: str) -> None:
-            nonlocal done
-            done += 1
-            tell(stage, done, total)
+        def count_unit(_name: str) -> None:
+            tell(stage, next(numbers), total)
 
         named = {unit.name(digests[unit.task]): unit for unit in units}
         with one_thread():
             compute = build_trainer(named, tasks, plan.store)
             elsewhere = set_up_worker, (make, named, plan.store)
-            results = run_units(list(named), compute, plan.work, plan.store, elsewhere=elsewhere, tell=count)
+            results = run_units(list(named), compute, plan.work, plan.store, elsewhere=elsewhere, tell=count_unit)
         if results.stopped:
             raise KeyboardInterrupt
         for name, reason in results.missing.items():
