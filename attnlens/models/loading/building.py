@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest.mock import Mock, patch
 
 from attnlens.errors import ModelError
@@ -412,14 +412,17 @@ def build_model(
         else:
             for part in (config, getattr(config, "text_config", None)):  # quantised weights have been decoded
                 for name in ("quantization_config", "compression_config"):
-                    vars(part or config).pop(name, None)
+                    if hasattr(part, name):
+                        delattr(part, name)
             # transformers reads this file only with weights from the folder; it can set the decoder's start token
             has_file = (place.folder / "generation_config.json").is_file()
             generation = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if has_file else None
             options |= {"state_dict": dict(weights), "generation_config": generation}
-            if hasattr(class_, "_model_mapping"):  # private in transformers: an Auto class requires a folder
-                class_ = class_._model_mapping[type(config)]
-        model, loading_info = class_.from_pretrained(
+            # private in transformers: an Auto class requires a folder
+            mapping: Mapping[type, type[PreTrainedModel]] | None = getattr(class_, "_model_mapping", None)
+            class_ = class_ if mapping is None else mapping[type(config)]
+        load = cast("Callable[..., tuple[PreTrainedModel, LoadingInfo]]", class_.from_pretrained)
+        model, loading_info = load(
             place.folder if weights is None else None,
             config=config,
             dtype=dtype,
