@@ -210,17 +210,17 @@ class Selector:
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""
-        read = self._read_parts(query_key, sequence)
+        parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
             self.softmax[head] = head_svm.Softmax(query_key.softcap, sink)
-            copies = read.copies[read.place_of[head][2]]
+            copies = parts.copies[parts.place_of[head][2]]
             self.shares[head][sequence] = _share_decided(query_key.select([index]), copies, sink)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
         tokens = sum(stored.key.shape[-2] for stored in self.stored)
-        if not self.biased and (not self.stored or tokens + read.key.shape[-2] <= MOST_TOKENS):
-            self.stored.append(read)
+        if not self.biased and (not self.stored or tokens + parts.key.shape[-2] <= MOST_TOKENS):
+            self.stored.append(parts)
 
     def solve(self) -> dict[int, Answer]:
         """Pose and solve every head's problem and those of its null, in parallel workers."""
@@ -298,7 +298,7 @@ class Selector:
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
         return {
-            space: _summarise(chosen, nearness, numbers if space == shown else None)
+            space: _summarise(chosen, nearness, numbers if space == shown else ())
             for space, chosen, nearness in self._solve_spaces(head, draw)
         }
 
@@ -306,13 +306,10 @@ class Selector:
         site, first = self.place.site, self.spaces[0]
         measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in POSED}
         kinds = [info.name for info in OF_SPACE if not info.curve]
+        missing = Solved({}, str(self.place.form))  # the form is the reason why a space is not available
         for space in SPACES:
-            if space in solutions:
-                nulls = [draw[space] for draw in draws]
-                measures |= {qualify_name(kind, space): _measure(kind, solutions[space], nulls) for kind in kinds}
-            else:  # the form is then the reason why there is none
-                nothing = records.Measure(value=None, reason=str(self.place.form))
-                measures |= dict.fromkeys((qualify_name(kind, space) for kind in kinds), nothing)
+            solved, nulls = solutions.get(space, missing), [draw[space] for draw in draws if space in draw]
+            measures |= {qualify_name(kind, space): _measure(kind, solved, nulls) for kind in kinds}
         selection = records.Selection(
             site=site.name,
             layer=site.layer,
@@ -332,8 +329,8 @@ class Selector:
         )
 
 
-def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int] | None) -> Solved:
-    """Summarise a problem's solution without its tensors; with its picks if the sequences' `numbers` are given."""
+def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
+    """Summarise a problem's solution without its tensors; with its picks if there are `numbers` of the sequences."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -346,19 +343,18 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
         "svm_cosine": nearness.svm_cosine,
         "support": float(nearness.solution.support.double().mean()),
     }
-    problem, picks = nearness.posed.problem, []
-    if numbers is not None:
-        carrying = nearness.solution.support & ~problem.equal
-        for row, (number, position, selected) in enumerate(nearness.chosen.rows):
-            pick = records.Pick(
-                sequence=numbers[number],
-                query=position,
-                selected=selected.nonzero().flatten().tolist(),
-                support=sorted(nearness.posed.token_of[carrying & (problem.query_of == row)].tolist()),
-                weight=float(nearness.chosen.log_odds[row].sigmoid()),
-                margin=float(nearness.shares[row]),
-            )
-            picks.append(pick)
+    problem, carrying = nearness.posed.problem, nearness.solution.support & ~nearness.posed.problem.equal
+    picks = [
+        records.Pick(
+            sequence=numbers[number],
+            query=position,
+            selected=selected.nonzero().flatten().tolist(),
+            support=sorted(nearness.posed.token_of[carrying & (problem.query_of == row)].tolist()),
+            weight=float(nearness.chosen.log_odds[row].sigmoid()),
+            margin=float(nearness.shares[row]),
+        )
+        for row, (number, position, selected) in enumerate(nearness.chosen.rows if numbers else ())
+    ]
     return Solved(values, None, nearness.shares.sort().values.tolist(), nearness.best, picks)
 
 

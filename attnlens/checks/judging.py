@@ -100,13 +100,13 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
         if all(move.then is None and move.now is None for move in changes):
             continue
         bounds = tolerance.of(find_measure(name))
-        moved = [
+        significant = [
             move
             for move in changes
             if move.size > max(bounds.absolute or 0.0, bounds.relative * abs(move.then or 0.0))
             and (move.p is None or move.p <= largest)
         ]
-        worst = sorted(moved, key=lambda move: move.size, reverse=True)
+        worst = sorted(significant, key=lambda move: move.size, reverse=True)
         wanted = f"as the baseline ({bounds})"
         checks.append(
             Check(
@@ -192,17 +192,17 @@ def match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Hea
 
 
 def _match_heads(report: Report, rule: Rule, name: str, column: str) -> list[tuple[Head, float | None]]:
-    named = list(filter(rule.condition.covers, report.heads))
+    heads = list(filter(rule.condition.covers, report.heads))
     numbers: list[float | None] = []
-    for measure in (head.measures.get(name) for head in named):
+    for measure in (head.measures.get(name) for head in heads):
         source, field = (measure.null, "mean") if measure is not None and column == "null" else (measure, column)
         number: float | None = getattr(source, field, None)
         numbers.append(abs(number) if rule.absolute and number is not None else number)
     if all(number is None for number in numbers):
-        why = f"{len(named)} heads have no {column}" if named else "the rule names no head of this report"
-        reason = next((head.measures[name].reason for head in named if name in head.measures), None)
+        why = f"{len(heads)} heads have no {column}" if heads else "the rule names no head of this report"
+        reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
-    return list(zip(named, numbers, strict=True))
+    return list(zip(heads, numbers, strict=True))
 
 
 def _match_field(report: Report, rule: Rule) -> float:

@@ -107,8 +107,9 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, label: str, extend: str = 
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
     """Hatch the cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
     for row, hatched in enumerate(cells):
-        for run in np.ma.clump_masked(np.ma.array(hatched, mask=hatched)):
-            hatch_box(axes, (run.start - 0.5, row - 0.5), run.stop - run.start, 1, pattern)
+        runs = np.flatnonzero(np.diff(hatched, prepend=False, append=False)).reshape(-1, 2)
+        for start, stop in runs.tolist():
+            hatch_box(axes, (start - 0.5, row - 0.5), stop - start, 1, pattern)
 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:

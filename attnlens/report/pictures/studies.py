@@ -65,15 +65,15 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
     """Draw a map of a distance between the heads of two models, on a logarithmic scale."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
-    found = [rows.get(place[:2]) for place in places]
-    grid = grid_of(places, (None if row is None else row.delta for row in found))
+    changes = [rows.get(place[:2]) for place in places]
+    grid = grid_of(places, (None if row is None else row.delta for row in changes))
     most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
     least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
     bar = heat_map(axes, grid, (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min"))
     bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
     bar.formatter = Powers()
     bar.minorticks_off()
-    mark_cells(axes, grid_of(places, (row is not None and row.named for row in found)).values > 0, "white", INK)
+    mark_cells(axes, grid_of(places, (row is not None and row.named for row in changes)).values > 0, "white", INK)
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:

@@ -91,8 +91,8 @@ def swap_overview(report: Report) -> Figure:
     page = []
     for row in rows:
         lines = max(panel.rows for panel in row)  # more height for many layers, less for few kernels
-        several_panels = float(np.clip(0.115 * lines, 2.6 if len(rows) == 1 else 2.3, 3.4))
-        page.append(Row(row, 0.19 * lines if len(row) == 1 else several_panels))
+        low = 2.6 if len(rows) == 1 else 2.3
+        page.append(Row(row, 0.19 * lines if len(row) == 1 else float(np.clip(0.115 * lines, low, 3.4))))
     return overview(report, page, facts)
 
 
@@ -227,10 +227,10 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     lossy, controls = swap.judged_by == "loss", drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
-    outcomes, own = [*swap.stages, *controls], len(swap.stages)
+    outcomes, stages = [*swap.stages, *controls], len(swap.stages)
     dots = [Dot(original, colour=INK, size=5)]
     for number, outcome in enumerate(outcomes):
-        dot = _dot(swap, outcome, OWN if number < own else GREY, size=5)
+        dot = _dot(swap, outcome, OWN if number < stages else GREY, size=5)
         if lossy and outcome.loss is not None:  # the interval is that of the difference, shifted by the original loss
             before, ends = outcome.loss.before, outcome.loss.ci95
             dot = replace(dot, value=outcome.loss.after, ends=ends and (before + ends[0], before + ends[1]))
@@ -244,7 +244,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
     known = f"\nperplexity {figures(perplexity)}" if perplexity is not None and lossy else ""
     dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
-    for label in axes.get_yticklabels()[1 + own :]:
+    for label in axes.get_yticklabels()[1 + stages :]:
         label.set_color(MUTED)
     decimals = min(3, loss_decimals(losses))
     above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK}
