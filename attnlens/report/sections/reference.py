@@ -71,10 +71,10 @@ def kernel_list(
     modifiers = []
     for kind, entries in (("tie", ties), ("filter", filters), ("hybrid", hybrids)):
         for entry in entries:
-            facts = (f"{kind}: {entry.meaning}", *told_parameters(entry.parameters), entry.caution, entry.source)
+            texts = (f"{kind}: {entry.meaning}", *told_parameters(entry.parameters), entry.caution, entry.source)
             row = {
                 "with a kernel": _syntax(entry.name, entry.parameters),
-                "log k(q_i, k_j), or the keys j that query i keeps": _join_lines(entry.formula, *facts),
+                "log k(q_i, k_j), or the keys j that query i keeps": _join_lines(entry.formula, *texts),
             }
             modifiers.append(row)
     return [Section(table=_folded_table(kernels)), Section(table=_folded_table(modifiers))]

@@ -353,7 +353,8 @@ def _delta_format(effects: Sequence[Effect]) -> Callable[[Effect], dict[str, str
 
 def _prediction_section(swaps: Sequence[Swap]) -> Section:
     """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
-    several, rows = len(swaps) > 1, []
+    several = len(swaps) > 1
+    rows = []
     for swap in swaps:
         strongest = sorted(swap.predictors, key=lambda each: -abs(each.rho))
         for each in strongest[: FEW_PREDICTORS if several else MOST_PREDICTORS]:
