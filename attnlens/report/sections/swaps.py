@@ -102,9 +102,9 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
     """Build a table of the original, its changes and their controls; columns without any value are left out."""
     rows, swap = _outcomes(swaps), swaps[0]
     outcomes = [outcome for _, outcome in rows]
-    swapped = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
-    losses = [outcome.loss for outcome in swapped if outcome.loss is not None]
-    powers = [outcome.perplexity for outcome in swapped if outcome.perplexity is not None]
+    kernels = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
+    losses = [outcome.loss for outcome in kernels if outcome.loss is not None]
+    powers = [outcome.perplexity for outcome in kernels if outcome.perplexity is not None]
     beyond = [outcome.beyond_window for outcome in outcomes if outcome.beyond_window is not None]
     decimals, beyond_decimals = loss_decimals(losses), loss_decimals([record.change for record in beyond])
     several = len({record.window for record in beyond}) > 1
