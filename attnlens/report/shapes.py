@@ -160,7 +160,8 @@ class Shapes:
                 labels[round(measure.value)] = measure.label
             if measure.n is not None:
                 counts.add(measure.n)
-        return MeasureMap(name, self.info(name), *maps, labels, dict(reasons), tuple(sorted(counts)))
+        samples = tuple(sorted(counts))
+        return MeasureMap(name, self.info(name), *maps, labels=labels, reasons=dict(reasons), counts=samples)
 
 
 def group_of(info: MeasureInfo) -> str:

@@ -125,7 +125,8 @@ def _heads(check: Check) -> str:
 def site_checks(report: Report) -> Iterator[Section]:
     """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
     shared = _shared_path([clean(check.site) for check in report.doctor])
-    rows, notes = [], [f"… stands for {shared}"] if shared else []
+    notes = [f"… stands for {shared}"] if shared else []
+    rows = []
     for check in report.doctor:
         tokens, weights = check.tokens_error, check.weights_error
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE

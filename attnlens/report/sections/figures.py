@@ -9,10 +9,10 @@ from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.section import Column, Row, Section, Table, build_table
 from attnlens.report.sentences.reports import (
-    asked_for,
     changed_measures,
     format_label,
     heads_of,
+    is_main_measure,
     judgement,
     null_cell,
     null_words,
@@ -39,7 +39,7 @@ def series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
-    shown = measures if whole else [name for name in measures if asked_for(name)] or measures
+    shown = measures if whole else [name for name in measures if is_main_measure(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]

@@ -107,7 +107,8 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     """Return for each head its percentile among the atlas heads of its part and depth; empty if none has one."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
-    depths, places = atlas.depths(report), []
+    depths = atlas.depths(report)
+    places: list[float | None] = []
     subjects = {part: atlas.subject_of(report, part) for part in {head.part for head in report.heads}}
     for head in report.heads:
         value = head.measures[measure].value if measure in head.measures else None
@@ -187,7 +188,8 @@ def missing_reason(head: Head, name: str) -> str:
 
 
 def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
-    heads, cells = shapes.report.heads, []
+    heads = shapes.report.heads
+    cells = []
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     for head in heads:
         at = shapes.cell(head.layer, head.head)

@@ -59,7 +59,7 @@ def kernel_list(
     """
     kernels = []
     for info in infos:
-        facts = (info.meaning, *told_parameters(info.parameters), describe_fit(info))
+        facts = (info.meaning, *describe_parameters(info.parameters), describe_fit(info))
         row = {
             "kernel": _syntax(info.name, info.parameters),
             "log k(q, k)": _join_lines(info.formula, *facts, f"computed by {info.fused}", info.source),
@@ -71,10 +71,10 @@ def kernel_list(
     modifiers = []
     for kind, entries in (("tie", ties), ("filter", filters), ("hybrid", hybrids)):
         for entry in entries:
-            facts = (f"{kind}: {entry.meaning}", *told_parameters(entry.parameters), entry.caution, entry.source)
+            texts = (f"{kind}: {entry.meaning}", *describe_parameters(entry.parameters), entry.caution, entry.source)
             row = {
                 "with a kernel": _syntax(entry.name, entry.parameters),
-                "log k(q_i, k_j), or the keys j that query i keeps": _join_lines(entry.formula, *facts),
+                "log k(q_i, k_j), or the keys j that query i keeps": _join_lines(entry.formula, *texts),
             }
             modifiers.append(row)
     return [Section(table=_folded_table(kernels)), Section(table=_folded_table(modifiers))]
@@ -133,7 +133,7 @@ def describe_fit(info: KernelInfo) -> str:
     return f"{how if info.fit_reads else 'trained by heal'}: {first.partition(':')[0]}"
 
 
-def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
+def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
     """Describe the meaning and the range of each parameter."""
     return [f"{parameter.name}: {parameter.meaning}{_format_range(parameter)}" for parameter in parameters]
 
@@ -278,7 +278,7 @@ def _kernel(info: KernelInfo) -> Section:
     needed = ",".join(f"{name}={word}" for name, word in typed)
     facts = {
         "log k(q, k)": info.formula,
-        "parameters": "; ".join(told_parameters(info.parameters)),
+        "parameters": "; ".join(describe_parameters(info.parameters)),
         "k ≥ 0": "yes" if info.positive else "no: rows of attention leave the simplex",
         "k(x, y) = k(y, x)": "yes, where queries and keys are projected alike" if info.symmetric else "no",
         "features": kinds[info.features],
@@ -300,7 +300,7 @@ def _modifier(kind: str, modifier: Modifier) -> Section:
     }
     facts = {
         {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
-        "parameters": "; ".join(told_parameters(modifier.parameters)),
+        "parameters": "; ".join(describe_parameters(modifier.parameters)),
         "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
         **(hybrid if kind == "hybrid" else {}),
         "caution": modifier.caution,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Report, Swap, TextChange, TextCosine
@@ -25,8 +25,8 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format
 DIVERGED = "diverged"
 SHARED = ("one key", "floor")
 """Roles of the controls that do not depend on the kernel."""
-MOST = 10
-"""Number of most harmful units, and of least harmful units, shown for a single kernel."""
+MOST, FEW = 10, 3
+"""Number of most harmful units, and of least harmful ones, shown for a single kernel, and for each of several."""
 MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
 """Number of measures shown for a single kernel, and for each of several kernels."""
 
@@ -102,9 +102,9 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
     """Build a table of the original, its changes and their controls; columns without any value are left out."""
     rows, swap = _outcomes(swaps), swaps[0]
     outcomes = [outcome for _, outcome in rows]
-    swapped = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
-    losses = [outcome.loss for outcome in swapped if outcome.loss is not None]
-    powers = [outcome.perplexity for outcome in swapped if outcome.perplexity is not None]
+    kernels = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
+    losses = [outcome.loss for outcome in kernels if outcome.loss is not None]
+    powers = [outcome.perplexity for outcome in kernels if outcome.perplexity is not None]
     beyond = [outcome.beyond_window for outcome in outcomes if outcome.beyond_window is not None]
     decimals, beyond_decimals = loss_decimals(losses), loss_decimals([record.change for record in beyond])
     several = len({record.window for record in beyond}) > 1
@@ -267,22 +267,54 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _sweep(swaps: list[Swap], report: Report) -> Section:
-    """Build the section on units swapped alone: the most and least harmful of one kernel, or one row per kernel."""
-    first, tested = swaps[0], swaps[0].judged_by == "loss"  # a distance is never negative, so nothing is tested
-    noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
-    title, note = f"Each {noun} alone", f"Δ of the {words.effect_name(first)}"
-    note += "" if tested else ", a distance: it is never negative, and nothing is tested."
-    if len(swaps) > 1:
-        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested else ""
-        return Section(title, table=_sweeps_table(swaps), notes=(note,))
-    note += "; * significant at a false discovery rate of 5 %." if tested else ""
-    note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
-    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if tested else ()
-    return Section(title, lines=lines, table=_sweep_table(first), notes=(note,))
+def _sweep(swaps: Sequence[Swap], report: Report) -> Section:
+    """Build the section on units swapped alone: the most and the least harmful of each kernel, and how many matter."""
+    effects = [effect for swap in swaps for effect in swap.sweep]
+    tested, several = swaps[0].judged_by == "loss", len(swaps) > 1  # a distance is never negative, so nothing is tested
+    heads, parts = any(effect.head is not None for effect in effects), len({effect.part for effect in effects}) > 1
+    sizes = [abs(effect.delta) for effect in effects if effect.delta]
+    middle = median(sizes) if sizes else 1.0
+    # two significant digits of the median size, from two to six decimals
+    decimals = 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
+
+    def format_effect(swap: Swap, effect: Effect) -> dict[str, str]:
+        p = effect.p_value
+        tests = {
+            "p": "<0.0001" if p is not None and p < 1e-4 else p_value(p),
+            "FDR 5 %": "*" if effect.significant else "",
+        }
+        return {
+            **({"kernel": clean(swap.kernel)} if several else {}),
+            "layer": str(effect.layer),
+            **({"head": "all" if effect.head is None else str(effect.head)} if heads else {}),
+            **({"part": effect.part} if parts else {}),
+            "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
+            "95 % interval": interval(effect.ci95, decimals),
+            **(tests if tested else {}),
+        }
+
+    most = FEW if several else MOST
+    rows: list[dict[str, str]] = []
+    for swap in swaps:
+        cells = [format_effect(swap, effect) for effect in swap.sweep]
+        if len(cells) > 2 * most:
+            cells[most:-most] = [dict.fromkeys(cells[0], "…")]
+        rows += cells
+    noun, windows = "head" if heads else "layer", report.settings.windows or 0
+    note = f"Δ of the {words.effect_name(swaps[0])}"
+    note += (
+        "; * significant at a false discovery rate of 5 %."
+        if tested
+        else ", a distance: it is never negative, and nothing is tested."
+    )
+    note += f" … stands for all but the {most} most and the {most} least harmful." * (len(rows) < len(effects))
+    kernels = [f"{clean(swap.kernel)}: " * several for swap in swaps]
+    lines = [name + _significant(swap.sweep, noun, windows) for name, swap in zip(kernels, swaps, strict=True)]
+    table = build_table(rows, {"kernel", "part", "FDR 5 %"}, names=1 + several + heads + parts)
+    return Section(f"Each {noun} alone", lines=lines * tested, table=table, notes=[note])
 
 
-def _significant(effects: list[Effect], noun: str, windows: int) -> str:
+def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
     """State how many units have a significant effect and in which direction, and which diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "One window has no spread: nothing is tested."
@@ -293,67 +325,15 @@ def _significant(effects: list[Effect], noun: str, windows: int) -> str:
         verb = "matters" if len(significant) == 1 else "matter"
         verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} at a false discovery rate of 5 %"
         verdict += f": {harm} harm, {len(significant) - harm} help"
-    diverged = [place(effect) for effect in effects if effect.delta is None]
-    return f"{verdict}.{f' Diverged: {join_items(diverged, 8)}.' if diverged else ''}"
-
-
-def place(effect: Effect) -> str:
-    """Name a unit: `layer 3 head 7`, or `layer 3` for a whole layer."""
-    return f"layer {effect.layer}" + ("" if effect.head is None else f" head {effect.head}")
-
-
-def _sweep_table(swap: Swap) -> Table:
-    """Build a table of the most and the least harmful units, MOST of each; all units if there are fewer."""
-    effects, format_delta = swap.sweep, _delta_format(swap.sweep)
-    heads = any(effect.head is not None for effect in effects)
-    parts = len({effect.part for effect in effects}) > 1
-    rows = []
-    for effect in effects:
-        row = {"layer": str(effect.layer)}
-        row |= {"head": "all" if effect.head is None else str(effect.head)} if heads else {}
-        row |= {"part": effect.part} if parts else {}
-        row |= format_delta(effect)
-        if swap.judged_by == "loss":
-            p = effect.p_value
-            row["p"] = "<0.0001" if p is not None and p < 1e-4 else p_value(p)
-            row["FDR 5 %"] = "*" if effect.significant else ""
-        rows.append(row)
-    if len(rows) > 2 * MOST:
-        rows[MOST:-MOST] = [dict.fromkeys(rows[0], "…")]
-    return build_table(rows, {"part", "FDR 5 %"}, names=1 + heads + parts)
-
-
-def _sweeps_table(swaps: Sequence[Swap]) -> Table:
-    """Build a table with one row per kernel: its number of significant units, its most and least harmful unit."""
-    format_delta = _delta_format([effect for swap in swaps for effect in swap.sweep])
-    columns = []
-    if any(swap.judged_by == "loss" for swap in swaps):
-        counts = [f"{sum(effect.significant for effect in swap.sweep)} of {len(swap.sweep)}" for swap in swaps]
-        columns.append(Column("FDR 5 %", counts))
-    for group, index in (("most harmful", 0), ("least harmful", -1)):
-        effects = [swap.sweep[index] for swap in swaps]
-        ends = build_columns([{"where": place(each), **format_delta(each)} for each in effects], {"where"}, group)
-        columns += ends if index == 0 else ends[:2]
-    return Table([Column("kernel", [clean(swap.kernel) for swap in swaps], words=True)], columns)
-
-
-def _delta_format(effects: Sequence[Effect]) -> Callable[[Effect], dict[str, str]]:
-    """Return a function that formats an effect and its interval.
-
-    Both have the decimals that show two significant digits of the median size of these effects, from two to six.
-    """
-    sizes = [abs(effect.delta) for effect in effects if effect.delta]
-    middle = median(sizes) if sizes else 1.0
-    decimals = 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
-    return lambda effect: {
-        "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
-        "95 % interval": interval(effect.ci95, decimals),
-    }
+    names = [f"{effect.layer}" if effect.head is None else f"{effect.layer}.{effect.head}" for effect in effects]
+    diverged = [name for name, effect in zip(names, effects, strict=True) if effect.delta is None]
+    return f"{verdict}.{f' Diverged: {noun} {join_items(diverged, 8)}.' if diverged else ''}"
 
 
 def _prediction_section(swaps: Sequence[Swap]) -> Section:
     """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
-    several, rows = len(swaps) > 1, []
+    several = len(swaps) > 1
+    rows = []
     for swap in swaps:
         strongest = sorted(swap.predictors, key=lambda each: -abs(each.rho))
         for each in strongest[: FEW_PREDICTORS if several else MOST_PREDICTORS]:

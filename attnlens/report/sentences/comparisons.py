@@ -21,7 +21,8 @@ def task_lines(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     """Yield how the cells of a task were trained, how they compare, and what to be careful about."""
     cells = [cell for cell in study.cells if cell.task == task.name]
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
-    rates = sizes["rates"] if isinstance(sizes["rates"], list) else []
+    tried = sizes["rates"]
+    rates = [rate for rate in tried if isinstance(rate, int | float)] if isinstance(tried, list) else []
     several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
     more = f"; of forms, {join_items(several, between='; ')}" if several else ""
     yield clean(

@@ -66,7 +66,7 @@ def heads_of(experiment: Experiment) -> int:
     return len({(trajectory.layer, trajectory.head) for trajectory in experiment.trajectories})
 
 
-def asked_for(name: str) -> bool:
+def is_main_measure(name: str) -> bool:
     """Return True if a measure is one of the main measures of a series of checkpoints."""
     return _place(name) < math.inf
 
@@ -74,7 +74,7 @@ def asked_for(name: str) -> bool:
 def measures_of(experiment: Experiment) -> list[str]:
     """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
-    main = sorted(filter(asked_for, names), key=_place)
+    main = sorted(filter(is_main_measure, names), key=_place)
     return [*main, *by_turns(name for name in names if name not in main)]
 
 
