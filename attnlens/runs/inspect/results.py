@@ -340,7 +340,7 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[floa
         return []
     values = torch.tensor([value for value, _ in present], dtype=torch.float64)
     scores, median = robust_z(values).abs().tolist(), float(values.quantile(0.5))
-    ended, count = [], len(present)
+    candidates, count = [], len(present)
     for rank, end in product(range(1, DEEP + 1), ("largest", "smallest")):
         above = count - rank if end == "largest" else rank - 1
         value, calls = present[above]
@@ -360,8 +360,8 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[floa
             percentile=100 * (above + 0.5) / count,
             text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{uniform}{shared}",
         )
-        ended.append((scores[above], extreme))
-    return ended
+        candidates.append((scores[above], extreme))
+    return candidates
 
 
 NEVER_RUN = (
