@@ -276,26 +276,24 @@ def _check(
     reached: SiteCall, factors: weights.Factors | UnreadableError, probabilities: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
     """Compute both errors of one site's heads, or the reason for a missing one; `probabilities` are the model's."""
-    tokens_error: float | None = None
-    weights_error: float | None = None
+    errors: dict[str, float] = {}
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(probabilities, str):
         reason = probabilities
     elif not bool(probabilities[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        tokens_error = _error(reached.call.query_key(reached.site).select(heads), probabilities[:, heads])
+        errors["tokens"] = _error(reached.call.query_key(reached.site).select(heads), probabilities[:, heads])
         if not isinstance(factors, UnreadableError):
-            weights_error = _error(weights.rebuild(reached, factors).select(heads), probabilities[:, heads])
-    errors = [error for error in (tokens_error, weights_error) if error is not None]
-    passed = all(error <= TOLERANCE for error in errors)
+            errors["weights"] = _error(weights.rebuild(reached, factors).select(heads), probabilities[:, heads])
+    passed = all(error <= TOLERANCE for error in errors.values())
     return SiteCheck(
         site=reached.site.name,
         part=reached.site.part,
         heads=len(heads),
         route="none" if isinstance(factors, UnreadableError) else factors.route,
-        tokens_error=tokens_error,
-        weights_error=weights_error,
+        tokens_error=errors.get("tokens"),
+        weights_error=errors.get("weights"),
         reason=reason,
         passed=passed,
         verdict=("not checked", "partly checked", "agrees")[len(errors)] if passed else "differs",
