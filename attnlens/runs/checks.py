@@ -285,22 +285,22 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
             raise UsageError(f"There is no {noun} {wrong[0]}.", f"The model has {noun}s 0 to {count - 1}.")
 
 
-def conventions(reached: Sequence[SiteCall], read: Sequence[weights.Traits]) -> Conventions:
+def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
     """Describe the attention that a pass reached, as far as readers need it to understand the numbers."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)
-    untested = "absolute" if len(read) == len(reached) else "unknown"
+    untested = "absolute" if len(site_traits) == len(reached) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
     notes = [
         SIGN_NOTE,
         *[CAUSAL_NOTE] * causal,
         *[TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced),
         *[ADDED_NOTE] * biased,
-        *[LATENT_NOTE] * any(traits.latent for traits in read),
+        *[LATENT_NOTE] * any(traits.latent for traits in site_traits),
     ]
     return Conventions(
-        position="rotary" if any(traits.rotary for traits in read) else added,
-        qk_norm=any(traits.qk_norm for traits in read),
-        bias="excluded" if any(traits.biased for traits in read) else "none",
+        position="rotary" if any(traits.rotary for traits in site_traits) else added,
+        qk_norm=any(traits.qk_norm for traits in site_traits),
+        bias="excluded" if any(traits.biased for traits in site_traits) else "none",
         notes=notes,
     )

@@ -141,8 +141,17 @@ def doctor(
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, requested.length)
-    settings, inputs = _load_inputs(feeding.of_model(requested, loaded), request, loaded, named)
-    report = _diagnose(loaded, settings, inputs, progress)
+    settings = feeding.of_model(requested, loaded)
+    # placeholder ids without a tokenizer, since any input proves identity
+    batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
+    if loaded.tokenizer is not None or texts.reads_noise(loaded):
+        # images share no pass, and only one is compared; any text is fine
+        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
+        cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
+        batches = texts.batches(loaded, feeding.contents(named, loaded), cut)
+    settings = feeding.describe_input(settings, batches, loaded)
+    settings = settings.model_copy(update={"windows": batches.batches[0].size})
+    report = _diagnose(loaded, settings, batches.batches[0].inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
 
@@ -258,44 +267,28 @@ def own_probabilities(
     return dict.fromkeys((each.site for each in reached), why) | captured
 
 
-def _load_inputs(
-    settings: Settings, request: DoctorRequest, loaded: loading.Loaded, named: Sequence[texts.Content]
-) -> tuple[Settings, dict[str, Tensor]]:
-    """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
-    batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
-    if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        # images share no pass, and only one is compared; any text is fine
-        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
-        cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
-        batches = texts.batches(loaded, feeding.contents(named, loaded), cut)
-    update = {"windows": batches.batches[0].size}  # if images can't share a pass, only the first is compared
-    return feeding.describe_input(settings, batches, loaded).model_copy(update=update), batches.batches[0].inputs
-
-
 def _check(
     reached: SiteCall, factors: weights.Factors | UnreadableError, probabilities: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
     """Compute both errors of one site's heads, or the reason for a missing one; `probabilities` are the model's."""
-    tokens_error: float | None = None
-    weights_error: float | None = None
+    errors: dict[str, float] = {}
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(probabilities, str):
         reason = probabilities
     elif not bool(probabilities[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        tokens_error = _error(reached.call.query_key(reached.site).select(heads), probabilities[:, heads])
+        errors["tokens"] = _error(reached.call.query_key(reached.site).select(heads), probabilities[:, heads])
         if not isinstance(factors, UnreadableError):
-            weights_error = _error(weights.rebuild(reached, factors).select(heads), probabilities[:, heads])
-    errors = [error for error in (tokens_error, weights_error) if error is not None]
-    passed = all(error <= TOLERANCE for error in errors)
+            errors["weights"] = _error(weights.rebuild(reached, factors).select(heads), probabilities[:, heads])
+    passed = all(error <= TOLERANCE for error in errors.values())
     return SiteCheck(
         site=reached.site.name,
         part=reached.site.part,
         heads=len(heads),
         route="none" if isinstance(factors, UnreadableError) else factors.route,
-        tokens_error=tokens_error,
-        weights_error=weights_error,
+        tokens_error=errors.get("tokens"),
+        weights_error=errors.get("weights"),
         reason=reason,
         passed=passed,
         verdict=("not checked", "partly checked", "agrees")[len(errors)] if passed else "differs",

@@ -196,8 +196,8 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     """Raise UsageError if texts, for any use, or their length are given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
-    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
+    inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
     raise UsageError(
-        f"{loaded.info.id} takes {read} but no text, so text and length would be ignored.",
+        f"{loaded.info.id} takes {inputs} but no text, so text and length would be ignored.",
         "Leave out --text, --calibration and --length.",
     )

@@ -56,7 +56,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
             f"batch={format_argument(batch)} contains no inputs.",
             "Pass a dict of the model's inputs, as returned by a tokenizer.",
         )
-    moved = {}
+    inputs = {}
     for name, value in batch.items():
         if not isinstance(name, str):
             raise UsageError(
@@ -73,8 +73,8 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
                 f"batch[{name!r}] is on the meta device, where it has no values.",
                 "Move the batch to a device with data.",
             )
-        moved[name] = value.to(loading.device_of_inputs(model))
-    return moved
+        inputs[name] = value.to(loading.device_of_inputs(model))
+    return inputs
 
 
 def wrap_model(

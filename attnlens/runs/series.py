@@ -285,12 +285,9 @@ class Series:
     ) -> None:
         self.names, self.revisions, self.request, self.progress = names, revisions, request, progress
         self.load_options = feeding.load_options(request, None)
-        usual = [
-            each.name
-            for each in registry.list_analyzers()
-            if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
-        ]
-        wanted = request.analyzers or list(dict.fromkeys(usual))
+        readable = [each for each in registry.list_analyzers() if request.source in ("both", each.source)]
+        usual = dict.fromkeys(each.name for each in readable if each.by_default or each.name == SHOWN)
+        wanted = request.analyzers or list(usual)
         self.analyzers, self.settings = reading.choose_analyzers(
             reading.settings(request), wanted, request.select, None
         )

@@ -332,12 +332,12 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
     Each has its own pool: one that is killed only takes its own unit with it, which is then tried once more.
     """
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
-    ended = Event()
+    ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")
 
     def call(name: str) -> Failure | None:
         for _ in range(2):
-            if ended.is_set():
+            if ending.is_set():
                 break
             pool = pools.get(get_ident()) or ProcessPoolExecutor(1, context, _begin_worker)
             pools[get_ident()] = pool
@@ -345,7 +345,7 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
                 # a new process inherits the blocked signal, so that this process decides what an interruption ends
                 with _interruptions_blocked():
                     future = pool.submit(function, name)
-                if ended.is_set():  # it may have started after the others were ended
+                if ending.is_set():  # it may have started after the others were ended
                     end(pool)
                 return future.result()
             except BrokenExecutor:
@@ -370,7 +370,7 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
                         )
                     yield futures[future], result
             except BaseException:
-                ended.set()
+                ending.set()
                 threads.shutdown(wait=False, cancel_futures=True)
                 for pool in list(pools.values()):
                     end(pool)

@@ -340,7 +340,7 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[floa
         return []
     values = torch.tensor([value for value, _ in present], dtype=torch.float64)
     scores, median = robust_z(values).abs().tolist(), float(values.quantile(0.5))
-    ended, count = [], len(present)
+    candidates, count = [], len(present)
     for rank, end in product(range(1, DEEP + 1), ("largest", "smallest")):
         above = count - rank if end == "largest" else rank - 1
         value, calls = present[above]
@@ -360,8 +360,8 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[floa
             percentile=100 * (above + 0.5) / count,
             text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{uniform}{shared}",
         )
-        ended.append((scores[above], extreme))
-    return ended
+        candidates.append((scores[above], extreme))
+    return candidates
 
 
 NEVER_RUN = (
@@ -381,7 +381,7 @@ def summarise(results: Results) -> Summary:
     middles = [_summarise_heads([records[place] for place in group], seed) for group in groups]
     errors = _errors(results.by_measure, results.design, groups, seed)
     texts = _summarise_texts(results, seed)
-    lone = _lone(results.design) if results.windows else {}
+    lone = {"median_errors": ONE_WINDOW} if results.windows and results.design.freedom < 1 else {}
     return Summary(
         medians=middles[0][0],
         median_errors=errors[0],
@@ -409,16 +409,12 @@ def _summarise_heads(records: Sequence[Head], seed: int) -> tuple[dict[str, floa
     medians, nulls = {}, {}
     for name, measures in by_name.items():
         if values := [measure.value for measure in measures if measure.label is None]:
-            medians[name] = _median(torch.tensor(values, dtype=torch.float64))
+            medians[name] = float(torch.tensor(values, dtype=torch.float64).nanquantile(0.5))
         if chance := [measure.null for measure in measures if measure.null is not None]:
             means, sds = torch.tensor([null.mean for null in chance]), torch.tensor([null.sd for null in chance])
             mean, sd = null_of_median(means, sds, seed)
             nulls[name] = Null(mean=mean, sd=sd)
     return medians, nulls
-
-
-def _median(values: Tensor) -> float:
-    return float(values.nanquantile(0.5))
 
 
 def _errors(
@@ -433,11 +429,6 @@ def _errors(
     return by_group
 
 
-def _lone(design: Design) -> dict[str, str]:
-    """Return the reason why medians over windows lack errors: there is only one window; empty if they have them."""
-    return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
-
-
 def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
     """Compute the medians of each text's own windows; empty for a single text."""
     distinct = list(dict.fromkeys(results.window_texts))
@@ -447,7 +438,7 @@ def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
     for text in distinct:
         rows = [place for place, name in enumerate(results.window_texts) if name == text]
         values = {name: part[rows] for name, part in results.by_measure.items()}
-        middles = {name: _median(part.nanmean(0)) for name, part in values.items()}
+        middles = {name: float(part.nanmean(0).nanquantile(0.5)) for name, part in values.items()}
         design = Design.plain(len(rows))
         (errors,) = _errors(values, design, [range(len(results.heads))], seed)
         summaries.append(
@@ -456,7 +447,7 @@ def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
                 sequences=len(rows),
                 medians={name: middle for name, middle in middles.items() if math.isfinite(middle)},
                 median_errors=errors,
-                reasons=_lone(design),
+                reasons={"median_errors": ONE_WINDOW} if design.freedom < 1 else {},
             )
         )
     return summaries
