@@ -101,11 +101,6 @@ class Kernel:
         return None if self.tie is None else TIES[self.tie].part
 
     @property
-    def mirrored(self) -> bool:
-        """Whether its tie takes the mean of log k and its transpose."""
-        return self.tie == "symmetric"
-
-    @property
     def joins(self) -> bool:
         """Whether key heads share its fitted parameters, so that it cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
@@ -182,7 +177,7 @@ class Kernel:
         if self.part is not None:
             return self.part(self._log(query, key, scale, softcap))[..., rows, columns]
         forward = self._log(query[..., rows, :], key[..., columns, :], scale, softcap)
-        if not self.mirrored:
+        if self.tie != "symmetric":
             return forward
         return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
 

@@ -279,20 +279,22 @@ class Differences:
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
         """Return what differs; `window`: the width beyond which evidence lies, or why it is unknown."""
-        (predictions, reasons), (states, more) = self._prediction_fields(seed, texts), self._state_fields(seed, texts)
-        fields, not_compared = predictions | states, reasons.get("loss")
+        fields, reasons = self._prediction_fields(seed, texts)
+        state_fields, state_reasons = self._state_fields(seed, texts)
+        fields |= state_fields
         if window is not None:
-            if self.task != "causal" or not (not_compared or self.by_token.before):
-                not_compared = NOT_CAUSAL
-            if not_compared is None:
+            problem = reasons.get("loss")
+            if self.task != "causal" or not (problem or self.by_token.before):
+                problem = NOT_CAUSAL
+            if problem is None:
                 fields["loss_by_position"] = self.by_token.by_position(self.design, seed)
-            why = not_compared or window
-            beyond = why if isinstance(why, str) else self.by_token.beyond(why, self.design, seed)
+            width = problem or window
+            beyond = width if isinstance(width, str) else self.by_token.beyond(width, self.design, seed)
             if isinstance(beyond, str):
-                more["beyond_window"] = beyond
+                state_reasons["beyond_window"] = beyond
             else:
                 fields["beyond_window"] = beyond
-        return Outcome.model_validate(fields | {"reasons": reasons | more})
+        return Outcome.model_validate(fields | {"reasons": reasons | state_reasons})
 
     def _prediction_fields(self, seed: int, texts: Sequence[str]) -> Fields:
         names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")

@@ -95,7 +95,7 @@ def _general(call: Call, kernel: Kernel) -> Iterator[str]:
         yield "the model has attention sinks, which need the full form"
     if kernel.part is not None:
         yield f"{kernel.tie} needs log k of the whole sequence at once"
-    if kernel.mirrored:
+    if kernel.tie == "symmetric":
         yield f"{kernel.tie} needs log k and its transpose"
     if kernel.info.hard:
         yield f"{kernel.info.name} picks a single key instead of summing over keys"

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from attnlens.analyzers import registry
@@ -272,26 +273,17 @@ def merge_texts(parts: Sequence[texts.Batches]) -> list[Text]:
 Part = TypeVar("Part", bound=Outcome)
 
 
-@dataclass(frozen=True)
-class KernelResult:
+class KernelResult(BaseModel):
     """The result of one kernel, as `KernelRun.run` returns it."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     swap: Swap
     plan: Plan | None
     window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
     notes: list[str]  # notes for the settings of the report
-    losses: dict[str, TokenLosses]  # losses per predicted token, by stage or by the number of a control
+    losses: dict[str, list[Tensor]]  # fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> KernelResult:
-        """Build a result from a unit's value."""
-        records = {
-            "swap": Swap.model_validate(value["swap"]),
-            "plan": None if value["plan"] is None else Plan.model_validate(value["plan"]),
-            "losses": {name: TokenLosses(*([part] for part in parts)) for name, parts in value["losses"].items()},
-        }
-        return cls(**{**value, **records})
 
     def with_window(self, window: int, design: Design, seed: int) -> Swap:
         """Return the kernel's record with the losses beyond `window` instead of those beyond its own window."""
@@ -299,12 +291,16 @@ class KernelResult:
         def update(outcome: Part, owner: str) -> Part:
             if owner not in self.losses or outcome.loss is None:
                 return outcome
-            return _with_beyond(outcome, self.losses[owner].beyond(window, design, seed))
+            return _with_beyond(outcome, _join_losses(self.losses[owner]).beyond(window, design, seed))
 
         stages = [update(stage, stage.name) for stage in self.swap.stages]
         controls = [update(control, str(number)) for number, control in enumerate(self.swap.controls)]
         swap = self.swap.model_copy(update={"stages": stages, "controls": controls})
         return _with_beyond(swap, stages[-1].beyond_window or stages[-1].reasons.get("beyond_window"))
+
+
+def _join_losses(parts: Sequence[Tensor]) -> TokenLosses:
+    return TokenLosses(*([part] for part in parts))
 
 
 def _with_beyond(outcome: Part, beyond: object) -> Part:
@@ -316,10 +312,10 @@ def _with_beyond(outcome: Part, beyond: object) -> Part:
 
 
 def build_report(
-    session: SwapSession, values: Mapping[str, Any], missing: Mapping[str, str], timings: Mapping[str, float]
+    session: SwapSession, values: Mapping[str, object], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
     """Build the report from the values of finished kernels; `missing` explains why others lack one."""
-    by_name = {name: KernelResult.of(value) for name, value in values.items()}
+    by_name = {name: KernelResult.model_validate(value) for name, value in values.items()}
     results = list(by_name.values())
     unfinished = [
         Skipped(site=f"kernel {kernel.spelling}", reason=missing.get(kernel.spelling, INTERRUPTED))
@@ -329,7 +325,7 @@ def build_report(
     settings = session.settings
     design = Design.of(session.evaluated.parts or ("",) * session.evaluated.sequences, settings.intervals)
     # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
-    first = next((losses for result in results for losses in result.losses.values()), TokenLosses())
+    first = next((_join_losses(parts) for result in results for parts in result.losses.values()), TokenLosses())
     windows = [each.window for each in results if isinstance(each.window, int) and first.count(each.window) >= FEWEST]
     window = max(windows, default=None)
     swaps = [
