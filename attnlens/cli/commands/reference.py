@@ -9,7 +9,7 @@ import typer
 
 from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import Inputs, Outputs, deliver, product
+from attnlens.cli.outputs import Outputs, deliver, product
 from attnlens.cli.show import console, guard
 
 if TYPE_CHECKING:
@@ -84,5 +84,5 @@ def report(context: typer.Context) -> None:
     from attnlens.records import read_report  # late, because building the records takes time
 
     loaded = read_report(saved)
-    outputs.check(Inputs({os.path.realpath(saved): "the report"}))
+    outputs.check({os.path.realpath(saved): "the report"})
     deliver(outputs, loaded)
