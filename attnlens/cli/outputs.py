@@ -171,7 +171,7 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
             read_plan(plan)
         inputs[os.path.realpath(plan)] = "which --ranks reads"
     if models:
-        from attnlens.models.loading.hub import check_endpoint
+        from attnlens.models.loading.locate import check_endpoint
 
         check_endpoint()
     for name in models:
