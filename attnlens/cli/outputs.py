@@ -19,7 +19,7 @@ import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
-from attnlens.cli.show import Tell, complain, console, interruptible_at_once, progress, say
+from attnlens.cli.show import ReportProgress, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Written = Callable[[], None]
+Cleanup = Callable[[], None]
 """Function to call once the report is written: it removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
@@ -71,7 +71,7 @@ def check_reading(request: SeriesRequest) -> None:
 
 
 @contextmanager
-def working(outputs: Outputs) -> Iterator[tuple[ModuleType, Tell]]:
+def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
     """Import `attnlens.cli.analyses`, show progress and silence transformers during the one call of a command."""
     with interruptible_at_once():
         from attnlens.cli import analyses
@@ -87,7 +87,7 @@ def run_command(
     params: Mapping[str, Any],
     models: Sequence[str],
     request: Request,
-    work: Callable[[ModuleType, Tell], Report | tuple[Report, Written]],
+    work: Callable[[ModuleType, ReportProgress], Report | tuple[Report, Cleanup]],
 ) -> Report:
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
@@ -139,7 +139,7 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-READ = ("pairs", "labelled", "text", "calibration", "series")
+TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")
 """Options that name texts; `text` and `calibration` accept rows of a dataset too."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
@@ -155,7 +155,7 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
     UsageError for a plan that can't be read.
     """
     inputs: Inputs = {}
-    for option in READ:
+    for option in TEXT_OPTIONS:
         named = options.get(option) or ()
         for path in map(Path, [named] if isinstance(named, str) else named):
             dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
@@ -230,7 +230,7 @@ def _readable(path: Path) -> Path:
 
 
 @contextmanager
-def product() -> Iterator[None]:
+def guard_stdout() -> Iterator[None]:
     """Guard writing to stdout inside the block. Raise OutputError if it fails, Exit if its reader has left."""
     try:
         yield
@@ -415,7 +415,7 @@ def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document
     """Print the summary, and JSON if it goes to stdout."""
     from attnlens.report.render import terminal
 
-    with product():
+    with guard_stdout():
         if outputs.json == STDOUT:
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:

@@ -22,8 +22,8 @@ from attnlens.cli.outputs import (
     deliver,
     describe_input,
     find_inputs,
+    guard_stdout,
     option_name,
-    product,
     working,
 )
 from attnlens.cli.parameters import FILES
@@ -187,7 +187,7 @@ def _annotate(report: Report, *, stderr: bool) -> None:
     """Print workflow commands, and append the verdict to the step's summary if there is one."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
-    with product():
+    with guard_stdout():
         for line in workflow_commands(report):
             typer.echo(line, err=stderr)
     place = os.environ.get("GITHUB_STEP_SUMMARY")
