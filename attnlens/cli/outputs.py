@@ -32,6 +32,7 @@ from attnlens.files import (
 )
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
+from attnlens.requests.swap import KernelRequest
 from attnlens.wording import clean, format_count
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def run_command(
             report, stopped = stop.report, True
         except analyses.UnsavedError as error:
             report, unsaved = error.report, error
-    saved = [f"the changed model to {outputs.save}"] if outputs.save is not None and unsaved is None else []
+    changed = isinstance(request, KernelRequest) and request.save is not None and unsaved is None
+    saved = [f"the changed model to {outputs.save}"] if changed else []
     deliver(outputs, report, interrupted=stopped, saved=saved)
     if unsaved is not None:
         raise unsaved
