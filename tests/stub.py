@@ -15,7 +15,13 @@ from attnlens.requests import Request, alternatives, details
 
 STUB = Path(attnlens.__file__).with_name("__init__.pyi")
 MODEL = "str | PathLike[str] | Loaded"
-SPELLED = {r"\bloading\.Loaded\b": "Loaded", r"\brequests\.Words\b": "str | Sequence[str]", r"\bModel\b": MODEL}
+SIDE = "str | PathLike[str] | Report | Loaded | PreTrainedModel"
+SPELLED = {
+    r"\bloading\.Loaded\b": "Loaded",
+    r"\brequests\.Words\b": "str | Sequence[str]",
+    r"\bModel\b": MODEL,
+    r"\bSide\b": SIDE,
+}
 """Names that are only known in the modules of the functions."""
 HEAD = '''"""Types of the public names of attnlens, written by tests/stub.py."""
 

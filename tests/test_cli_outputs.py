@@ -14,7 +14,7 @@ from reports import synthetic_report
 from swap_reports import swap_report
 
 from attnlens.cli import outputs, show
-from attnlens.cli.outputs import Inputs, Outputs, deliver
+from attnlens.cli.outputs import Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, read_report
 from attnlens.report import pictures
@@ -177,11 +177,11 @@ def test_pictures_of_another_run_are_told(tmp_path, capsys):
 
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
     with pytest.raises(OutputError, match=r"\.xyz is not offered") as refusal:
-        Outputs(figure=str(tmp_path / "one.xyz")).check(Inputs())
+        Outputs(figure=str(tmp_path / "one.xyz")).check({})
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.2").mkdir()
-    Outputs(figure=str(tmp_path / "run.2")).check(Inputs())
+    Outputs(figure=str(tmp_path / "run.2")).check({})
     assert not is_file(tmp_path / "run.2"), "a folder that is there is one"
 
 

@@ -100,7 +100,7 @@ def test_arguments_from_python_are_read_or_refused(given_):
     family(lambda: requests.numbers("layers", given_))
     family(lambda: requests.head(given_))
     family(lambda: requests.words("text", given_))
-    family(lambda: requests.whole("length", given_, 1))
+    family(lambda: requests.InspectRequest(length=given_))
 
 
 def altered(document, draw):

@@ -16,7 +16,7 @@ import typer
 
 from attnlens.cli import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.commands import app
-from attnlens.cli.outputs import product
+from attnlens.cli.outputs import guard_stdout
 from attnlens.cli.show import complain, interrupt, report_failure
 from attnlens.errors import UsageError
 
@@ -71,7 +71,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     """Run these words (None: the program's own arguments) and return the exit code, after all output."""
     try:
         _prepare()
-        with product():
+        with guard_stdout():
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
         # for an option without its value, the context is missing; that only happens within a command

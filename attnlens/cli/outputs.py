@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +19,7 @@ import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
-from attnlens.cli.show import Tell, complain, console, interruptible_at_once, progress, say
+from attnlens.cli.show import ReportProgress, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
@@ -32,6 +32,7 @@ from attnlens.files import (
 )
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
+from attnlens.requests.swap import KernelRequest
 from attnlens.wording import clean, format_count
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Written = Callable[[], None]
+Cleanup = Callable[[], None]
 """Function to call once the report is written: it removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
@@ -71,7 +72,7 @@ def check_reading(request: SeriesRequest) -> None:
 
 
 @contextmanager
-def working(outputs: Outputs) -> Iterator[tuple[ModuleType, Tell]]:
+def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
     """Import `attnlens.cli.analyses`, show progress and silence transformers during the one call of a command."""
     with interruptible_at_once():
         from attnlens.cli import analyses
@@ -87,7 +88,7 @@ def run_command(
     params: Mapping[str, Any],
     models: Sequence[str],
     request: Request,
-    work: Callable[[ModuleType, Tell], Report | tuple[Report, Written]],
+    work: Callable[[ModuleType, ReportProgress], Report | tuple[Report, Cleanup]],
 ) -> Report:
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
@@ -96,7 +97,7 @@ def run_command(
     contain tensors that the model does not use.
     """
     outputs = Outputs.of(params)
-    outputs.check(Inputs.of(params, models))
+    outputs.check(find_inputs(params, models))
     if isinstance(request, SharedRequest):
         start_workers(request.engine, request.jobs)
     stopped, unsaved, written = False, None, None
@@ -108,7 +109,8 @@ def run_command(
             report, stopped = stop.report, True
         except analyses.UnsavedError as error:
             report, unsaved = error.report, error
-    saved = [f"the changed model to {outputs.save}"] if outputs.save is not None and unsaved is None else []
+    changed = isinstance(request, KernelRequest) and request.save is not None and unsaved is None
+    saved = [f"the changed model to {outputs.save}"] if changed else []
     deliver(outputs, report, interrupted=stopped, saved=saved)
     if unsaved is not None:
         raise unsaved
@@ -139,70 +141,68 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-READ = ("pairs", "labelled", "text", "calibration", "series")
+TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")
 """Options that name texts; `text` and `calibration` accept rows of a dataset too."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
-@dataclass
-class Inputs:
-    """Files that a command reads, and the folders of its models and datasets."""
+Inputs = dict[str, str]
+"""Description of each file that a command reads, and of the files in the folder of a model, by its resolved path."""
 
-    places: dict[str, str] = field(default_factory=dict)
-    """Description of each file, and of the files in each folder, keyed by its resolved path."""
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
-        """Collect the inputs of a command's parameters, and of these models.
+def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
+    """Return the inputs of a command's parameters, and of these models.
 
-        Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
-        UsageError for a plan that can't be read.
-        """
-        inputs = cls()
-        for option in READ:
-            named = options.get(option) or ()
-            for path in map(Path, [named] if isinstance(named, str) else named):
-                dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
-                if dataset is not None:
-                    inputs.places[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
-                elif str(path) != STDIN:
-                    inputs.places[os.path.realpath(_readable(path))] = f"which --{option} reads"
-        if options.get("ranks") is not None:
-            from attnlens.records import read_plan
+    Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
+    UsageError for a plan that can't be read.
+    """
+    inputs: Inputs = {}
+    for option in TEXT_OPTIONS:
+        named = options.get(option) or ()
+        for path in map(Path, [named] if isinstance(named, str) else named):
+            dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
+            if dataset is not None:
+                inputs[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
+            elif str(path) != STDIN:
+                inputs[os.path.realpath(_readable(path))] = f"which --{option} reads"
+    if options.get("ranks") is not None:
+        from attnlens.records import read_plan
 
-            plan = Path(options["ranks"])
-            if not plan.is_fifo():  # a pipe can be read only once, by the run
-                read_plan(plan)
-            inputs.places[os.path.realpath(plan)] = "which --ranks reads"
-        if models:
-            from attnlens.models.loading.locate import check_endpoint
+        plan = Path(options["ranks"])
+        if not plan.is_fifo():  # a pipe can be read only once, by the run
+            read_plan(plan)
+        inputs[os.path.realpath(plan)] = "which --ranks reads"
+    if models:
+        from attnlens.models.loading.locate import check_endpoint
 
-            check_endpoint()
-        for name in models:
-            inputs._add_model(name, options)
-        if options.get("adapter") is not None:
-            inputs.places[_resolved(options["adapter"])] = "a file of the adapter"
-        return inputs
+        check_endpoint()
+    for name in models:
+        for file in _local_files(name, options):
+            inputs[os.path.realpath(file)] = f"a file of the model {name}"
+    if options.get("adapter") is not None:
+        inputs[_resolved(options["adapter"])] = "a file of the adapter"
+    return inputs
 
-    def description(self, output: Path) -> str:
-        """Return the description of the input that `output` would replace; empty if there is none."""
-        real = Path(os.path.realpath(output))
-        inside = (what for folder, what in self.places.items() if real.is_file() and real.is_relative_to(folder))
-        return self.places.get(str(real)) or next(inside, "")
 
-    def _add_model(self, name: str, options: Mapping[str, Any]) -> None:
-        """Add a local model's files: all files of its folder, with links resolved, or a single file."""
-        path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
-        on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
-        if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
-            return
-        from attnlens.models.loading.locate import find
+def describe_input(inputs: Inputs, output: Path) -> str:
+    """Return the description of the input that `output` would replace; empty if there is none."""
+    real = Path(os.path.realpath(output))
+    inside = (what for folder, what in inputs.items() if real.is_file() and real.is_relative_to(folder))
+    return inputs.get(str(real)) or next(inside, "")
 
-        place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
-        single = place.form == "gguf" and not os.path.isdir(path)  # noqa: PTH112
-        # links in the folder may lead out of it
-        for file in [place.folder / place.file] if single else [place.folder, *place.folder.iterdir()]:
-            self.places[os.path.realpath(file)] = f"a file of the model {name}"
+
+def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
+    """Return a local model's folder and the files in it, whose links may lead out of it, or its single file."""
+    path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
+    on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
+    if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
+        return []
+    from attnlens.models.loading.locate import find
+
+    place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
+    if place.form == "gguf" and not os.path.isdir(path):  # noqa: PTH112
+        return [place.folder / place.file]
+    return [place.folder, *place.folder.iterdir()]
 
 
 def _resolved(folder: str) -> str:
@@ -232,7 +232,7 @@ def _readable(path: Path) -> Path:
 
 
 @contextmanager
-def product() -> Iterator[None]:
+def guard_stdout() -> Iterator[None]:
     """Guard writing to stdout inside the block. Raise OutputError if it fails, Exit if its reader has left."""
     try:
         yield
@@ -292,7 +292,7 @@ class Outputs:
                 problem = f"{option_name(other)} and {flag} name the same file, {path}."
                 raise UsageError(problem, "Give each its own file.")
             for file in path.glob("*.png") if option == "figure" and path.is_dir() else [path]:
-                if what := inputs.description(file):
+                if what := describe_input(inputs, file):
                     raise UsageError(f"{flag} would replace {file}, {what}.", "Write it somewhere else.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
@@ -417,7 +417,7 @@ def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document
     """Print the summary, and JSON if it goes to stdout."""
     from attnlens.report.render import terminal
 
-    with product():
+    with guard_stdout():
         if outputs.json == STDOUT:
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:

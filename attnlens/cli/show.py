@@ -22,7 +22,7 @@ from attnlens.wording import clean, shorten_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-Tell = Callable[[str, int, int], None]
+ReportProgress = Callable[[str, int, int], None]
 """Report progress: (stage, steps done, total steps)."""
 PLAIN_SECONDS = 10.0
 """Interval of progress lines if no bar can be shown, in seconds."""
@@ -114,7 +114,7 @@ def report_failure(error: BaseException) -> int:
 
 
 @contextmanager
-def progress(*, shown: bool) -> Iterator[Tell]:
+def progress(*, shown: bool) -> Iterator[ReportProgress]:
     """Show a progress bar with ETA on a terminal, else occasional plain lines; print the library's warnings."""
     with _warnings():
         if not shown:
@@ -144,7 +144,7 @@ def _warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _bars(talk: Console) -> Iterator[Tell]:
+def _bars(talk: Console) -> Iterator[ReportProgress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -159,7 +159,7 @@ def _bars(talk: Console) -> Iterator[Tell]:
         yield tell
 
 
-def _plain() -> Tell:
+def _plain() -> ReportProgress:
     """Return a function that prints a stage's progress every few seconds, with the time left at its recent rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}

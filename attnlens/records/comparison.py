@@ -144,7 +144,6 @@ class BlockChange(Record):
 
     path: str
     layers: list[Count]
-    """The running numbers of its sites."""
     change: Number | None
     """‖o' − o‖/‖o‖ of its output, mean over windows."""
     rounding: Number | None = None
@@ -184,7 +183,6 @@ class Comparison(Record):
     named: Count = 0
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
-    """In the order of layer, head and measure."""
     blocks: list[BlockChange] = []
     """Changes that originate in single blocks; empty if the models lack blocks that each run once."""
     shifts: list[Shift] = []

@@ -114,7 +114,6 @@ class Plan(Record):
     held_out: bool = False
     """True if estimate and promise are measured on text that their maps were not fitted to."""
     ranks: list[KeyRank] = Field(min_length=1)
-    """Key head by key head, in the order of execution."""
     mean_rank: Number
     head_dim: Number
     """Numbers kept for each key head, and numbers before, mean over query heads."""
@@ -130,7 +129,6 @@ class Plan(Record):
     promised_on: list[Text] = []
     """Calibration texts of directions and sensitivities, of `estimated` and `steps`, and of `promised`."""
     steps: list[PlanStep]
-    """The nested plans that were measured, the largest ranks first."""
     parameters: Pair
     """Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys."""
     flops_per_token: Pair

@@ -79,7 +79,6 @@ class ModelInfo(Record):
     """As given: hub id, folder, file or `demo`."""
     revision: str | None = None
     architecture: str
-    """The transformers class."""
     parameters: Count
     files: list[File] = []
     files_in_parts: list[FileInParts] = []
@@ -130,7 +129,6 @@ class Settings(Record):
     text: Text | None = None
     """The text, if any; several texts are described as one."""
     texts: list[Text] = []
-    """Each text with the numbers of its windows."""
     placement: Placement | None = None
     """Position of the windows (or lines) in each text; None without a text."""
     intervals: Intervals | None = None

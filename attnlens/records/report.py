@@ -173,7 +173,6 @@ class SwapBody(Swap):
     """Body of kind `swap`: the effect of the first kernel, with those of the other kernels and the plan of ranks."""
 
     others: list[Swap] = []
-    """Effects of the other kernels, in the order requested."""
     plan: Plan | None = None
     """The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)."""
 

@@ -49,7 +49,6 @@ class Experiment(Record):
     """One experiment: what was asked, what came out, and what was published."""
 
     name: str
-    """Short and fixed: `local convergence`."""
     question: str
     model: str | None = None
     """Model it ran on, if it is not the report's: `demo`."""
@@ -65,7 +64,6 @@ class Experiment(Record):
     """Published values of the same figures."""
     source: str | None = None
     tolerance: dict[str, Number] | None = None
-    """Allowed difference between a figure and the published one."""
     bounds: dict[str, Bound] = {}
     """Figures whose published value is a lower or upper bound; the others must be within the tolerance."""
     passed: bool | None = None
@@ -129,7 +127,6 @@ class StudyRun(Record):
     """One training run of a cell, from one seed."""
 
     seed: Count
-    """Seed of weights, order and dropout."""
     scores: dict[str, Number] = {}
     """Results on the test set; empty if it did not converge."""
     steps: list[Count]
@@ -228,7 +225,6 @@ class StudyTable(Record):
     scale: str
     tasks: list[StudyColumn]
     cells: list[StudyCell]
-    """Column by column, row by row."""
     not_trained: list[str] = []
     pairs: list[StudyPair] = []
     orderings: list[StudyOrdering] = []

@@ -45,7 +45,6 @@ class Prediction(Record):
     measures: Count
     """Number of measures compared; p-values are corrected for it."""
     permutations: Count
-    """Permutations of heads behind each p-value."""
     reliability: Number | None = None
     """2r/(1 + r), r Spearman's ρ over heads of the harms on two halves of the windows; at least 0."""
     ceiling: Number | None = None

@@ -18,7 +18,6 @@ from attnlens.requests.fields import (
     numbers,
     one_head,
     takes,
-    whole,
     words,
 )
 from attnlens.requests.run_options import (

@@ -196,15 +196,6 @@ def words(what: str, value: object) -> tuple[str, ...]:
     return tuple(path(what, item) for item in items)
 
 
-def whole(what: str, value: object, least: int, most: int = LARGEST) -> int:
-    """Return `value` if it is an integer from `least` to `most`. Raise UsageError otherwise."""
-    number = _integer(value)
-    bounds = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
-    if number is None or not least <= number <= most:
-        raise UsageError(f"{what}={format_argument(value)} is not a whole number, {bounds}.", f"Give one, {bounds}.")
-    return number
-
-
 def numbers(what: str, value: object) -> list[int] | None:
     """Return layer or head numbers, each once (None: all): from a list, or from `0-3,7`.
 

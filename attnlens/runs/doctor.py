@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens import requests
 from attnlens.arguments import public
 from attnlens.checks.judging import breach
 from attnlens.errors import FAILURES, ModelError, UnreadableError, UsageError
@@ -56,7 +55,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     report does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for
     a text other than the report's.
     """
-    count = min(requests.whole("recompute", heads, 1), len(report.heads))
+    count = min(heads, len(report.heads))
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give one of attnlens inspect.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}

@@ -14,7 +14,18 @@ from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import STDOUT, Inputs, Outputs, checked_model, deliver, option_name, product, working
+from attnlens.cli.outputs import (
+    STDOUT,
+    Inputs,
+    Outputs,
+    checked_model,
+    deliver,
+    describe_input,
+    find_inputs,
+    guard_stdout,
+    option_name,
+    working,
+)
 from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, guard, say
 from attnlens.errors import OutputError, UsageError
@@ -56,7 +67,7 @@ def check(context: typer.Context) -> None:
     _refuse_ignored(subject, model, request, opt.command_line_options(context))
     outputs, rules = Outputs.of(params), _load_rules(request)
     stored = _load_baseline(subject, request)
-    inputs = Inputs.of(params, [model or subject] if model or not names_report(subject) else [])
+    inputs = find_inputs(params, [model or subject] if model or not names_report(subject) else [])
     _check_places(subject, request, outputs, inputs, rules)
     reading = opt.build(requests.InspectRequest, params)
     report = _load_report(subject, request, reading, outputs, rules, stored)
@@ -140,13 +151,13 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
     """Raise before the work if an output can't be written or would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
-        inputs.places.setdefault(os.path.realpath(name), what)
+        inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:
         if request.update_baseline:
             check_writable(Path(request.baseline))
-            if what := inputs.description(Path(request.baseline)):
+            if what := describe_input(inputs, Path(request.baseline)):
                 raise UsageError(f"--update-baseline would replace {request.baseline}, {what}.", "Write it elsewhere.")
-        inputs.places[os.path.realpath(request.baseline)] = "the baseline"
+        inputs[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 
 
@@ -176,7 +187,7 @@ def _annotate(report: Report, *, stderr: bool) -> None:
     """Print workflow commands, and append the verdict to the step's summary if there is one."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
-    with product():
+    with guard_stdout():
         for line in workflow_commands(report):
             typer.echo(line, err=stderr)
     place = os.environ.get("GITHUB_STEP_SUMMARY")

@@ -69,8 +69,6 @@ def converge(context: typer.Context) -> None:
     kind = kind_of(params)
     refuse_other(kind, context, KINDS)
     models = [checked_model(model) for model in params["models"] or []]
-    if kind != SYNTHETIC_RUN and not models and not params["quiet"]:
-        say(NO_MODEL)
     if kind == SYNTHETIC_RUN:
         synthetic = opt.build(SyntheticRequest, params)
         run_command(
@@ -81,6 +79,7 @@ def converge(context: typer.Context) -> None:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one model, or add --checkpoints.")
         head, feeding = requests.head(params["head"]), opt.build(requests.Feeding, params)
         keywords = {"head": head, **opt.build(DescentRequest, params).explicit()}
+        _say_demo(models, params)
         run_command(
             params,
             models,
@@ -91,17 +90,22 @@ def converge(context: typer.Context) -> None:
         where = requests.one_head(params["head"], params["layers"], params["heads"])
         series = opt.build(requests.CheckpointsRequest, params, **where)
         check_reading(series)
-        revisions = [] if params["revisions"] is None else [word.strip() for word in params["revisions"].split(",")]
+        names = params["revisions"]
+        revisions = [] if names is None else [name.strip() for name in names.split(",")]
         if not all(revisions):
-            raise UsageError(
-                f"--revisions {params['revisions']!r} contains an empty name.", "Write e.g. step10,step20."
-            )
+            raise UsageError(f"--revisions {names!r} contains an empty name.", "Write e.g. step10,step20.")
+        _say_demo(models, params)
         run_command(
             params,
             models,
             series,
             lambda analyses, tell: analyses.follow(models or None, series, revisions=revisions, progress=tell),
         )
+
+
+def _say_demo(models: Sequence[str], params: Mapping[str, object]) -> None:
+    if not models and not params["quiet"]:
+        say(NO_MODEL)
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:

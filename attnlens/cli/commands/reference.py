@@ -9,7 +9,7 @@ import typer
 
 from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import Inputs, Outputs, deliver, product
+from attnlens.cli.outputs import Outputs, deliver, guard_stdout
 from attnlens.cli.show import console, guard
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def list_(context: typer.Context) -> None:
     if kind == "schema":
         from attnlens.records import json_schema
 
-        with product():
+        with guard_stdout():
             typer.echo(json_schema(), nl=False)
         return
     from attnlens import kernels
@@ -65,7 +65,7 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
     from attnlens.report.sections.section import Document
 
     document = Document(None, tuple(sections))
-    with product():
+    with guard_stdout():
         if markdown:
             from attnlens.report.render.markdown import markdown as as_markdown
 
@@ -84,5 +84,5 @@ def report(context: typer.Context) -> None:
     from attnlens.records import read_report  # late, because building the records takes time
 
     loaded = read_report(saved)
-    outputs.check(Inputs({os.path.realpath(saved): "the report"}))
+    outputs.check({os.path.realpath(saved): "the report"})
     deliver(outputs, loaded)

@@ -13,7 +13,7 @@ from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.converge import refuse_other
 from attnlens.cli.outputs import run_command, start_workers
-from attnlens.cli.show import Tell, complain, guard, say
+from attnlens.cli.show import ReportProgress, complain, guard, say
 from attnlens.requests.experiments import StudyRequest, checked_table
 from attnlens.wording import join_items
 
@@ -43,7 +43,7 @@ def reproduce(context: typer.Context) -> None:
     else:
         start_workers(request.engine, request.jobs or os.cpu_count() or 1)
 
-    def work(analyses: ModuleType, tell: Tell) -> Report:
+    def work(analyses: ModuleType, tell: ReportProgress) -> Report:
         try:
             report: Report = analyses.reproduce(table, quick=params["quick"], progress=tell, request=request)
         except KeyboardInterrupt:
