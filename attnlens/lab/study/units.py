@@ -209,7 +209,7 @@ def take_step(
     model.train()
     examples = batch.to(accelerator.device)
     with accelerator.autocast():
-        logits = model(inputs=examples.inputs, mask=examples.mask, decoder_inputs=examples.decoder_inputs)
+        logits = model(examples.inputs, examples.mask, examples.decoder_inputs)
         loss = cross_entropy(logits, examples.targets) / (examples.targets != NOTHING).sum().clamp_min(1)
         objective = loss
         if eta and any(isinstance(part, PrimalHeads) for part in model.modules()):

@@ -73,7 +73,7 @@ def _add_losses(model: nn.Module, batches: Iterable[Examples]) -> tuple[float, i
     """Return the sum of all losses in nats, the number of targets, and the number of correct predictions."""
     total, targets, right = 0.0, 0, 0
     for batch in batches:
-        logits = model(inputs=batch.inputs, mask=batch.mask, decoder_inputs=batch.decoder_inputs)
+        logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
         total += float(cross_entropy(logits, batch.targets))
         targets += int((batch.targets != NOTHING).sum())
         right += int((logits.argmax(-1) == batch.targets).sum())
