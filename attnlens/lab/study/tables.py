@@ -111,9 +111,8 @@ def _kernels() -> Iterator[PaperCell]:
     for kernel, both in published.items():
         for symmetric, known in zip((False, True), both, strict=True):
             name = f"{kernel.split(':')[0]}, {'symmetric' if symmetric else 'asymmetric'}"
-            yield from _pair(
-                name, *(replace(form, kernel=kernel, symmetric=symmetric) for form in (PRODUCT, SUM)), *known
-            )
+            first, second = (replace(form, kernel=kernel, symmetric=symmetric) for form in (PRODUCT, SUM))
+            yield from _pair(name, first, second, *known)
 
 
 SYMMETRIC_PRODUCT = AttentionForm(positions="symmetric product")
@@ -129,9 +128,9 @@ PLACINGS = {
 def _positions() -> Iterator[PaperCell]:
     for name, (form, bleu, perplexity) in PLACINGS.items():
         # Table 1 has positions in the values of the direct sum, and of the look-up tables of language models
-        first, second = form.positions in ("sum", "table"), form.positions == "sum"
-        forms = (replace(form, in_value=in_value) for in_value in (first, second))
-        yield from _pair(name, *forms, perplexity[not first], bleu[not second])
+        language, translation = form.positions in ("sum", "table"), form.positions == "sum"
+        first, second = (replace(form, in_value=in_value) for in_value in (language, translation))
+        yield from _pair(name, first, second, perplexity[not language], bleu[not translation])
 
 
 def _order() -> Iterator[PaperCell]:
