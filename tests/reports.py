@@ -19,13 +19,13 @@ from attnlens.records import (
     Measure,
     ModelInfo,
     Null,
-    Report,
     Settings,
     Skipped,
     Summary,
     Text,
     Tool,
 )
+from attnlens.report.export import Report
 
 HIDDEN = "not identified: the model never compares a query with a later key"
 CROSS = "queries and keys live on different domains"

@@ -20,13 +20,13 @@ from attnlens.records import (
     KeyRank,
     Pair,
     Plan,
-    Report,
     Rise,
     SiteSwap,
     Stage,
     Swap,
     SwapBody,
 )
+from attnlens.report.export import Report
 
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 HEADLESS = "the model has no head that predicts a class, a masked token, or a token from those before it alone"

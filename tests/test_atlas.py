@@ -15,9 +15,9 @@ from views import page, summary
 
 import attnlens
 from attnlens.analyzers import registry
-from attnlens.records import Report, read_report
 from attnlens.report import atlas
 from attnlens.report.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
+from attnlens.report.export import Report, read_report
 from attnlens.report.sections import layers as typical
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.shapes import Shapes

@@ -8,7 +8,8 @@ from program import attnlens, refused, without_torch
 import attnlens as library
 from attnlens.errors import UsageError
 from attnlens.models import loading
-from attnlens.records import AttentionRows, Report, read_report
+from attnlens.records import AttentionRows
+from attnlens.report.export import Report, read_report
 from attnlens.runs.inspect import sequences as attended
 
 

@@ -16,7 +16,7 @@ from test_html import HOSTILE, STEERING, Tags
 import attnlens
 from attnlens.checks.judging import verdict
 from attnlens.checks.rule import parse_table
-from attnlens.records import Report
+from attnlens.report.export import Report
 from attnlens.report.render.html import html
 from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
 from attnlens.report.sections import checked

@@ -11,7 +11,8 @@ from program import attnlens, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report
 
-from attnlens.records import Report, SiteCheck, Summary, read_report
+from attnlens.records import SiteCheck, Summary
+from attnlens.report.export import Report, read_report
 
 FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
 

@@ -21,7 +21,8 @@ from program import attnlens as program
 import attnlens
 from attnlens.errors import UsageError
 from attnlens.models import loading, texts
-from attnlens.records import Comparison, Report
+from attnlens.records import Comparison
+from attnlens.report.export import Report
 from attnlens.report.sentences.comparisons import discoveries
 
 SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}

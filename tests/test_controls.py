@@ -23,7 +23,8 @@ from attnlens.maths.statistics import Design
 from attnlens.models import loading
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import NOTHING
-from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Report, Site, Swap
+from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Site, Swap
+from attnlens.report.export import Report
 from attnlens.runs import differences
 from attnlens.runs.outputs import TokenLosses, evidence
 from attnlens.runs.swap.kernel_run import build_controls, format_spellings

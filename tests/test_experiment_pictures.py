@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from program import attnlens  # noqa: F401  # the environment of the tests
 from test_experiment_views import failing
 
-from attnlens.records import Curve, Experiment, Report
+from attnlens.records import Curve, Experiment
+from attnlens.report.export import Report
 from attnlens.report.pictures import experiment_overview, panel_figure
 from attnlens.report.pictures.experiments import draw_trajectories, experiment_panels, groups
 from attnlens.report.pictures.style import house_style, new_figure

@@ -16,7 +16,8 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_plots_layout import overlapping, settle
 
 from attnlens.errors import UsageError
-from attnlens.records import Experiment, Report, read_report
+from attnlens.records import Experiment
+from attnlens.report.export import Report, read_report
 from attnlens.report.pictures import experiment_overview, panel_figure
 from attnlens.report.pictures.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
 from attnlens.report.pictures.style import house_style, new_figure

@@ -20,7 +20,8 @@ from attnlens.cli.commands import app
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
-from attnlens.records import Report, read_plan, read_report
+from attnlens.records import read_plan
+from attnlens.report.export import Report, read_report
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
 

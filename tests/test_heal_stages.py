@@ -34,7 +34,8 @@ from attnlens.lab.heal.healer import Healer, Trained
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
-from attnlens.records import HealingRate, read_report
+from attnlens.records import HealingRate
+from attnlens.report.export import read_report
 from attnlens.report.sentences.plans import healing as healing_sentences
 from attnlens.requests.swap import Amount, HealOptions
 from attnlens.runs.swap.fit import fit

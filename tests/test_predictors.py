@@ -17,7 +17,8 @@ from scipy.stats import spearmanr
 import attnlens
 from attnlens.maths.statistics import Design
 from attnlens.maths.statistics.associations import permutation_tests, split_half, windows_interval
-from attnlens.records import Site, Swap, read_report
+from attnlens.records import Site, Swap
+from attnlens.report.export import read_report
 from attnlens.report.pictures import panel_figure, swap_panels
 from attnlens.report.pictures.style import house_style
 from attnlens.runs.swap.pipeline import swap_kernel

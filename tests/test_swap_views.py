@@ -30,7 +30,8 @@ from test_plots_layout import overlapping, settle
 
 from attnlens.choices import Part
 from attnlens.kernels import TIES
-from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
+from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Rise, Text, TextCosine
+from attnlens.report.export import Report
 from attnlens.report.pictures import panel_figure, swap_overview, swap_panels
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.pictures.swaps import GREY, draw_healing, draw_kernels, draw_stages, draw_sweep, limit

@@ -20,7 +20,8 @@ from rich.console import Console
 from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
-from attnlens.records import Report, Settings
+from attnlens.records import Settings
+from attnlens.report.export import Report
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escape_text
 from attnlens.report.sections import documents

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from attnlens.files import make_folder, write_atomically
-from attnlens.records import Report
 from attnlens.report import export
+from attnlens.report.export import Report
 from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.sections import documents

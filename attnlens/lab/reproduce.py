@@ -23,7 +23,8 @@ from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, prima
 from attnlens.lab.study.cells import train_table
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import loading, texts
-from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Report, Settings, Skipped
+from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Settings, Skipped
+from attnlens.report.export import Report
 from attnlens.requests import Feeding, InspectRequest, reading, takes
 from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyRequest, SyntheticRequest, checked_table
 from attnlens.runs import feeding

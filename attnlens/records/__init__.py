@@ -29,7 +29,7 @@ _NAMES = {
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",
     "report": "Environment Extreme InspectionBody Kind Report SiteCheck Summary SwapBody TextSummary Verdict Windows "
-    "json_schema read_report",
+    "json_schema",
     "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",

@@ -5,31 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import zip_longest
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
-from attnlens.records.measures import (
-    AttentionRows,
-    Count,
-    Coverage,
-    Head,
-    Null,
-    Number,
-    Reasons,
-    Record,
-    Selection,
-    read_record,
-)
+from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Reasons, Record, Selection
 from attnlens.records.plans import Plan
-from attnlens.records.provenance import File, ModelInfo, Settings, Tool, convert_report
+from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.studies import Experiment, StudyTable
 from attnlens.records.swaps import Swap
 from attnlens.wording import clean
@@ -221,7 +207,7 @@ class Report(Record):
     _windows: Windows | None = PrivateAttr(None)
 
     @model_validator(mode="after")
-    def _check_body(self) -> Report:
+    def _check_body(self) -> Self:
         for kind in KINDS:
             body = getattr(self, kind)
             if kind == self.kind and body is None:
@@ -248,7 +234,7 @@ class Report(Record):
         """Values of every window, for a new report; they are not part of the JSON (`--windows-csv` writes them)."""
         return self._windows
 
-    def with_windows(self, windows: Windows) -> Report:
+    def with_windows(self, windows: Windows) -> Self:
         """Attach the values of every window and return the same report."""
         self._windows = windows
         return self
@@ -263,7 +249,7 @@ class Report(Record):
         """Plan of ranks of a swap; None if it has none, or if the report is not of kind swap."""
         return self.swap.plan if self.swap is not None else None
 
-    def with_changes(self) -> Report:
+    def with_changes(self) -> Self:
         """Return a comparison's report with changes as measures of its heads; any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
@@ -272,21 +258,6 @@ class Report(Record):
     def measure_names(self) -> list[str]:
         """Return the names of the scalar measures of any head, in the order of first appearance."""
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
-
-    def save(self, path: str | Path) -> None:
-        """Write the report in the format of the path's ending: .json, .csv, .md, .html, or a plot, .png, .svg or .pdf.
-
-        Raise OutputError for another ending or if the path can't be written, UsageError if there is nothing to draw.
-        """
-        _load_exports().save(self, path)
-
-    def plot(self) -> Any:  # a Figure; records must not import matplotlib
-        """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
-        return _load_exports().plot(self)
-
-    def _repr_html_(self) -> str | None:
-        """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
-        return cast("str | None", _load_exports().wrap_in_iframe(self))
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return one row per head: site, layer, head, kv_head, part, and per measure `name`, `.se`, `.z` and `.base`.
@@ -298,16 +269,6 @@ class Report(Record):
         except ImportError:
             raise UsageError("to_dataframe needs pandas, which is not installed.", "Run: pip install pandas") from None
         return pandas.DataFrame([head.cells() for head in self.heads])
-
-
-def _load_exports() -> ModuleType:
-    """Import the module that writes and draws reports; late, because it imports this module."""
-    return import_module("attnlens.report.export")
-
-
-def read_report(path: str | Path) -> Report:
-    """Read a report, validating every field. Raise UsageError if it is missing, is not JSON, or is not a report."""
-    return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)
 
 
 def json_schema() -> str:

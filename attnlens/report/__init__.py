@@ -2,7 +2,7 @@
 
 Contents: `shapes` (the measures of a `Report` as arrays), `atlas` (comparison with trained models), `sentences/` (facts
 in words), `sections/` (sentences, tables and pictures together as a `Document`, or rows), `render/`
-(documents for a terminal, as markdown or HTML; rows as CSV), `pictures/` (matplotlib), `export` (files).
-Inputs: a `records.Report`. Outputs: text, files, figures. Importers: `cli`, the pytest plugin of `checks`, and `Report`
-(late, for its own methods).
+(documents for a terminal, as markdown or HTML; rows as CSV), `pictures/` (matplotlib), `export` (files, and `Report`,
+the `records.Report` with methods that write and draw it).
+Inputs: a `records.Report`. Outputs: text, files, figures. Importers: `checks`, `runs`, `lab`, `cli`.
 """

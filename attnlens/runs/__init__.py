@@ -6,6 +6,6 @@ computation of what a report contains), and what they share: `checks.py` (the mo
 model against the original's), `progress.py`, `provenance.py`, `work.py` and `store.py` (named units, computed once and
 kept in files). `lens.py`: a model loaded once for several of them.
 
-Input: a model's name or a loaded model, and checked options (attnlens.requests). Output: attnlens.records.Report.
+Input: a model's name or a loaded model, and checked options (attnlens.requests). Output: attnlens.report.export.Report.
 Allowed importers: attnlens.lab, attnlens.cli, and attnlens itself for its public functions.
 """

@@ -21,7 +21,8 @@ from attnlens.kernels.registry import KernelInfo
 from attnlens.models import texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import Environment, Kind, Report, Tool
+from attnlens.records import Environment, Kind, Tool
+from attnlens.report.export import Report
 
 
 def content_of(

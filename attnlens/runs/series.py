@@ -27,7 +27,8 @@ from attnlens.models.loading.configs import has_tokenizer, sizes
 from attnlens.models.loading.locate import DEMO, Location, find, read_json
 from attnlens.models.loading.placement import device_of
 from attnlens.models.texts.targets import feed, task_of
-from attnlens.records import Coverage, Curve, Experiment, File, Measure, Report, Settings, Skipped, Trajectory
+from attnlens.records import Coverage, Curve, Experiment, File, Measure, Settings, Skipped, Trajectory
+from attnlens.report.export import Report
 from attnlens.requests import CheckpointsRequest, reading, takes
 from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding

@@ -20,7 +20,8 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
-from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Report, Site
+from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Site
+from attnlens.report.export import Report
 from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import RankOptions, rank_options
 from attnlens.runs.differences import DIVERGED

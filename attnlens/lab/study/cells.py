@@ -48,8 +48,9 @@ from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models import texts
 from attnlens.models.kernel_transformers import AttentionForm
-from attnlens.records import Coverage, ModelInfo, Report, Settings, studies
+from attnlens.records import Coverage, ModelInfo, Settings, studies
 from attnlens.records.provenance import File
+from attnlens.report.export import Report
 from attnlens.requests.experiments import ALL, StudyRequest
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of

@@ -22,7 +22,8 @@ from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading
-from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Shift, Spread, Windows, read_report
+from attnlens.records import Comparison, Head, HeadChange, Settings, Shift, Spread, Windows
+from attnlens.report.export import Report, read_report
 from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance

@@ -24,7 +24,6 @@ from attnlens.records import (
     InspectionBody,
     Measure,
     Null,
-    Report,
     Selection,
     Site,
     Skipped,
@@ -32,6 +31,7 @@ from attnlens.records import (
     TextSummary,
     Windows,
 )
+from attnlens.report.export import Report
 from attnlens.runs import checks
 from attnlens.runs.feeding import LOSS, guess_notes
 from attnlens.runs.inspect.inspection import (

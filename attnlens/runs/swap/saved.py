@@ -26,7 +26,8 @@ from attnlens.models import hooks, texts
 from attnlens.models.loading import SWAPPED, Loaded, first_line, load
 from attnlens.models.loading.building import quiet
 from attnlens.models.loading.locate import refuse_outside, weight_file
-from attnlens.records import Record, Report, Site
+from attnlens.records import Record, Site
+from attnlens.report.export import Report
 from attnlens.requests import Loading
 
 if TYPE_CHECKING:
