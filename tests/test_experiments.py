@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
         seen.append((settings, published))
         return Experiment(name=name, question="?", final={})
 
-    probe = type(study)(function, study.full, study.quick, study.uses)
+    probe = replace(study, function=function)
     probe.run({"seed": 4}, True, lambda *_: None)
     probe.run({"seed": 4, "trials": 10_000}, True, lambda *_: None)
     probe.run({"seed": 4, "trials": 1}, True, lambda *_: None)
@@ -142,7 +143,7 @@ def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, ju
         seen.append((settings.d, settings.trials, published))
         return Experiment(name="rank", question="?", final={})
 
-    probe = type(study)(function, study.full, study.quick, study.uses)
+    probe = replace(study, function=function)
     probe.run({"trials": trials, "seed": 7}, False, lambda *_: None)
     assert seen == [(study.full.d, trials, judged)]
 

@@ -48,13 +48,18 @@ class Study:
     full: ExperimentSettings  # published sizes
     quick: ExperimentSettings  # published sizes with fewer trials, or some of these sizes
 
+    @property
+    def uses(self) -> set[str]:
+        """Names of the settings the experiment uses."""
+        return {NAMES.get(option, option) for option in USES[self.name]}
+
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
         """Run with the overrides this experiment uses; compare with published values if none changes the question.
 
         Trials and seed affect the precision of the answer, not the question. With any seed, and at least as many trials
         as the quick run has, the result is compared with the published values.
         """
-        standard, used = self.quick if quick else self.full, {NAMES.get(name, name) for name in USES[self.name]}
+        standard, used = self.quick if quick else self.full, self.uses
         applied = {name: value for name, value in overrides.items() if name in used}
         settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
         same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
