@@ -357,7 +357,7 @@ class Classifier(nn.Module):
         return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
 
 
-class KernelTransformerConfig(PreTrainedConfig):
+class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
 
     model_type = KERNEL_TRANSFORMER

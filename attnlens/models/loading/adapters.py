@@ -220,9 +220,9 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
     """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA can't be undone again."""
-    base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
+    base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
-    layer.double()
+    cast("nn.Module", layer).double()
     layer.merge()
     if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):
         raise ModelError(f"The DoRA magnitudes or row norms of {path} are 0 or not finite.", SAY_AGAIN)

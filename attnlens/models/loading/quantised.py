@@ -311,8 +311,9 @@ def _largest(parts: Parts, state: Settings) -> Tensor:
     if absmax is not None and absmax.is_floating_point():
         return absmax.float()
     values, outer, offset = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_offset")
-    is_complete = values is not None and values.shape == (256,) and isinstance(offset, int | float)
-    if absmax is None or absmax.dtype != torch.uint8 or values is None or outer is None or not is_complete:
+    if absmax is None or absmax.dtype != torch.uint8 or values is None or values.shape != (256,):
+        raise CodesError("its absmax is missing or can't be decoded")
+    if outer is None or not isinstance(offset, int | float):
         raise CodesError("its absmax is missing or can't be decoded")
     return values.float()[absmax.long()] * _by_block(outer.float(), state.get("nested_blocksize"), len(absmax)) + offset
 
