@@ -225,11 +225,14 @@ class TokenLosses:
         """Add the losses at a batch's targets: the original's, and the changed model's."""
         predicted = (targets != NOTHING).cpu()
         counts = predicted.sum(1).tolist()
+
+        def arrange(values: Tensor, filler: float) -> Tensor:
+            """Arrange values in one row per sequence."""
+            return pad_sequence(list(torch.split(values, counts)), batch_first=True, padding_value=filler)
+
         for loss, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(
-                pad_sequence(torch.split(loss.double().cpu(), counts), batch_first=True, padding_value=torch.nan)
-            )
-        self.back.append(pad_sequence(torch.split(evidence(ids, targets)[predicted], counts), batch_first=True))
+            rows.append(arrange(loss.double().cpu(), torch.nan))
+        self.back.append(arrange(evidence(ids, targets)[predicted], 0))
 
     def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
