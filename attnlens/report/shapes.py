@@ -161,7 +161,10 @@ class Shapes:
             if measure.n is not None:
                 counts.add(measure.n)
         samples = tuple(sorted(counts))
-        return MeasureMap(name, self.info(name), *maps, labels=labels, reasons=dict(reasons), counts=samples)
+        values, errors, null_means, null_sds = maps
+        return MeasureMap(
+            name, self.info(name), values, errors, null_means, null_sds, labels, dict(reasons), samples
+        )
 
 
 def group_of(info: MeasureInfo) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
@@ -16,7 +17,6 @@ from timeit import timeit
 from typing import NamedTuple, get_args
 
 import torch
-from pydantic_core import to_jsonable_python
 
 from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
@@ -92,7 +92,7 @@ def build_table(
                 higher_is_better=task.higher_is_better,
                 vocabulary=task.vocabulary,
                 length=task.length,
-                sizes=to_jsonable_python(scales[task.form]),
+                sizes=json.loads(json.dumps(asdict(scales[task.form]))),
                 left_out={what: count for what, count in task.left_out.items() if count},
                 repeated=task.repeated,
                 files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
@@ -126,7 +126,7 @@ def _build_cell(result: CellResult, task: StudyTask, seed: int) -> studies.Study
     return studies.StudyCell(
         name=result.cell.name,
         task=task.name,
-        form=to_jsonable_python(result.unit.form),
+        form=json.loads(json.dumps(asdict(result.unit.form))),
         rate=result.unit.rate,
         forms=len(result.cell.forms),
         searched=[(rate, loss if math.isfinite(loss) else None) for rate, loss in result.searched],

@@ -49,6 +49,7 @@ from attnlens.models.loading.quantised import coded_weights
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload  # private: torch exports no name for an operation
     from transformers import PreTrainedConfig
 
 
@@ -168,7 +169,7 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
     transformers compares two tensors if a checkpoint stores a tied weight under both of its names.
     """
 
-    def dispatch(self, func: object, *more: Any, **options: Any) -> object:
+    def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
         return False if func is torch.ops.aten.equal.default else super().dispatch(func, *more, **options)
 
