@@ -168,7 +168,7 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
     transformers compares two tensors if a checkpoint stores a tied weight under both of its names.
     """
 
-    def dispatch(self, func: object, *more: Any, **options: Any) -> object:
+    def dispatch(self, func: Any, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
         return False if func is torch.ops.aten.equal.default else super().dispatch(func, *more, **options)
 
