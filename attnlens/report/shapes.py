@@ -162,9 +162,7 @@ class Shapes:
                 counts.add(measure.n)
         samples = tuple(sorted(counts))
         values, errors, null_means, null_sds = maps
-        return MeasureMap(
-            name, self.info(name), values, errors, null_means, null_sds, labels, dict(reasons), samples
-        )
+        return MeasureMap(name, self.info(name), values, errors, null_means, null_sds, labels, dict(reasons), samples)
 
 
 def group_of(info: MeasureInfo) -> str:
