@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ import torch
 
 from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
-from attnlens.files import check_folder
+from attnlens.files import check_folder, make_folder, unwritten_folder
 from attnlens.lab.study.tables import TABLES, PaperCell, PaperTable, Scale, ScaleName, describe_features, scale_of
 from attnlens.lab.study.tasks import (
     Reversal,
@@ -40,7 +41,8 @@ from attnlens.lab.study.units import (
     build_model,
     count_tokens,
     hash_task,
-    save_cells,
+    model_folder,
+    slug,
     take_step,
     train_unit,
 )
@@ -287,6 +289,18 @@ class CellResult:
     first_name: str  # name of the first seed's unit
     searched: tuple[tuple[float, float], ...]  # (learning rate, validation loss) of the search for the chosen form
     speed: Speed  # speed of its training steps
+
+
+def save_cells(folder: Path, results: Sequence[CellResult], store: Store) -> None:
+    """Copy every cell's saved steps to `folder`/task/cell. Raises OutputError if they cannot be written."""
+    for result in results:
+        source = model_folder(store, result.first_name)
+        destination = folder / slug(result.task) / slug(result.cell.name)
+        make_folder(destination.parent)
+        try:
+            shutil.copytree(source, destination)
+        except OSError as error:
+            raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
 def train_cells(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,7 @@ from torch import nn
 from attnlens.analyzers import registry
 from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
-from attnlens.files import make_folder, unwritten_folder
+from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import PrimalHeads, regulariser
 from attnlens.lab.study.tables import Scale
@@ -42,8 +41,6 @@ from attnlens.runs.store import Store, file_stem, key_of, versions
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
-
-    from attnlens.lab.study.cells import CellResult
 
 
 STATE = "state"  # name of the state among the stored parts of a training run
@@ -255,19 +252,8 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
         raise unwritten_folder(step_folder, getattr(error, "strerror", None) or str(error)) from None
 
 
-def save_cells(folder: Path, results: Sequence[CellResult], store: Store) -> None:
-    """Copy every cell's saved steps to `folder`/task/cell. Raises OutputError if they cannot be written."""
-    for result in results:
-        source = _model_folder(store, result.first_name)
-        destination = folder / slug(result.task) / slug(result.cell.name)
-        make_folder(destination.parent)
-        try:
-            shutil.copytree(source, destination)
-        except OSError as error:
-            raise unwritten_folder(destination, error.strerror or str(error)) from None
-
-
-def _model_folder(store: Store, name: str) -> Path:
+def model_folder(store: Store, name: str) -> Path:
+    """Return the folder of a training unit's saved steps."""
     return Path(store.folder) / "models" / file_stem(name)
 
 
@@ -372,7 +358,7 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
 
     def watch(step: int) -> dict[str, float]:
         if unit.saved:
-            save_step(model, task, _model_folder(store, name), step)
+            save_step(model, task, model_folder(store, name), step)
         return {} if batch is None else measure_heads(model, batch)
 
     outcome = train(model.core, task, unit, store.inside(name), watch)

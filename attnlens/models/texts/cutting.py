@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.models.texts import media, sequences
-from attnlens.models.texts.sequences import CHARACTERS, Row, sequences_in, vocabulary
-from attnlens.models.texts.sources import Content, thin_text
+from attnlens.models.texts.sequences import CHARACTERS, sequences_in, vocabulary
+from attnlens.models.texts.sources import Content, Row, thin_text
 from attnlens.records import Text
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from contextlib import contextmanager, suppress
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.models.loading.configs import foreign, text_config
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sources import Content
+from attnlens.models.texts.sources import Content, Row
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -122,14 +122,6 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
         problem = "The model's config does not define a valid start token for the decoder."
         raise TextError(problem, "Set decoder_start_token_id in config.json.")
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
-
-
-class Row(NamedTuple):
-    """One sequence of a text."""
-
-    ids: Sequence[int]
-    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if it is not a pair
-    text: str = ""  # name of the text
 
 
 FOREIGN = 0.5

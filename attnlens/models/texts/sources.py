@@ -9,15 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.locate import DEMO, reachable
-
-if TYPE_CHECKING:
-    from attnlens.models.texts.sequences import Row
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
@@ -113,6 +110,14 @@ LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
 """Characters beyond which a text is replaced by blocks that are spread evenly over it, and the number of blocks."""
 SAY_TEXT = "Give a plain text file in UTF-8."
+
+
+class Row(NamedTuple):
+    """One sequence of a text."""
+
+    ids: Sequence[int]
+    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if it is not a pair
+    text: str = ""  # name of the text
 
 
 @dataclass(frozen=True)

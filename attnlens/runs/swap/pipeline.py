@@ -176,8 +176,8 @@ def prepare(
     request: KernelRequest,
     progress: Progress = silent,
     *,
-    ranks: RankStep | None = None,
-    training: TrainingStep | None = None,
+    ranks: RankStep[KernelRun] | None = None,
+    training: TrainingStep[KernelRun] | None = None,
 ) -> SwapWork:
     """Load the model, cut the texts, find and check the sites, and return the work of the run.
 

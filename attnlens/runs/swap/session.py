@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,11 +31,13 @@ from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.swap.sites import chosen_sites, head_shapes, idle_sites, refuse_crossing
 
 if TYPE_CHECKING:
-    from attnlens.runs.swap.kernel_run import KernelRun
-    from attnlens.runs.swap.sweep import SweptMeasures
+    from jaxtyping import Float
+
+Run = TypeVar("Run", contravariant=True)
+"""A kernel's run (`KernelRun`, which is defined above this module because it uses the session)."""
 
 
-class RankStep(Protocol):
+class RankStep(Protocol[Run]):
     """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
@@ -44,10 +46,10 @@ class RankStep(Protocol):
     def check_model(self, reached: Sequence[SiteCall]) -> None:
         """Raise UsageError if the ranks do not fit the model's sites."""
 
-    def choose(self, run: KernelRun) -> hooks.Swaps:
+    def choose(self, run: Run) -> hooks.Swaps:
         """Return the swap with the chosen ranks."""
 
-    def plan(self, run: KernelRun) -> Plan:
+    def plan(self, run: Run) -> Plan:
         """Return the record of the choice, with what the measured stages of the run cost."""
 
     def notes(self, model: ModelInfo) -> list[str]:
@@ -58,14 +60,23 @@ class RankStep(Protocol):
         """Facts that determine the choice besides the options, as JSON."""
 
 
-class TrainingStep(Protocol):
+class TrainingStep(Protocol[Run]):
     """Trains the swapped model after it has been measured (`attnlens.lab.heal`)."""
 
     def sequences(self, tokens: int) -> int:
         """Return how many calibration sequences of this length to read."""
 
-    def train(self, run: KernelRun, calibrated: texts.Batches) -> None:
+    def train(self, run: Run, calibrated: texts.Batches) -> None:
         """Train the last stage of the run, and add the result as stage `healed`, with its measurements."""
+
+
+@dataclass(frozen=True)
+class SweptMeasures:
+    """The scalar measures of the swept heads."""
+
+    values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
+    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, of means over sequences
+    reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
 @dataclass
@@ -81,8 +92,8 @@ class SwapSession:
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
-    ranks: RankStep | None = None
-    training: TrainingStep | None = None
+    ranks: RankStep[Any] | None = None
+    training: TrainingStep[Any] | None = None
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # the parts of the calibration text that `ranks` reads
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none

@@ -26,25 +26,15 @@ from attnlens.runs.inspect.pipeline import read_sites
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import Tell, time_stage
 from attnlens.runs.store import Keep, keep_nothing
+from attnlens.runs.swap.session import SwapSession, SweptMeasures
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-    from attnlens.runs.swap.session import SwapSession
 
 
 LEVEL = 0.05  # corrected p below which a measure counts as a predictor
 FEWEST_HEADS = 8  # minimum number of swept heads to correlate measures with their harm
 CONSTANT = "the same in every head"
-
-
-@dataclass(frozen=True)
-class SweptMeasures:
-    """The scalar measures of the swept heads."""
-
-    values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
-    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, of means over sequences
-    reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
 def sweep_units(
