@@ -6,8 +6,7 @@
 - `statistics`: standard errors, intervals, p-values, nulls, associations.
 
 Inputs are tensors, or a `QueryKey` of one attention site; outputs are tensors, numbers, or frozen results with their
-errors. All computations are in float64. Importers: the packages above `maths` in the import-linter contract of
-pyproject.toml, `kernels` to `cli`.
+errors. All computations are in float64. Importers: `analyzers`, `kernels`, `runs`, `lab`.
 """
 
 from attnlens.lazy import import_submodules

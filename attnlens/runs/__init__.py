@@ -4,7 +4,8 @@ Contents: `inspect/`, `compare/` and `swap/` (one package per command), `series.
 computation of what a report contains), and what they share: `checks.py` (the model runs and is read rightly),
 `feeding.py` (options → settings and texts), `in_memory.py`, `outputs.py` and `differences.py` (predictions of a changed
 model against the original's), `progress.py`, `provenance.py`, `work.py` and `store.py` (named units, computed once and
-kept in files). `lens.py`: a model loaded once for several of them.
+kept in files; the facts that determine the numbers are hashed into the folder's name). `lens.py`: a model loaded once
+for several of them.
 
 Input: a model's name or a loaded model, and checked options (attnlens.requests). Output: attnlens.report.export.Report.
 Allowed importers: attnlens.lab, attnlens.cli, and attnlens itself for its public functions.

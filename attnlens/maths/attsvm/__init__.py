@@ -1,9 +1,14 @@
 """Att-SVM, attention as a support vector machine over tokens: posing, solving and certifying its problems.
 
-All functions take plain tensors and work in float64, without a model. `selection`, `prompt`, `causal`,
-`selection_sets`, `finite_part` and `next_token` pose a problem; `solve` minimises ‖W‖_F, `solve_nuclear` the nuclear
-norm, and `separable` checks whether any W exists. A `Solution` contains the certificate of its optimality or of
-infeasibility. `head` compares an attention head with its SVM. Importers: as for `attnlens.maths`.
+- `problem`: posing problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`, `next_token`), and
+  `certify`, which computes the duality gap and the optimality conditions of a solution.
+- `frobenius`, `nuclear`, `soft`: the solvers `solve` (‖W‖_F), `solve_nuclear` (nuclear norm) and `soft_margin`;
+  `separable` decides if any W exists.
+- `head`: the comparison of an attention head with its SVM.
+- `descent`: gradient descent on one-layer attention, for many trials at once.
+
+All functions take plain tensors and work in float64, without a model. A `Solution` contains the certificate of its
+optimality or of infeasibility. Importers: as for `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import attsvm

@@ -7,7 +7,7 @@
 - `long`: leading spectra and sums of sequences whose n × m matrices are read in tiles.
 
 Inputs are a `QueryKey`, a `Form` of one, or stacks of matrices; outputs are tensors with one value or curve per head.
-Importers: as for `attnlens.maths`, and `ksvd` and `statistics` beside it.
+Importers: as for `attnlens.maths`, and `maths.ksvd`.
 """
 
 from attnlens.maths.linalg.attention import (

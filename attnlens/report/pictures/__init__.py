@@ -1,9 +1,9 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
 
-Contents: `style` (settings, colours, formats, ticks), `charts` (the charts of all pictures, and pages of panels), and
+Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages of panels), and
 the pictures of one subject: `maps` (heads, with their overview), `experiments`, `studies` (and comparisons), `swaps`.
 Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, which
-names the pictures, and `report.render`, which encodes them.
+names the pictures, `report.render`, which encodes them, and `report.export`.
 """
 
 from attnlens.report.pictures.charts import panel_figure

@@ -12,10 +12,9 @@ from itertools import count, cycle, groupby
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import EllipseCollection, LineCollection
-from matplotlib.colors import Colormap, ListedColormap, Normalize
+from matplotlib.colors import Colormap, Normalize
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
@@ -25,6 +24,7 @@ from attnlens.records import PARTS
 from attnlens.report.pictures.style import (
     CATEGORIES,
     CROWD,
+    DEPTH,
     DPI,
     INK,
     MISSING,
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from attnlens.records import Report
-
-DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)), name="depth")
-"""Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
 
 def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:

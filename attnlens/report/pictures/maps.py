@@ -10,14 +10,12 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normalize, to_hex
 
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
 from attnlens.report.pictures.charts import (
-    DEPTH,
     Colours,
     HeadGrid,
     Panel,
@@ -36,8 +34,11 @@ from attnlens.report.pictures.charts import (
 )
 from attnlens.report.pictures.style import (
     CATEGORIES,
+    DEPTH,
+    DIVERGING,
     INK,
     PART_COLOURS,
+    SEQUENTIAL,
     IndexTicks,
     legend_above,
     scale_logarithmically,
@@ -232,11 +233,11 @@ def scale(reading: MeasureMap) -> Colours:
     low, high, extend = _limits(reading)
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
-        return colormaps["RdBu_r"], CenteredNorm(0, half), extend
+        return DIVERGING, CenteredNorm(0, half), extend
     # reports have nine digits: a relative spread near that is rounding, which must not span all colours
     if high - low <= SAME * abs(high):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    return colormaps["viridis"], Normalize(low, high), extend
+    return SEQUENTIAL, Normalize(low, high), extend
 
 
 def palette(reading: MeasureMap) -> Palette:

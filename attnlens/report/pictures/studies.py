@@ -7,13 +7,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, ScalarFormatter
 
 from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyTable
 from attnlens.report.pictures.charts import Dot, Panel, Row, as_array, dot_plot, grid_of, heat_map, mark_cells, overview
-from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, Style, legend_above, scale_logarithmically
+from attnlens.report.pictures.style import (
+    CATEGORIES,
+    INK,
+    MUTED,
+    SEQUENTIAL,
+    Powers,
+    Style,
+    legend_above,
+    scale_logarithmically,
+)
 from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
 from attnlens.wording import clean, format_count, shorten_line, source_of
 
@@ -69,7 +77,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
     grid = grid_of(places, (None if row is None else row.delta for row in changes))
     most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
     least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
-    bar = heat_map(axes, grid, (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min"))
+    bar = heat_map(axes, grid, (SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"))
     bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
     bar.formatter = Powers()
     bar.minorticks_off()

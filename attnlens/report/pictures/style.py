@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib.style
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
 
@@ -59,6 +61,10 @@ MUTED = "#666666"
 MISSING = "#dddddd"
 CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
 """Okabe and Ito's colour-blind-safe colours, ordered so that neighbours differ clearly."""
+SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
+"""Colour maps of values of one sign, and of signed values around 0."""
+DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
+"""Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
 PARTS_OF_SCORES = ("positive", "negative", "skew", "key", "distance", "interaction")
 PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))

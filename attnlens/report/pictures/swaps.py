@@ -10,13 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
 from attnlens.report.pictures.charts import (
-    DEPTH,
     Dot,
     Panel,
     Row,
@@ -35,8 +33,11 @@ from attnlens.report.pictures.charts import (
 )
 from attnlens.report.pictures.style import (
     CATEGORIES,
+    DEPTH,
+    DIVERGING,
     INK,
     MUTED,
+    SEQUENTIAL,
     Style,
     label_powers,
     legend_above,
@@ -355,8 +356,8 @@ def _draw_heads(axes: Axes, swap: Swap) -> None:
     grid = grid_of(places, (effect.delta for effect in effects))
     half, extend = limit(grid.values)
     signed = any(effect.p_value is not None for effect in effects)  # a distance has no sign, and no test
-    colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
-    heat_map(axes, grid, (colormaps[colours], norm, extend), f"Δ of the {effect_name(swap)}")
+    colours, norm = (DIVERGING, CenteredNorm(0, half)) if signed else (SEQUENTIAL, Normalize(0, half))
+    heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}")
     hatch(axes, grid_of(places, (effect.delta is None for effect in effects)).values > 0, "xxxxx")
     mark_cells(axes, grid_of(places, map(_is_quiet, effects)).values > 0, MUTED)
     above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
@@ -464,7 +465,7 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
     cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
     grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
     top = max(key.head_dim / key.keys for key in plan.ranks)
-    colours = (colormaps["viridis"], Normalize(0, top), "neither")
+    colours = (SEQUENTIAL, Normalize(0, top), "neither")
     heat_map(axes, grid, colours, "rank r of head_dim")
     if max(grid.values.shape) <= MOST_WRITTEN:
         texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
