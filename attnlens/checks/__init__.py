@@ -3,8 +3,8 @@
 Contents: `check` (the public function), `rule` (parse rules; tolerances), `judging` (find the values a rule covers,
 and judge them), `pytest_plugin` (the fixtures `attention_report` and `assert_attention`).
 Inputs: a `Report` or its file, rules as texts, table or TOML file, and a baseline file. Outputs: the report with its
-`records.Check` list. Importers: `cli`, `runs/doctor.py`, `attnlens` itself, and pytest for the plugin. Imports `analyzers`
-(names of measures), `report` and `records`.
+`records.Check` list. Importers: `cli`, `runs/doctor.py`, `attnlens` itself, and pytest for the plugin. Imports
+`analyzers` (names of measures), `report` and `records`.
 """
 
 from __future__ import annotations

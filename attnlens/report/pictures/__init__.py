@@ -1,9 +1,10 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
 
-Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages of panels), and
-the pictures of one subject: `maps` (heads, with their overview), `experiments`, `studies` (and comparisons), `swaps`.
+Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
+of panels), and the pictures of one subject: `maps` (heads, with their overview), `experiments`, `studies` (and
+comparisons), `swaps`.
 Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, which
-names the pictures, `report.render`, which encodes them, and `report.export`.
+names the pictures, and `report.render` and `report.export`, which encode them.
 """
 
 from attnlens.report.pictures.charts import panel_figure
