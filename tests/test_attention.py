@@ -719,5 +719,19 @@ def test_flex_attention_reads_the_softcap() -> None:
     assert apart(result, dense(found, own)) <= 1e-5
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_a_mask_of_blocks_is_compiled_under_the_settings_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else, after a few kinds of masks, torch would silently build a matrix of all pairs."""
+    create, limits = scores.create_block_mask, []
+
+    def record(*args: Any, **options: Any) -> Any:
+        limits.append((torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit))
+        return create(*args, **options)
+
+    monkeypatch.setattr(scores, "create_block_mask", record)
+    scores.by_scores(CASES["causal"](dtype=torch.float32), parsed("taylor"), compiled=False)
+    assert limits == [(scores.COMPILATION["recompile_limit"], True)]
+
+
 def test_the_room_says_what_it_offers() -> None:
     assert set(attention.__all__) == {"Route", "attend", "route", "weights"}

@@ -131,6 +131,7 @@ def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
     refused(UsageError, lambda: loading.load("demo", device_map="auto", device="cpu"), "device can't")
     refused(UsageError, lambda: loading.load("demo", device_map="auto", from_files=True), "from_files")
     refused(UsageError, lambda: loading.load("demo", device_map="auto", adapter=tmp_path), "adapter")
+    refused(UsageError, lambda: loading.load("demo", device_map="auto", adapter="auto"), "adapter")
     refused(UsageError, lambda: loading.load("demo", max_cpu_memory="1GB"), "device_map='auto'")
     refused(UsageError, lambda: loading.load("demo", device_map="all"), "device_map")
     for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB"):

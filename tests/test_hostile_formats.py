@@ -130,6 +130,27 @@ def test_a_gguf_file_with_an_absurd_header_is_refused(
     refused(ModelError, lambda: loading.load(str(gguf_file)), words)
 
 
+def gguf_with(tensor: bytes) -> bytes:
+    """Return a GGUF file without data, whose only tensor has this entry after its name."""
+    text = lambda word: struct.pack("<Q", len(word)) + word  # noqa: E731
+    fields = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + fields + text(b"t") + tensor + bytes(64)
+
+
+def test_a_tensor_of_many_dimensions_in_a_gguf_file_is_refused_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="GGUF files need the package gguf")
+    sizes = 10**6  # their product would have 63 million bits
+    shape = struct.pack("<I", sizes) + struct.pack("<Q", 2**63 - 1) * sizes
+    (tmp_path / "m.gguf").write_bytes(gguf_with(shape + struct.pack("<IQ", 0, 0)))
+    refused(ModelError, lambda: read_header(tmp_path / "m.gguf"), f"a tensor of {sizes} dimensions")
+
+
+def test_an_empty_tensor_of_an_unknown_type_in_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="GGUF files need the package gguf")
+    (tmp_path / "m.gguf").write_bytes(gguf_with(struct.pack("<IQQIQ", 2, 0, 5, 999, 0)))
+    refused(ModelError, lambda: read_header(tmp_path / "m.gguf"), "stores t in an unknown type")
+
+
 # tokenizers
 
 

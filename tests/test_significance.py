@@ -17,6 +17,7 @@ from scipy import stats
 import attnlens
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values
+from attnlens.records import Head, Measure
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.draws import move_values, move_weights, stored_type, stored_types
 from attnlens.runs.compare.significance import Rounding
@@ -196,3 +197,16 @@ def test_angles_are_scipys_and_no_change_of_basis_moves_them():
     assert float(linalg.largest_angle(one, one @ basis).max()) < 1e-10
     assert linalg.largest_angle(one, one * torch.tensor([1.0, 1, 1, 0])).tolist() == [90.0] * 3
     assert linalg.largest_angle(0 * one, 0 * one).isnan().all()
+
+
+def test_whether_a_measure_is_a_category_is_found_once_for_all_its_rows(monkeypatch):
+    place = {"site": "h", "layer": 0, "kv_head": 0, "part": "encoder"}
+    sides = tuple(
+        [Head(**place, head=number, measures={"m": Measure(value=value, n=1)}) for number in range(5)]
+        for value in (0.0, 1.0)
+    )
+    asked = []
+    monkeypatch.setattr(significance, "is_category", lambda _heads, name: bool(asked.append(name)))
+    rows = significance.build_rows(sides, {"m": None}, FDR, "untested")
+    assert [(row.delta, row.reason) for row in rows] == [(1.0, "untested")] * 5
+    assert asked == ["m"]

@@ -286,6 +286,14 @@ def test_files_of_others_stay_when_a_run_is_cleared(plan, store, compute):
 # --- other runs -------------------------------------------------------------------------------------------------------
 
 
+def test_a_place_that_can_not_be_listed_is_no_obstacle(plan, store, compute, monkeypatch):
+    def closed(_folder, _pattern):
+        raise PermissionError(13, "no permission to list")
+
+    monkeypatch.setattr(Path, "glob", closed)
+    assert set(run_units(NAMES, compute, plan, store).values) == set(NAMES)
+
+
 def test_a_run_of_other_facts_has_another_key_and_is_reported_by_the_first_difference(plan, store, compute, caplog):
     run_units(NAMES, compute, plan, store)
     other = plan.store(FACTS | {"settings": {"seed": 1}})

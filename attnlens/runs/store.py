@@ -145,7 +145,10 @@ class Store:
 
     def report_others(self) -> None:
         """Log which other runs of the same command have units in the same folder, and the first fact that differs."""
-        for file in sorted(self.folder.parent.glob(f"*/{RUN}")):
+        files: list[Path] = []
+        with suppress(OSError):  # a remote folder may be readable, but not listed
+            files = sorted(self.folder.parent.glob(f"*/{RUN}"))
+        for file in files:
             with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file may come from anywhere
                 facts = json.loads(file.read_text())
                 reason = difference(self.facts, facts)

@@ -42,9 +42,10 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     flex = cast("Callable[..., Tensor]", _compile_flex(kernel.spelling) if compiled else flex_attention)
-    mod, mask = _score_mod(call, kernel), _block_mask(call, kernel, compiled=compiled)
+    mod = _score_mod(call, kernel)
     # private, but the only way to change these settings for one call
     with torch._dynamo.config.patch(COMPILATION):
+        mask = _block_mask(call, kernel, compiled=compiled)  # is compiled too
         return flex(query, key, call.paired_value, score_mod=mod, block_mask=mask, scale=call.scale)
 
 

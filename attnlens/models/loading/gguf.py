@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LONGEST = 2**26
 """Maximum size of a header in bytes; the largest vocabularies need a quarter of it."""
+MOST_DIMENSIONS = 8
+"""Maximum number of a tensor's dimensions; ggml itself has at most four."""
 SAMPLE = 4096
 """Bytes sampled at the beginning, in the middle and at the end of a tensor."""
 SAY_AGAIN = "Download it again."
@@ -103,7 +105,9 @@ def read_header(path: Path) -> Header:
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
             raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
     for entry in header.tensors:
-        if prod(entry.shape) and not entry.bytes:
+        if len(entry.shape) > MOST_DIMENSIONS:  # the product of millions of sizes would take hours
+            raise ModelError(f"{path} has a tensor of {len(entry.shape)} dimensions.", SAY_AGAIN)
+        if entry.type not in import_module("gguf").GGML_QUANT_SIZES or (prod(entry.shape) and not entry.bytes):
             raise ModelError(f"{path} stores {shorten_text(entry.name)} in an unknown type.", "Convert it again.")
         if (last := data + entry.offset + entry.bytes) > len(content):
             problem = f"the data of {shorten_text(entry.name)} end at byte {last}, but the file has {len(content)}"

@@ -117,7 +117,8 @@ def check_device_map(options: Mapping[str, object]) -> None:
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
         raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
-    others = [name for name in ("device", "from_files", "adapter") if options[name] not in (None, False, "auto")]
+    defaults = {"device": "auto", "from_files": False, "adapter": None}
+    others = [name for name, default in defaults.items() if options[name] != default]
     if options["device_map"] is not None and others:
         problem = f"{others[0]} can't be combined with device_map (--device spread)."
         raise UsageError(problem, "Omit one of them.")

@@ -147,13 +147,14 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
     least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
+    categories = {name for name in tests if is_category(heads, name)}  # for each, all heads are read
     rows = []
     for (name, test, place), row_p, row_q, row_named in zip(keys, p.tolist(), q.tolist(), named.tolist(), strict=True):
         head = heads[0][place]
         measures = {"first": head.measures.get(name), "second": heads[1][place].measures.get(name)}
         before, after = (None if measure is None else measure.value for measure in measures.values())
         gaps = [f"in the {which} model {part.reason}" for which, part in measures.items() if part and part.reason]
-        reason = "it is a category and has no differences" if is_category(heads, name) else next(iter(gaps), None)
+        reason = "it is a category and has no differences" if name in categories else next(iter(gaps), None)
         fields: dict[str, float | None] = {}
         if test is not None:
             fields = {"delta": number_of(test.delta[place]), "p": number_of(row_p)}
