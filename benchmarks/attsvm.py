@@ -277,13 +277,13 @@ def compare_descent(trials: int, iterations: int, rounds: int) -> None:
     start = torch.zeros(trials, d, d, dtype=torch.float64)
     ours = partial(descend, Instances(x, z, labels, Linear(normalize(v))), start, iterations, lr=0.1)
 
-    def published() -> Tensor:
+    def run_published() -> Tensor:
         forms = [
             train_published(x[trial], z[trial], labels[trial], normalize(v)[trial], iterations) for trial in range(few)
         ]
         return torch.stack(forms)
 
-    seconds, (path, theirs) = time_with_peer(ours, published, rounds)
+    seconds, (path, theirs) = time_with_peer(ours, run_published, rounds)
     difference = float((path.W[-1][:few] - theirs).abs().max())
     print(f"\ndescent: {trials} trials × {iterations} iterations, n = {n}, T = {tokens}, d = {d}")
     print(f"  peer: the published loop with autograd, measured on {few} trials and scaled to {trials}")

@@ -65,15 +65,15 @@ def print_row(kernel: Kernel, tokens: int, dtype: torch.dtype, rounds: int) -> N
     exact = draw_call(tokens)
     call = replace(exact, query=exact.query.to(dtype), key=exact.key.to(dtype), value=exact.value.to(dtype))
 
-    def ours() -> Tensor:
+    def run_ours() -> Tensor:
         return attend(call, kernel)
 
-    def plain() -> Tensor:
+    def run_sdpa() -> Tensor:
         return scaled_dot_product_attention(call.query, call.key, call.value, is_causal=True, scale=call.scale)
 
-    mine, theirs, memory = time_on_gpu(ours, rounds), time_on_gpu(plain, rounds), measure_extra(ours)
+    mine, theirs, memory = time_on_gpu(run_ours, rounds), time_on_gpu(run_sdpa, rounds), measure_extra(run_ours)
     label = f"{kernel.spelling} | {route(call, kernel)} | {tokens} | {str(dtype).removeprefix('torch.')}"
-    error = measure_error(ours(), exact, kernel)
+    error = measure_error(run_ours(), exact, kernel)
     print(f"| {label} | {mine:.2f} | {theirs / mine:.2f} | {memory / 1e6:.0f} | {error:.0e} |")
 
 

@@ -94,7 +94,7 @@ def build_pass(name: str, tokens: int, device: str = "cpu") -> Callable[[], obje
     query, key, value = (torch.randn(shape, generator=draw, device=device).requires_grad_() for _ in range(3))
     heads = PrimalHeads(HEADS, HEAD_DIM, SCORES).to(device)
 
-    def eager() -> Tensor:
+    def attend_eagerly() -> Tensor:
         above = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
         scores = (query @ key.mT * HEAD_DIM**-0.5).masked_fill(above, -torch.inf)
         return scores.softmax(-1) @ value
@@ -102,15 +102,15 @@ def build_pass(name: str, tokens: int, device: str = "cpu") -> Callable[[], obje
     ways: dict[str, Callable[[], Tensor]] = {
         "primal": lambda: heads(query, key, causal=True),
         "sdpa": lambda: scaled_dot_product_attention(query, key, value, is_causal=True),
-        "eager": eager,
+        "eager": attend_eagerly,
     }
 
-    def work() -> None:
+    def run() -> None:
         ways[name]().square().sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return work
+    return run
 
 
 WAYS = ("primal", "sdpa", "eager")

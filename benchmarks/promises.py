@@ -78,7 +78,7 @@ class Population:
         """Compute the losses of all windows under the current model."""
         return losses(self.loaded, fed, self.task, self.design)
 
-    def truth(self, choice: Choice, used: Iterable[int]) -> float:
+    def measure_truth(self, choice: Choice, used: Iterable[int]) -> float:
         """Compute the plan's rise on all windows except those used to find it."""
         with hooks.replace(self.loaded.model, self.sites, choice.swaps):
             after = self.compute_losses(self.fed).means
@@ -87,7 +87,7 @@ class Population:
         weights = self.original.counts * left
         return float((after * weights).sum() / (self.original.means * weights).sum()) - 1
 
-    def search(self, margin: float | None = None) -> Budgeting:
+    def build_search(self, margin: float | None = None) -> Budgeting:
         """Build a search over all heads."""
         swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed(ALL_DIRECTIONS)) for site in self.sites}
         search = Budgeting(self.loaded, self.sites, swaps, self.task, "auto", 0, lambda _: None)
@@ -170,13 +170,13 @@ def run_schemes(population: Population, budget: Budget, placements: int) -> Iter
     print(f"\n{name}: {population.design.count} windows of {population.cut.tokens} tokens", flush=True)
     for seed in range(placements):
         parts = cut_spread(population, seed)
-        choice = population.search().choose(*parts, budget)
-        truth = population.truth(choice, list_windows(parts[:2]))
+        choice = population.build_search().choose(*parts, budget)
+        truth = population.measure_truth(choice, list_windows(parts[:2]))
         for scheme, rise in ((PROMISED, choice.promised), (ESTIMATED, choice.estimated)):
             yield build_outcome(name, scheme, seed, choice, truth, rise)
         first, second = cut_consecutive(population, seed)
-        choice = population.search(margin=1).choose(first, second, second, budget)
-        yield build_outcome(name, CONSECUTIVE, seed, choice, population.truth(choice, ()), choice.estimated)
+        choice = population.build_search(margin=1).choose(first, second, second, budget)
+        yield build_outcome(name, CONSECUTIVE, seed, choice, population.measure_truth(choice, ()), choice.estimated)
         print(".", end="", flush=True)
     print()
 

@@ -113,7 +113,7 @@ def estimate_reliability(values: Tensor, names: Sequence[str]) -> float:
     return max(0.0, 2 * middle / (1 + middle))
 
 
-def correlate(
+def correlate_harm(
     x: Tensor, y: Tensor, names: Sequence[str], layers: Sequence[int], heads: Sequence[object]
 ) -> dict[str, Any]:
     """Correlate the mean value of a head with its mean harm, and estimate the ceiling set by noise.

@@ -92,7 +92,7 @@ def study_model(name: str, path: str, files: list[str], cut: texts.Cut) -> dict[
     for part, kernel in KERNELS.items():
         x = sum(studies.average_blocks(report, batches, f"tokens.share_{share}") for share in PARTS[part])
         y, layers, heads = studies.measure_harms(loaded, batches, kernel)
-        row = studies.correlate(x, y, names, layers, heads) | {"log_r2": fit_logarithms(x.mean(0), y.mean(0))}
+        row = studies.correlate_harm(x, y, names, layers, heads) | {"log_r2": fit_logarithms(x.mean(0), y.mean(0))}
         row |= {"share": x.mean(0).tolist(), "harm": y.mean(0).tolist(), "layer": layers, "heads": len(set(heads))}
         result["parts"][part] = row
         print(format_row(part, kernel, row), flush=True)

@@ -136,16 +136,16 @@ def compare_whole_model(name: str, path: str, rounds: int) -> None:
     sites = tuple(capture.site for capture in hooks.survey(loaded.model, batch.inputs))
     swaps = {site: hooks.Replacement(parsed("rbf")) for site in sites}
 
-    def plain() -> Tensor:
+    def run_plain() -> Tensor:
         with torch.no_grad():
             return loaded.model(**batch.inputs)[0]
 
-    def swapped() -> Tensor:
+    def run_swapped() -> Tensor:
         with hooks.replace(loaded.model, sites, swaps):
-            return plain()
+            return run_plain()
 
-    plain(), swapped()
-    times, _ = subjects.time_in_turn((plain, swapped), rounds)
+    run_plain(), run_swapped()
+    times, _ = subjects.time_in_turn((run_plain, run_swapped), rounds)
     before, after = (batch.inputs["input_ids"].numel() / seconds for seconds in times)
     print(f"\n{name}, rbf in every head of {len(sites)} sites, sequences of {batch.inputs['input_ids'].shape}")
     print(f"  tokens per second: {after:.0f} swapped, {before:.0f} unchanged, ratio {after / before:.2f}")
