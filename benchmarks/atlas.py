@@ -1,12 +1,11 @@
-"""Makes the atlas: how each measure is distributed over the heads of trained models, by depth.
+"""Make the atlas: the distribution of each measure over the heads of trained models, by depth.
 
 python benchmarks/atlas.py [--reports FOLDER] [--models NAME ...] [--write] [--quick]
 
-Every model is read by `inspect` with all analyzers, the default windows and seed 0: language models on the built-in
-texts, chemistry models on the reactions of reactions.py, a line each. Reports are kept in FOLDER and not made again.
-`--write` writes attnlens/report/atlas.json and the pictures of docs/atlas.md. Beside the sizes stands how much a
-percentile
-read from the quantiles that are kept is off, over all heads, measures and depths.
+`inspect` reads every model with all analyzers, the default windows and seed 0: language models on the built-in texts,
+chemistry models on the reactions of reactions.py, one per line. Reports are saved in FOLDER and reused. `--write`
+writes attnlens/report/atlas.json and the pictures of docs/atlas.md. The printed error is that of percentiles read from
+the stored quantiles, over all heads, measures and depths.
 """
 
 from __future__ import annotations
@@ -35,79 +34,80 @@ ANALYZERS = ("symmetry", "spectrum", "selection", "ksvd")
 LINEAGES = {"demo": "demo", "SmolLM2": "SmolLM2", "MiniLM": "MiniLM"} | {
     name: name.partition(" ")[0] for name in reactions.FOLDERS
 }
-"""Name → what it was trained from: the two last rxnfp were tuned from the first."""
+"""Name → lineage: the last two rxnfp models were fine-tuned from the first."""
 ALLOWED = 150_000
-"""Bytes that the file may have."""
+"""Largest size of the file in bytes."""
 
 
 def main() -> None:
-    """Read the models, and say or write what was found."""
+    """Read the models, print the summary, and write the atlas."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of demo on 4 windows: does it still run?")
-    parser.add_argument("--reports", type=Path, help="folder that keeps the reports (default: they are not kept)")
+    parser.add_argument("--reports", type=Path, help="folder for the reports (default: a temporary one)")
     parser.add_argument("--models", nargs="+", default=list(LINEAGES), choices=LINEAGES, help="(default: all)")
     parser.add_argument("--write", action="store_true", help="write the atlas and its pictures")
-    asked = parser.parse_args()
-    print(subjects.machine())
+    options = parser.parse_args()
+    print(subjects.describe_machine())
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        names = ["demo"] if asked.quick else asked.models
-        found = {name: read(name, asked.reports or Path(folder), quick=asked.quick) for name in names}
-    reports = {name: report for name, report in found.items() if report is not None}
-    made = made_of(reports)
-    text = json.dumps(made, ensure_ascii=False, separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
-    heads = sum(model["heads"] for model in made["models"])
-    off = differences(made["models"], reports)
+        names = ["demo"] if options.quick else options.models
+        loaded = {name: load_report(name, options.reports or Path(folder), quick=options.quick) for name in names}
+    reports = {name: report for name, report in loaded.items() if report is not None}
+    atlas_content = build_atlas(reports)
+    text = json.dumps(atlas_content, ensure_ascii=False, separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
+    heads = sum(model["heads"] for model in atlas_content["models"])
+    errors = measure_errors(atlas_content["models"], reports)
     print(
-        f"{heads} heads of {len(reports)} models; percentiles off by {np.mean(off):.1f} points, at most {max(off):.1f}"
+        f"{heads} heads of {len(reports)} models; "
+        f"percentiles off by {np.mean(errors):.1f} points, at most {max(errors):.1f}"
     )
     print(f"{'bytes':8} {len(text.encode()):10,} {ALLOWED:10,} ratio {len(text.encode()) / ALLOWED:.2f}")
-    if asked.write:
+    if options.write:
         write_atomically(atlas.FILE, text.encode())
         docs = Path(__file__).parent.parent / "docs"
-        for name, content in atlas_pictures.drawn(list(map(atlas.model_of, made["models"]))).items():
-            write_atomically(docs / name, content)
-            print(f"{name} {len(content):,} bytes")
+        for name, picture in atlas_pictures.draw_pictures(list(map(atlas.model_of, atlas_content["models"]))).items():
+            write_atomically(docs / name, picture)
+            print(f"{name} {len(picture):,} bytes")
 
 
-def read(name: str, folder: Path, *, quick: bool) -> Report | None:
-    """The model's report, from the folder if it is there; None where its package is not installed."""
-    kept = folder / f"{name}.json"
-    if not kept.is_file():
-        report = inspected(name, folder, {"windows": 4, "length": 16, "heads": [0, 5]} if quick else {})
+def load_report(name: str, folder: Path, *, quick: bool) -> Report | None:
+    """Load the model's report from the folder, or make it; None if its package is not installed."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        report = inspect_model(name, folder, {"windows": 4, "length": 16, "heads": [0, 5]} if quick else {})
         if report is None:
             return None
-        report.write_json(kept)
-    return read_report(kept)
+        report.write_json(path)
+    return read_report(path)
 
 
-def inspected(name: str, folder: Path, size: dict[str, int]) -> Report | None:
-    """What `inspect` finds of the model with every analyzer."""
+def inspect_model(name: str, folder: Path, size: dict[str, int]) -> Report | None:
+    """Inspect a model with all analyzers; None if its package is not installed."""
     if name not in reactions.FOLDERS:
-        place = subjects.models(quick=False).get(name)
-        return attnlens.inspect(place, analyzers=ANALYZERS, **size) if place else None
-    with tempfile.TemporaryDirectory() as made:
+        path = subjects.find_models(quick=False).get(name)
+        return attnlens.inspect(path, analyzers=ANALYZERS, **size) if path else None
+    with tempfile.TemporaryDirectory() as temporary:
         head = "ForMaskedLM" if name in reactions.MASKED else "Model"
-        place = reactions.chemistry_model(name, Path(made) / "model", head)
-        texts = reactions.write_reactions(Path(made), 30)
-        if place is None:
+        path = reactions.build_chemistry_model(name, Path(temporary) / "model", head)
+        texts = reactions.write_reactions(Path(temporary), 30)
+        if path is None:
             return None
-        return attnlens.inspect(place, text=texts, pack=False, allow_pickle=True, analyzers=ANALYZERS, **size)
+        return attnlens.inspect(path, text=texts, pack=False, allow_pickle=True, analyzers=ANALYZERS, **size)
 
 
-def made_of(reports: dict[str, Report]) -> dict[str, Any]:
-    """The atlas of these reports."""
+def build_atlas(reports: dict[str, Report]) -> dict[str, Any]:
+    """Build the atlas from these reports."""
     return {
         "made_by": "benchmarks/atlas.py",
         "attnlens": attnlens.__version__,
         "date": datetime.now(UTC).date().isoformat(),
         "levels": list(atlas.LEVELS),
-        "models": [entry(name, report) for name, report in reports.items()],
+        "models": [build_entry(name, report) for name, report in reports.items()],
     }
 
 
-def entry(name: str, report: Report) -> dict[str, Any]:
-    """A model with what it was read on, and each measure's number of heads and quantiles by depth."""
+def build_entry(name: str, report: Report) -> dict[str, Any]:
+    """Build the entry of a model: its origin, settings, and the quantiles of each measure by depth."""
     (part,) = {head.part for head in report.heads}
     settings, conventions = report.settings, report.model.conventions
     assert conventions is not None
@@ -128,38 +128,38 @@ def entry(name: str, report: Report) -> dict[str, Any]:
         "seed": settings.seed,
         "texts": [{"name": text.name, "sha256": text.sha256} for text in settings.texts],
         "measures": {
-            measure: {depth: [len(values), *atlas.quantiles(values)] for depth, values in found.items()}
+            measure: {depth: [len(values), *atlas.quantiles(values)] for depth, values in values.items()}
             for measure in report.measure_names()
-            if find_measure(measure).sized_by != "rounding" and (found := values_of(report, measure))
+            if find_measure(measure).sized_by != "rounding" and (values := collect_values(report, measure))
         },
     }
 
 
-def values_of(report: Report, measure: str) -> dict[Third, list[float]]:
-    """Depth → what its heads read; weights that all layers share have no depth and count once.
+def collect_values(report: Report, measure: str) -> dict[Third, list[float]]:
+    """Group the values of a measure by depth; weights that all layers share have no depth and count once.
 
-    What goes with a model's size, so that nothing is compared by it, is kept of the model as a whole.
+    A measure that depends on the size of the model gets only the group "all".
     """
     thirds, shared = atlas.depths(report), measure.startswith("weights.") and atlas.shares_weights(report.heads[0])
-    found: dict[Third, list[float]] = {}
+    values: dict[Third, list[float]] = {}
     whole = shared or find_measure(measure).sized_by
     for head in report.heads:
-        one = head.measures.get(measure)
-        if one is None or one.value is None or (shared and head.layer != report.heads[0].layer):
+        measured = head.measures.get(measure)
+        if measured is None or measured.value is None or (shared and head.layer != report.heads[0].layer):
             continue
         for depth in ("all",) if whole else (thirds[head.layer], "all"):
-            found.setdefault(depth, []).append(one.value)
-    return found
+            values.setdefault(depth, []).append(measured.value)
+    return values
 
 
-def differences(entries: list[dict[str, Any]], reports: dict[str, Report]) -> list[float]:
-    """By how much the percentile of each head within its model, read from the quantiles, is off."""
+def measure_errors(entries: list[dict[str, Any]], reports: dict[str, Report]) -> list[float]:
+    """Compute the error, in points, of each head's percentile when it is read from the quantiles."""
     return [
         abs(spread.below(value) - 100 * (np.less(values, value).mean() + np.equal(values, value).mean() / 2))
         for model in map(atlas.model_of, entries)
         for measure, depths in model.measures.items()
         if not find_measure(measure).sized_by
-        for depth, values in values_of(reports[model.name], measure).items()
+        for depth, values in collect_values(reports[model.name], measure).items()
         for spread in [depths[depth]]
         for value in values
     ]

@@ -1,22 +1,20 @@
-"""Speed and accuracy of `inspect` for tokens.* beside the model's plain forward.
+"""Speed and accuracy of `inspect` for tokens.*, compared with the model's plain forward pass.
 
 python benchmarks/inspection.py [--quick]
 
-Medians of runs taken in turn, on one thread where nothing else is said, on a model that is already loaded. The peers
-are the forward under the model's own attention, torch.linalg.eigvalsh, and one thread. The script is not called
-inspect.py: its folder comes first on Python's path, where it would hide the standard module.
+Times are medians of runs taken in turn on a loaded model, on one thread unless stated. The peers are the model's own
+forward pass, torch.linalg.eigvalsh, and one thread. The script is not called inspect.py because its folder comes first
+on Python's path, where it would hide the standard module.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import subjects
 import torch
-from spectra import by_eigenvalues, row
+from spectra import compare_times, judge_by_eigenvalues
 
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading
@@ -29,76 +27,66 @@ TARGETS = {"without spectra": 3, "all analyzers": 10}
 
 def main() -> None:
     """Print every row."""
-    quick = subjects.started(__doc__)
-    name, model = subjects.main_model(quick=quick)
+    quick = subjects.start_benchmark(__doc__)
+    name, model = subjects.find_main_model(quick=quick)
     loaded = loading.load(model)
     tokens, sequences = (32, 4) if quick else (128, 32)
-    against_forward(loaded, name, tokens, sequences, rounds=1 if quick else 5)
+    compare_with_forward(loaded, name, tokens, sequences, rounds=1 if quick else 5)
     most = 64 if quick else min(512, loaded.model.config.max_position_embeddings)
-    definiteness(loaded, name, most, rounds=1 if quick else 3)
-    threads(loaded, name, tokens, sequences, rounds=1 if quick else 5)
+    compare_verdicts(loaded, name, most, rounds=1 if quick else 3)
+    compare_threads(loaded, name, tokens, sequences, rounds=1 if quick else 5)
 
 
-def against_forward(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
-    """attnlens.inspect on tokens, in turn with the forward."""
-    batches = subjects.batches(loaded, tokens, sequences)
-    tasks = [partial(subjects.inspected, loaded, task, tokens, sequences) for task in subjects.TASKS]
-    plain, *ours = medians(rounds, partial(subjects.forward, loaded, batches), *tasks)
+def compare_with_forward(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
+    """Time attnlens.inspect on tokens in turn with the forward pass."""
+    batches = subjects.build_batches(loaded, tokens, sequences)
+    tasks = [partial(subjects.inspect_windows, loaded, task, tokens, sequences) for task in subjects.TASKS]
+    functions = [partial(subjects.run_forward, loaded, batches), *tasks]
+    plain, *ours = subjects.time_in_turn(functions, rounds, warm=True)[0]
     print(
         f"\ninspect --source tokens: {name}, {sequences} sequences of {tokens} tokens, one thread, medians of {rounds}"
     )
     print("  ours is all of attnlens.inspect on a loaded model: tokenizing, survey, identity proof, forward, report")
-    for (task, target), taken in zip(TARGETS.items(), ours, strict=True):
-        print(f"  {task}: ours {taken:.2f} s, forward {plain:.2f} s, ratio {taken / plain:.1f} (target ≤ {target})")
-    error = rank_error(tasks[-1](), loaded, batches)
+    for (task, target), seconds in zip(TARGETS.items(), ours, strict=True):
+        print(f"  {task}: ours {seconds:.2f} s, forward {plain:.2f} s, ratio {seconds / plain:.1f} (target ≤ {target})")
+    error = measure_rank_error(tasks[-1](), loaded, batches)
     print(f"  tokens.effective_rank against the model's own eager attention: largest relative error {error:.0e}")
 
 
-def rank_error(report: Report, loaded: Loaded, batches: Batches) -> float:
-    """Effective ranks once more, from the probabilities that the model itself hands out."""
+def measure_rank_error(report: Report, loaded: Loaded, batches: Batches) -> float:
+    """Compute the largest relative error of the effective ranks, from the attention that the model itself returns."""
     with torch.no_grad(), hooks.implementation(loaded.model, "eager"):
-        given = [loaded.model(**batch.inputs, output_attentions=True).attentions for batch in batches]
-    values = torch.linalg.svdvals(torch.cat([torch.stack(layers).double() for layers in given], dim=1))
-    shares = values / values.sum(-1, keepdim=True)
+        attentions = [loaded.model(**batch.inputs, output_attentions=True).attentions for batch in batches]
+    singular = torch.linalg.svdvals(torch.cat([torch.stack(layers).double() for layers in attentions], dim=1))
+    shares = singular / singular.sum(-1, keepdim=True)
     expected = torch.special.entr(shares).sum(-1).exp().mean(1).flatten()
-    found = [head.measures["tokens.effective_rank"].value for head in report.heads]
-    return float((torch.tensor(found, dtype=torch.float64) / expected - 1).abs().max())
+    values = [head.measures["tokens.effective_rank"].value for head in report.heads]
+    return float((torch.tensor(values, dtype=torch.float64) / expected - 1).abs().max())
 
 
-def definiteness(loaded: Loaded, name: str, tokens: int, rounds: int) -> None:
-    """The verdicts on the kernels of one real sequence against all their eigenvalues."""
-    reached = hooks.survey(loaded.model, subjects.batches(loaded, tokens, 1).batches[0].inputs)
-    logits = torch.cat([found.call.query_key(found.site).logits[0] for found in reached])
-    verdicts, truth = linalg.definite(logits), by_eigenvalues(logits)
+def compare_verdicts(loaded: Loaded, name: str, tokens: int, rounds: int) -> None:
+    """Compare the verdicts on the kernels of one real sequence with all their eigenvalues."""
+    captures = hooks.survey(loaded.model, subjects.build_batches(loaded, tokens, 1).batches[0].inputs)
+    logits = torch.cat([capture.call.query_key(capture.site).logits[0] for capture in captures])
+    verdicts, truth = linalg.definite(logits), judge_by_eigenvalues(logits)
     print(f"\nis exp(L) positive semidefinite: {len(logits)} heads of {name}, {tokens} tokens (target ≥ 14 at 512)")
     label = f"{int((verdicts == truth).sum())} of {len(logits)} verdicts agree, {int(truth.sum())} positive"
-    row(label, partial(linalg.definite, logits), partial(by_eigenvalues, logits), rounds)
+    compare_times(label, partial(linalg.definite, logits), partial(judge_by_eigenvalues, logits), rounds)
 
 
-def threads(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
-    """All of tokens.*, forward included, with two threads against one."""
+def compare_threads(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
+    """Compare two threads with one for all of tokens.*, including the forward pass."""
 
-    def on(count: int) -> Callable[[], None]:
+    def run_with(count: int) -> Callable[[], None]:
         def run() -> None:
             torch.set_num_threads(count)
-            subjects.inspected(loaded, "all analyzers", tokens, sequences)
+            subjects.inspect_windows(loaded, "all analyzers", tokens, sequences)
             torch.set_num_threads(1)
 
         return run
 
     print(f"\nthreads: all of tokens.* on {name}, forward included (meaningful with two idle cores)")
-    row("two threads against one", on(2), on(1), rounds)
-
-
-def medians(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Median seconds of each, run in turn after one round that does not count."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for _ in range(rounds + 1):
-        for function, times in zip(functions, seconds, strict=True):
-            began = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - began)
-    return [statistics.median(times[1:]) for times in seconds]
+    compare_times("two threads against one", run_with(2), run_with(1), rounds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Published ways to cache fewer numbers of each key, each from its paper in a few lines.
+"""Published methods that cache fewer numbers of each key, each implemented from its paper in a few lines.
 
-All of them are linear maps of keys, k̂ = k B Aᵀ (plus the bias), so that every one is a `Latents` and is measured by
-what measures ours. A truncated SVD of a matrix of keys K ≈ K V_r V_rᵀ has the leading eigenvectors of KᵀK for V.
+All of them are linear maps of keys, k̂ = k B Aᵀ (plus the bias). Each is therefore a `Latents` and measured as ours is.
+In a truncated SVD of a matrix of keys, K ≈ K V_r V_rᵀ, V are the leading eigenvectors of KᵀK.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ class Moments:
     keys: Tensor
 
     def blocks(self) -> Tensor:
-        """Σ k kᵀ of each key head."""
+        """Return Σ k kᵀ of each key head."""
         size = self.queries.shape[-1]
         return torch.stack(
             [self.keys[at : at + size, at : at + size] for at in range(0, len(self.queries) * size, size)]
         )
 
     def add(self, query: Tensor, key: Tensor, kv_heads: int) -> None:
-        """Of (batch, heads, tokens, d)."""
-        every = (query.mT @ query).sum(0)
-        self.queries += every.unflatten(0, (kv_heads, -1)).sum(1)
+        """Add queries and keys of shape (batch, heads, tokens, d)."""
+        products = (query.mT @ query).sum(0)
+        self.queries += products.unflatten(0, (kv_heads, -1)).sum(1)
         stacked = key.transpose(1, 2).flatten(2).flatten(0, 1)
         self.keys += stacked.T @ stacked
 
 
 @dataclass
 class Read:
-    """What the peers are made of at one site."""
+    """The inputs of the peers at one site."""
 
     maps: Maps
     """W_Q and W_K without rotation."""
     turn: Turn | None
-    """The rotation of keys; None where there is none."""
+    """The rotation of keys, if any."""
     before: Moments = field(init=False)
-    """Of queries and keys before the rotation, without biases."""
+    """Moments of queries and keys before the rotation, without biases."""
     after: Moments = field(init=False)
-    """Of rotated queries and keys as they are."""
+    """Moments of rotated queries and keys."""
     weights: Moments = field(init=False)
-    """Of the columns of W_Q and W_K: no text."""
+    """Moments of the columns of W_Q and W_K, independent of texts."""
 
     def __post_init__(self) -> None:
         kv_heads, _, size = self.maps.key.shape
@@ -78,85 +78,83 @@ class Read:
         self.before.add(query - self.maps.query_bias, key - self.maps.key_bias, kv_heads)
 
 
-def principal(gram: Tensor) -> Sides:
-    """K̂ = K V_r V_rᵀ, V the eigenvectors of KᵀK: the best K̂ of rank r in ‖K − K̂‖ (Eckart & Young 1936)."""
+def find_principal(gram: Tensor) -> Sides:
+    """Return V twice, the eigenvectors of KᵀK: K̂ = K V_r V_rᵀ has the least ‖K − K̂‖ (Eckart & Young 1936)."""
     vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)
     return vectors, vectors
 
 
-def svd_of_keys(read: Read) -> Sides:
-    """SVD of each head's W_K, cut."""
-    return principal(read.weights.blocks())
+def decompose_keys(read: Read) -> Sides:
+    """Truncate the SVD of each head's W_K."""
+    return find_principal(read.weights.blocks())
 
 
-def svd_of_all_keys(read: Read) -> Sides:
-    """SVD of the whole W_K, of all key heads."""
-    return principal(read.weights.keys[None])
+def decompose_all_keys(read: Read) -> Sides:
+    """Truncate the SVD of the whole W_K, of all key heads."""
+    return find_principal(read.weights.keys[None])
 
 
-def svd_of_product(read: Read) -> Sides:
-    """SVD of W_Q W_Kᵀ, the W_Q of the query heads of a key head below each other; of the un-rotated form."""
+def decompose_product(read: Read) -> Sides:
+    """Truncate the SVD of W_Q W_Kᵀ without rotation; the W_Q of all query heads of a key head are stacked."""
     return directions(read.weights.queries, read.weights.blocks())
 
 
-def palu_of_a_head(read: Read) -> Sides:
-    """Palu, M-LRD (Chang et al. 2024, section 3): SVD of S W_K, SᵀS = XᵀX, cut; keys before the rotation.
+def fit_palu_heads(read: Read) -> Sides:
+    """Fit Palu, M-LRD (Chang et al. 2024, section 3): truncated SVD of S W_K, SᵀS = XᵀX; keys before the rotation.
 
     ‖S(W_K − Ŵ)‖ = ‖X(W_K − Ŵ)‖ = ‖K − K̂‖: the principal directions of the keys.
     """
-    return principal(read.before.blocks())
+    return find_principal(read.before.blocks())
 
 
-def palu_of_all(read: Read) -> Sides:
-    """Palu, J-LRD: the same of all key heads together (G-LRD with one group)."""
-    return principal(read.before.keys[None])
+def fit_palu_jointly(read: Read) -> Sides:
+    """Fit Palu, J-LRD: as M-LRD, for all key heads together (G-LRD with one group)."""
+    return find_principal(read.before.keys[None])
 
 
-def kq_svd(read: Read) -> Sides:
-    """KQ-SVD (Lesens et al. 2025): the best logits QKᵀ of rank r of rotated, uncentred queries and keys."""
+def fit_kq_svd(read: Read) -> Sides:
+    """Fit KQ-SVD (Lesens et al. 2025): the best logits QKᵀ of rank r of rotated, uncentred queries and keys."""
     return directions(read.after.queries, read.after.blocks())
 
 
-def eigen_attention(read: Read) -> Sides:
-    """Eigen Attention (Saxena et al. 2024): SVD of keys and queries below each other; under RoPE before it (their
-    Figure 6).
-    """
-    return principal(read.before.blocks() + read.before.queries)
+def fit_eigen_attention(read: Read) -> Sides:
+    """Fit Eigen Attention (Saxena et al. 2024): SVD of stacked keys and queries, before RoPE (their Figure 6)."""
+    return find_principal(read.before.blocks() + read.before.queries)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way, and of which keys it is."""
+    """One method, and which keys it compresses."""
 
     sides: Callable[[Read], Sides]
     """A and B of a site."""
     before: bool = True
-    """Whether of keys before their rotation, where they have one."""
+    """True for keys before their rotation, if any."""
 
 
 PEERS = {
-    "SVD of W_K, per head": Peer(svd_of_keys),
-    "SVD of W_K, all heads": Peer(svd_of_all_keys),
-    "SVD of W_Q W_Kᵀ": Peer(svd_of_product),
-    "Palu M-LRD": Peer(palu_of_a_head),
-    "Palu J-LRD": Peer(palu_of_all),
-    "KQ-SVD": Peer(kq_svd, before=False),
-    "Eigen Attention": Peer(eigen_attention),
+    "SVD of W_K, per head": Peer(decompose_keys),
+    "SVD of W_K, all heads": Peer(decompose_all_keys),
+    "SVD of W_Q W_Kᵀ": Peer(decompose_product),
+    "Palu M-LRD": Peer(fit_palu_heads),
+    "Palu J-LRD": Peer(fit_palu_jointly),
+    "KQ-SVD": Peer(fit_kq_svd, before=False),
+    "Eigen Attention": Peer(fit_eigen_attention),
 }
 
 
 def read_sites(loaded: Loaded, sites: Sequence[Site], fed: Sequence[Fed]) -> dict[Site, Read]:
-    """What the peers are made of, in one pass of the model as it is."""
+    """Collect the inputs of the peers in one pass of the unchanged model."""
     first, window = (
         list(hooks.survey(loaded.model, texts.placeholder(loaded, length, 0).batches[0].inputs)) for length in (1, 2)
     )
-    found = turns(loaded, list(sites))
+    rotations = turns(loaded, list(sites))
     rotated: Mapping[Site, Turn | None] = {
-        site: None if isinstance(turn, str) else turn for site, turn in found.items()
+        site: None if isinstance(turn, str) else turn for site, turn in rotations.items()
     }
-    made = weights.factors(loaded.model, first, window)
+    site_factors = weights.factors(loaded.model, first, window)
     reads = {}
-    for site, factors in zip(sites, made, strict=True):
+    for site, factors in zip(sites, site_factors, strict=True):
         assert isinstance(factors, weights.Factors)
         reads[site] = Read(factors.maps, rotated[site])
 
@@ -164,16 +162,16 @@ def read_sites(loaded: Loaded, sites: Sequence[Site], fed: Sequence[Fed]) -> dic
         reads[site].update(call)
 
     with torch.no_grad(), hooks.watch(loaded.model, tuple(sites), visit):
-        for one in fed:
-            hooks.forward(loaded.model, one.inputs)
+        for batch in fed:
+            hooks.forward(loaded.model, batch.inputs)
     return reads
 
 
-def basis(peer: Peer, read: Read) -> Basis:
-    """The peer's directions as a search's."""
+def build_basis(peer: Peer, read: Read) -> Basis:
+    """Build the peer's directions as the basis of a search."""
     heads, kv_heads = len(read.maps.query), len(read.maps.key)
     query_map, key_map = peer.sides(read)
-    groups = (tuple(range(kv_heads)),) if len(query_map) == 1 else tuple((own,) for own in range(kv_heads))
+    groups = (tuple(range(kv_heads)),) if len(query_map) == 1 else tuple((head,) for head in range(kv_heads))
     key_of = tuple(head * kv_heads // heads for head in range(heads))
     turn = read.turn if peer.before else None
     mean = None if turn is None else read.maps.key_bias[:, 0].double()

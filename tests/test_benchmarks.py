@@ -37,7 +37,7 @@ def test_the_map_of_predictors_can_be_read_where_it_is_saturated_and_where_it_is
         {"model": name, "heads": 8, "windows": 4, "kernels": {"rbf": {"reliability": 1.0, "measures": measures}}}
         for name, measures in (("x", rows), ("y", few))
     ]
-    study_predictors.draw(found, str(tmp_path / "a.png"))
+    study_predictors.draw_figure(found, str(tmp_path / "a.png"))
     whole, part = drawn[0].axes[:2]
     assert [text.get_color() for text in whole.texts] == ["white", study_predictors.style.INK]
     assert [len([patch for patch in axes.patches if patch.get_hatch()]) for axes in (whole, part)] == [0, 1]

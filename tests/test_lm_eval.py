@@ -14,7 +14,7 @@ def found():
         patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
             patch.setenv(name, "1")
-        return importlib.import_module("lm_eval_client").compared("rbf")
+        return importlib.import_module("lm_eval_client").compare_likelihoods("rbf")
 
 
 @pytest.mark.parametrize("size", ["1", "4", "16"], ids=lambda size: f"batches of {size}")

@@ -52,7 +52,7 @@ def test_whitening_keys_as_palu_does_cuts_them_to_their_principal_directions(ran
     left, values, right = torch.linalg.svd(root.T @ weight, full_matrices=False)
     cut = torch.linalg.solve(root.T, left[:, :rank] * values[:rank] @ right[:rank])
     key = inputs @ weight
-    query_map, key_map = (side[:, :rank] for side in rank_peers.principal(key.T @ key))
+    query_map, key_map = (side[:, :rank] for side in rank_peers.find_principal(key.T @ key))
     assert float((inputs @ cut - key @ key_map @ query_map.T).abs().max()) <= 1e-8 * float(key.abs().max())
 
 
@@ -106,7 +106,7 @@ def test_a_peer_under_rope_and_biases_is_its_weights_changed_in_place():
     torch.nn.init.normal_(module.k_proj.weight)
     sites = tuple(found.site for found in hooks.survey(model, inputs))
     reads = rank_peers.read_sites(loaded(model), sites, [SimpleNamespace(inputs=inputs)])
-    basis = rank_peers.basis(rank_peers.PEERS["Palu J-LRD"], reads[sites[0]])
+    basis = rank_peers.build_basis(rank_peers.PEERS["Palu J-LRD"], reads[sites[0]])
     kernel = parsed("rank:4,group=all,rotation=before").with_fitted(basis.maps([8]))
     with torch.no_grad():
         own = model(**inputs).logits

@@ -47,7 +47,7 @@ NAMED = {
 
 @pytest.fixture(scope="module")
 def reference():
-    return PAGES.reference()
+    return PAGES.build_reference()
 
 
 def test_the_navigation_names_every_page_once():
@@ -70,7 +70,7 @@ def test_what_the_navigation_names_is_there(reference):
     [
         ("measures", {*registry.measure_infos(), *(info.name for info in DISTANCES)}),
         ("kernels", {*kernels(), *TIES, *FILTERS, *HYBRIDS}),
-        ("commands", set(PAGES.commands()) | COMMANDS),
+        ("commands", set(PAGES.find_commands()) | COMMANDS),
     ],
 )
 def test_each_has_its_page(reference, shelf, names):
@@ -85,7 +85,7 @@ def test_each_has_its_page(reference, shelf, names):
 
 
 def test_a_commands_page_has_all_its_options(reference):
-    for name, command in PAGES.commands().items():
+    for name, command in PAGES.find_commands().items():
         for option in command.params:
             for word in option.opts if option.param_type_name == "option" else ():
                 assert f"`{word}`" in reference[f"commands/{name}.md"], (name, word)
@@ -99,7 +99,7 @@ def test_the_api_has_every_public_function_and_class(reference):
 
 
 def test_text_is_no_markup_but_for_code():
-    written = PAGES._marked("a <b> | *c* `d|e` `f`, `g")
+    written = PAGES._escape_marked("a <b> | *c* `d|e` `f`, `g")
     assert written == r"a &#60;b&#62; &#124; &#42;c&#42; `d\|e` `f`, &#96;g"
 
 
@@ -111,7 +111,7 @@ def test_measures_lead_to_each_other(reference):
 
 
 def test_the_sources_are_the_repositorys_own(reference, tmp_path):
-    PAGES.write(tmp_path)
+    PAGES.write_sources(tmp_path)
     for path in (ROOT / "docs").glob("*.[mp]*"):
         assert (tmp_path / "docs" / path.name).read_bytes() == path.read_bytes()
     index = (tmp_path / "index.md").read_text()

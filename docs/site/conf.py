@@ -17,17 +17,17 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
-smartquotes = False  # it would make one dash of the two before an option
+smartquotes = False  # keeps the two dashes of an option
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # architectures.md holds what a command prints, whose headings are of level 3
+suppress_warnings = ["myst.header"]  # architectures.md is printed by a command, with headings of level 3
 default_role = "code"  # our docstrings have `one` backtick around code
-autodoc_typehints = "none"  # signatures stand in the source with shapes, which Sphinx would resolve for minutes
+autodoc_typehints = "none"  # signatures contain shapes, which take Sphinx minutes to resolve
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 add_module_names = False
 
 
-def plain(_app: Any, _what: str, _name: str, _it: Any, _options: Any, lines: list[str]) -> None:
+def escape_markup(_app: Any, _what: str, _name: str, _it: Any, _options: Any, lines: list[str]) -> None:
     """Escape what reStructuredText would read as markup: docstrings are plain text with formulas."""
     for number, line in enumerate(lines):
         parts = re.split(r"(`[^`]*`)", line) if ">>>" not in line else ["", line]
@@ -37,5 +37,5 @@ def plain(_app: Any, _what: str, _name: str, _it: Any, _options: Any, lines: lis
 
 
 def setup(app: Any) -> None:
-    """Have docstrings escaped."""
-    app.connect("autodoc-process-docstring", plain)
+    """Register the escaping of docstrings."""
+    app.connect("autodoc-process-docstring", escape_markup)
