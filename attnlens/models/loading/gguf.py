@@ -35,7 +35,7 @@ LONGEST = 2**26
 """Maximum size of a header in bytes; the largest vocabularies need a quarter of it."""
 SAMPLE = 4096
 """Bytes sampled at the beginning, in the middle and at the end of a tensor."""
-SAY_AGAIN = "Download it again."
+SAY_AGAIN = "Download the model again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
 SAY_LOAD = "Leave out --device files."
 
