@@ -143,7 +143,7 @@ def selection_share(select: object) -> float | None:
 
 
 def listed_numbers(name: str, words: str) -> set[int]:
-    """Parse a list of numbers such as `0-3,7`. Raise UsageError, which names `name`, for anything else."""
+    """Parse a list of numbers such as `0-3,7`. Raise a UsageError that mentions `name` for anything else."""
     numbers: set[int] = set()
     for word in words.split(","):
         ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", word.strip())
@@ -205,7 +205,7 @@ def several(what: str, values: Iterable[object]) -> list[object]:
     """Return the items of an iterable as a list. Raise UsageError if there are more than MOST."""
     items = list(islice(values, MOST + 1))
     if len(items) > MOST:
-        raise UsageError(f"{what} has more than {MOST} items.", "Give fewer.")
+        raise UsageError(f"{what} has more than {MOST} items.", f"Give at most {MOST}.")
     return items
 
 

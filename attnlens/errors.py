@@ -60,7 +60,7 @@ class UnreadableError(ModelError):
 
 
 class NotBilinearError(UnreadableError):
-    """A site whose queries and keys are not linear in its inputs, so that it lacks a matrix W_Q W_Kᵀ."""
+    """A site whose queries and keys are not linear in its inputs, so it has no matrix W_Q W_Kᵀ."""
 
 
 class UnposedError(AttnlensError):

@@ -92,7 +92,7 @@ def local_path(path: object, name: str = "path") -> Path:
     if not isinstance(path, str | Path):
         raise UsageError(f"{reprlib.repr(path)} is not a path.", "Give a string or a path.")
     if "://" in str(path):
-        raise UsageError(f"{name} must be a path on this machine, not {path}.", "Give the path of one.")
+        raise UsageError(f"{name} must be a path on this machine, not {path}.", "Give a local path.")
     return Path(path)
 
 

@@ -28,7 +28,7 @@ from attnlens.records import (
 )
 from attnlens.report.export import Report
 
-DIVERGED = "it diverged: the changed model's predictions are not finite"
+DIVERGED = "the changed model diverged: its predictions are not finite"
 HEADLESS = "the model has no head that predicts a class, a masked token, or a token from those before it alone"
 PREDICTING = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
 STATES = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")

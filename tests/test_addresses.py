@@ -50,7 +50,7 @@ def with_stores(*words, cwd):
 @pytest.mark.parametrize("address", ["s3://bucket/r", "file:///tmp/r", "nonsense://r"])
 def test_an_output_at_an_address_is_refused_before_the_work(tmp_path, option, address):
     told = without_torch("inspect", "demo", f"--{option}", address, cwd=tmp_path)
-    refused(told, f"--{option} must be a path on this machine, not {address}", "Give the path of one.")
+    refused(told, f"--{option} must be a path on this machine, not {address}", "Give a local path.")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,5 +92,5 @@ def test_what_can_not_be_put_is_refused_in_two_lines(tmp_path, words, said):
     ],
 )
 def test_what_needs_this_machine_refuses_an_address_by_name(tmp_path, words, said):
-    refused(attnlens(*words, cwd=tmp_path), said, "this machine", "s3://a/b", "Give the path of one.")
+    refused(attnlens(*words, cwd=tmp_path), said, "this machine", "s3://a/b", "Give a local path.")
     assert list(tmp_path.iterdir()) == []

@@ -792,7 +792,7 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
 
 def test_intervals_over_texts_need_five_of_them_to_choose_by(demo, tmp_path):
     with pytest.raises(
-        UsageError, match="Intervals over texts need at least 5 texts; the budget has 1 for choosing ranks"
+        UsageError, match="Intervals over texts need at least 5 texts; only 1 are available for choosing ranks"
     ):
         room.cut_samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
 

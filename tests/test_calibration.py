@@ -232,7 +232,7 @@ def test_a_calibration_text_named_twice_is_refused(demo, tmp_path):
     """Every sequence would count twice, and its interval be too narrow."""
     first, copy = of_file(tmp_path, FAR), of_file(tmp_path, FAR, "copy.txt")
     for again in (first, copy):
-        with pytest.raises(TextError, match="are the same text"):
+        with pytest.raises(TextError, match="have the same content"):
             fitted(demo, [first, again])
 
 

@@ -235,7 +235,7 @@ def test_a_matcher_that_finds_nothing_to_attend_says_so():
     for module in given.model.modules():
         if hasattr(module, "keypoint_threshold"):
             module.keypoint_threshold = 2.0  # of a probability
-    with pytest.raises(ModelError, match="runs no attention on this input"):
+    with pytest.raises(ModelError, match="does not run attention on this input"):
         hooks.survey(given.model, inputs)
 
 

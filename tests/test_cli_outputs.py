@@ -30,7 +30,7 @@ OPTIONS = ("--json", "--csv", "--figure", "--html", "--markdown")
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_empty_path_is_refused_before_the_work(tmp_path, option):
-    refused(without_torch("inspect", "demo", option, "", cwd=tmp_path), f"{option} names no file")
+    refused(without_torch("inspect", "demo", option, "", cwd=tmp_path), f"{option} does not name a file")
 
 
 @pytest.mark.parametrize("other", ["a.png", "./a.png", "link.png"])

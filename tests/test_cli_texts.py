@@ -79,7 +79,7 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
         (("--placement", "middle"), "There is no placement 'middle'.", "Choose from: spread, first, random."),
         (("--placement", "sprad"), "There is no placement 'sprad'.", "Did you mean 'spread'?"),
         (("--text", "."), "--text does not name a file: the path is empty or a folder.", "Give the path of a file"),
-        (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
+        (("--windows-csv", ""), "--windows-csv does not name a file.", "Give a path after --windows-csv"),
         (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
     ],
 )

@@ -94,7 +94,7 @@ WORDS = {
     "inspect --placement frist": "Did you mean 'first'",
     "list measure": "Did you mean 'measures'",
     "inspect --json none/x.json": "does not exist",
-    "inspect --json x.json/": "names no file",
+    "inspect --json x.json/": "does not name a file",
     "inspect --csv -": "does not write to stdout",
     "inspect --figure -": "does not write to stdout",
     "inspect --length 1": "'--length'",

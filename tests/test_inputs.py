@@ -233,7 +233,7 @@ def test_one_tower_is_swapped_alone(llava: Any) -> None:
     assert {site.part for site in report.swap.sites} == {"vision"}
     assert all("vision_tower" in site.site for site in report.swap.sites)
     assert report.swap.hidden_cosine < 1
-    with pytest.raises(UsageError, match="No sites selected to swap"):
+    with pytest.raises(UsageError, match="No attention sites selected to swap"):
         attnlens.swap_kernel(llava, "rbf", part="audio", windows=2, length=12)
 
 
@@ -364,7 +364,7 @@ def test_files_that_can_not_be_read_are_refused(sees: Any, hears: Any, tmp_path:
     refused(TextError, "words.png can't be read as an image", sees, image=[words])
     refused(TextError, "words.png can't be read as an image", replace(sees, tokenizer=None), image=[words])
     refused(TextError, "broken.png can't be read as an image", sees, image=[broken])
-    refused(TextError, "broken.png can't be read as a sound", hears, audio=[broken])
+    refused(TextError, "broken.png can't be read as an audio file", hears, audio=[broken])
     refused(TextError, "missing.png can't be read", sees, image=[tmp_path / "missing.png"])
     refused(TextError, "has 0 samples", hears, audio=[sound(tmp_path / "empty.wav", [])])
     path = sound(tmp_path / "slow.wav", [0] * 100, rate=8000)
@@ -439,4 +439,4 @@ def test_pairs_stand_in_the_place_of_texts(tmp_path: Path) -> None:
     model, plain = loaded(families.build("bert")), tmp_path / "plain.txt"
     plain.write_text("a b\n")
     refused(UsageError, "text and pairs cannot be combined", model, pairs=file, text=[plain])
-    refused(UsageError, "A file of pairs excludes other texts", model, text=[plain, file])
+    refused(UsageError, "A file of text pairs cannot be combined with other texts", model, text=[plain, file])

@@ -428,7 +428,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "letters for layers": ("rbf", {"layers": "x"}, "is not a list of numbers"),
     "an unknown part": ("rbf", {"part": "decode"}, "Did you mean 'decoder'"),
     "an unknown option": ("rbf", {"layer": [0]}, "Did you mean 'layers'"),
-    "a part that is not there": ("rbf", {"part": "decoder"}, "No sites selected"),
+    "a part that is not there": ("rbf", {"part": "decoder"}, "No attention sites selected"),
     "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "is a list, not a tensor"),
 }
 

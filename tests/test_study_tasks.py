@@ -132,7 +132,7 @@ def test_two_tasks_of_one_text_give_the_same_batches_and_other_seeds_other_ones(
 
 
 def test_a_text_shorter_than_a_window_and_a_small_vocabulary_are_refused():
-    with pytest.raises(TextError, match=r"too short: its .* part has no window of 64 tokens"):
+    with pytest.raises(TextError, match=r"too short: its .* part is shorter than one window of 64 tokens"):
         tasks.language([("short", "In the beginning")], length=64, vocabulary=300)
     with pytest.raises(UsageError, match="is too small"):
         tasks.language([("lines", "\n".join(lines(1200)))], length=16, vocabulary=100)
@@ -317,7 +317,7 @@ def test_files_that_are_no_problem_of_classes_are_refused(walks, tmp_path):
         ([case(3, "up")] * 4, "@data\n", "a single label: up"),
         ([case(3, "up"), case(3, "up"), case(3, "down")], "@data\n", "a single case with label down"),
         ([case(3, "left"), case(3, "right")] * 3, "@data\n", "label down, which is missing in bad.ts"),
-        ([case(3, "up")], "", "lacks a line @data"),
+        ([case(3, "up")], "", "lacks an @data line"),
         ([], "@data\n", "no cases below @data"),
         ([case(3, "up")], "@timeStamps true\n@data\n", "time stamps"),
         ([case(3, "up")], "@classLabel false\n@data\n", "no class labels"),

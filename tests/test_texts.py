@@ -88,9 +88,9 @@ def test_a_text_counts_once_under_whatever_names(tmp_path: Path) -> None:
         (tmp_path / name).write_text("In the beginning. " * 50)
     one, two = str(tmp_path / "one.txt"), str(tmp_path / "two.txt")
     for paths in ([one, two], [one, one]):
-        with pytest.raises(TextError, match="are the same text") as refusal:
+        with pytest.raises(TextError, match="have the same content") as refusal:
             texts.read_each(paths)
-        assert refusal.value.remedy == "Name each text once."
+        assert refusal.value.remedy == "Give each text only once."
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

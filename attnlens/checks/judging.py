@@ -24,7 +24,9 @@ def baseline_of(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        raise UsageError("The report contains no measures to store in a baseline.", "Make one with attnlens inspect.")
+        raise UsageError(
+            "The report contains no measures to store in a baseline.", "Create a report with attnlens inspect."
+        )
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
@@ -36,7 +38,7 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError, which names the field, unless both have the same heads on the same text.
+    """Raise a UsageError that names the differing field unless report and baseline have the same heads and text.
 
     Names and paths of models and texts are ignored.
     """
@@ -86,7 +88,7 @@ class Move:
 
 
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """Build one check per measure: the heads that moved beyond the tolerance and chance, or lost or gained a value.
+    """Build one check per measure; a head fails if it changed beyond tolerance and chance, or lost or gained a value.
 
     z = (now − then)/√(se² + se²), which assumes independent runs: for the same windows, that is conservative
     (`compare` pairs them). p is from the normal distribution; Benjamini–Hochberg over heads × measures. A value
@@ -156,7 +158,7 @@ def verdict(
     *,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with its `checks`: one per rule, and one per measure of the baseline, whose file is `file`."""
+    """Return the report with `checks`: one per rule, and one per measure of the baseline read from `file`."""
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has 0 heads, so no rule could fail.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
@@ -199,7 +201,7 @@ def _match_heads(report: Report, rule: Rule, name: str, column: str) -> list[tup
         number: float | None = getattr(source, field, None)
         numbers.append(abs(number) if rule.absolute and number is not None else number)
     if all(number is None for number in numbers):
-        why = f"{len(heads)} heads have no {column}" if heads else "the rule names no head of this report"
+        why = f"{len(heads)} heads have no {column}" if heads else "no head of this report matches the rule's filters"
         reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
     return list(zip(heads, numbers, strict=True))
@@ -308,7 +310,7 @@ def aggregate(values: Iterable[float], condition: RuleCondition) -> float | None
 def _breaking_heads(
     heads: Sequence[tuple[Head, float]], condition: RuleCondition, number: float | None
 ) -> list[tuple[Head, float]]:
-    """Return the heads that break the rule, the worst first; none if only all heads together do."""
+    """Return the heads that break the rule, the worst first; none if the rule only concerns all heads together."""
     comparison, by = condition.comparison, condition.share or condition.comparison
     if condition.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -337,7 +339,7 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
 
 
 def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` of a run that measures only what is checked."""
+    """Return the options `analyzers` and `source` with which a run measures only what the rules require."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = measure_infos()

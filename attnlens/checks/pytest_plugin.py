@@ -39,7 +39,7 @@ def assert_attention(
     allow_partial: bool = False,
     **options: object,
 ) -> None:
-    """Fail the test if a rule is broken by a report, a report's path, or a model, which is inspected first.
+    """Fail the test if a report breaks a rule; `report` can be a path, or a model to inspect first.
 
     `rules` are those of `attnlens.check`; `options` are those of `attnlens.inspect`. Raise UsageError for rules that
     are invalid or match nothing.

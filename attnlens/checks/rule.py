@@ -184,7 +184,7 @@ class Rule:
 
     @property
     def named(self) -> str:
-        """Subject on one line."""
+        """The rule's subject, folded to one line."""
         return clean(self.subject)
 
     @property
@@ -214,9 +214,11 @@ def _place(file: str | None) -> str:
 
 
 def _build_rule(subject: str, text: object, file: str | None = None) -> Rule:
-    """Build the rule. Raise UsageError, which names its file, if it is invalid."""
+    """Build a rule; raise a UsageError that names its file if the rule is invalid."""
     if not subject.strip("| "):
-        raise UsageError(f"{_place(file)}the rule {format_value(text)} names no measure.", f"Write, e.g., {EXAMPLE}.")
+        raise UsageError(
+            f"{_place(file)}the rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}."
+        )
     try:
         return Rule(subject.strip(), condition(text), clean(str(text)), file)
     except UsageError as error:
@@ -243,7 +245,7 @@ def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Ru
             )
         rules += [_build_rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
     if len(rules) > MOST:
-        raise UsageError(f"{len(rules)} rules are too many.", f"Give at most {MOST}.")
+        raise UsageError(f"There are {len(rules)} rules, more than the maximum.", f"Give at most {MOST}.")
     return rules
 
 
@@ -285,7 +287,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 
 def rules_of(source: object) -> list[Rule]:
-    """Parse the rules of a Python caller: a table, a path of a TOML file, or one or several texts."""
+    """Parse rules given in Python: a table, the path of a TOML file, or one or more strings."""
     rules: list[Rule] = []
     if isinstance(source, Mapping):
         rules = parse_table(source)

@@ -45,7 +45,7 @@ REMOVED = {
     "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
     "--sarif": "Use --junit or --annotations.",
     "--allow-other-model": "Omit it: baselines are compared by content.",
-    "merge": "Run the command of the shards again without --shard: it uses their units and writes the report.",
+    "merge": "Run the shards' command again without --shard: it uses the shards' units and writes the report.",
 }
 """Options and commands of earlier versions, with their replacements."""
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")

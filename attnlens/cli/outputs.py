@@ -192,7 +192,7 @@ def describe_input(inputs: Inputs, output: Path) -> str:
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return a local model's folder and the files in it, whose links may lead out of it, or its single file."""
+    """Return a local model's folder with its files (links can point elsewhere), or its single file."""
     path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
@@ -214,7 +214,9 @@ def check_place() -> None:
     try:
         os.getcwd()  # noqa: PTH109  # like pathlib
     except OSError as error:
-        raise UsageError(f"The current folder can't be read: {error.strerror}.", "Go to another one: cd") from None
+        raise UsageError(
+            f"The current folder can't be read: {error.strerror}.", "Change to another folder with cd."
+        ) from None
 
 
 def _readable(path: Path) -> Path:
@@ -248,7 +250,7 @@ def guard_stdout() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write, and what to show; the fields are options."""
+    """Options for output: files to write, and tables to show."""
 
     json: str | None = None
     csv: str | None = None
@@ -293,7 +295,7 @@ class Outputs:
                 raise UsageError(problem, "Give each its own file.")
             for file in path.glob("*.png") if option == "figure" and path.is_dir() else [path]:
                 if what := describe_input(inputs, file):
-                    raise UsageError(f"{flag} would replace {file}, {what}.", "Write it somewhere else.")
+                    raise UsageError(f"{flag} would replace {file}, {what}.", "Choose another path.")
         if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 
@@ -319,7 +321,7 @@ def _check_name(option: str, name: str | None) -> None:
     if name is None or (option, name) == ("json", STDOUT):
         return
     if not name.strip() or "\0" in name or (option != "figure" and name.endswith(("/", os.sep))):
-        raise UsageError(f"{typed} names no file.", f"Give a path after {typed}, or leave it out.")
+        raise UsageError(f"{typed} does not name a file.", f"Give a path after {typed}, or leave it out.")
     if name.startswith("--"):
         raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
     if name == STDOUT:
@@ -425,7 +427,7 @@ def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document
 
 
 def _draw(path: Path, draw: Callable[[], bytes]) -> None:
-    """Draw a picture or page and write it. Raise OutputError for any error, which only affects this file."""
+    """Draw a picture or page and write it. Raise OutputError for any error, since other files are unaffected."""
     try:
         content = draw()
     except AttnlensError:

@@ -202,8 +202,8 @@ STRICT = option("--strict", bool, "Exit with code 3 if a part could not be analy
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
 JSON = output("--json", "Write the report as JSON (`-`: stdout).")
-QUIET = option("-q --quiet", bool, "Print no tables and no progress.", panel=OUTPUT)
-REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Print no progress.", panel=OUTPUT) | DEBUG
+QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
+REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
 OUTPUT_OPTIONS = {
     **JSON,

@@ -95,7 +95,7 @@ def interrupt(number: int, _frame: object) -> None:
 
 
 def report_failure(error: BaseException) -> int:
-    """Print why a command ended and return the exit code; also for a Rust panic, which is not an Exception."""
+    """Print why a command failed and return the exit code; also handles Rust panics, which are not Exceptions."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)
         return UNUSABLE
@@ -130,7 +130,7 @@ def progress(*, shown: bool) -> Iterator[ReportProgress]:
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """Print what the library logs inside the block on stderr."""
+    """Context manager: print the library's log messages on stderr."""
     import logging  # late, like everything that only the work needs
 
     handler = logging.Handler()

@@ -56,11 +56,13 @@ def reproduce(
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS and quick:
-        raise UsageError("quick only applies to the experiments of claims.", "Leave it out, or use scale='tiny'.")
+        raise UsageError("quick only applies to the experiments of claims.", "Omit quick, or use scale='tiny'.")
     if table != CLAIMS:
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        raise UsageError(f"claims would ignore {', '.join(sorted(unused))}.", "Omit it, or name a table.")
+        raise UsageError(
+            f"The experiments of claims do not use {', '.join(sorted(unused))}.", "Omit it, or name a table."
+        )
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
@@ -187,7 +189,7 @@ def pose_selection(
     keeping = replace(selection, begin=begin)
     report, _ = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress)))
     (head,) = settings.heads or (0,)
-    nearness = selectors[0].nearness(head) if selectors else "no token was passed to it"
+    nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
     if isinstance(nearness, str):
         raise UsageError(f"Head {head} has no selection problem: {nearness}.", "Choose another head or text.")
     return report, selectors[0], nearness

@@ -30,7 +30,7 @@ class Breach(Record):
 
 
 class Check(Record):
-    """How one rule came out."""
+    """Outcome of one rule."""
 
     id: str
     """Identifier that does not depend on the rule's numbers: subject, aggregate, operator, filters."""

@@ -1,4 +1,4 @@
-"""Measures (a value with its error or null, or why there is none), coverage, and what heads do on tokens."""
+"""Records of measures (a value with error and null, or the reason it is missing), coverage, and selected tokens."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def read_record(
 
 
 class Null(Record):
-    """What a measure reads by chance alone: independent Gaussian factors of the same shape; selection.*: the head's own
+    """Value expected by chance: independent Gaussian factors of the same shape; selection.*: the head's own
     form in the measure's space, turned by random rotations on both sides.
     """
 
@@ -175,7 +175,7 @@ OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
 
 
 def _clause(sentence: str) -> str:
-    """Return the sentence in the form after «because»: without its capital and its period."""
+    """Convert a sentence to a clause: lower-case the first letter and drop the period."""
     first, blank, remainder = sentence.strip().rstrip(".").partition(" ")
     return (first.lower() if first in OPENERS else first) + blank + remainder
 

@@ -15,7 +15,7 @@ from attnlens.records.swaps import Pair
 
 
 class KeyRank(Record):
-    """The rank of one latent, which one key head has or several share, and of every query head that reads it."""
+    """Rank of a latent of one or several key heads, and of the query heads that use it."""
 
     site: str
     layer: Count
@@ -74,7 +74,7 @@ class Rise(Record):
 
 
 class FormTried(Record):
-    """A form of latents, and what it costs where each keeps half of its numbers."""
+    """Form of latents, and its effect on the loss at half of full rank."""
 
     form: str
     """Form as typed after `rank:`: `group=all,rotation=before,metric=attention`."""
@@ -146,7 +146,7 @@ class Plan(Record):
     @model_validator(mode="before")
     @classmethod
     def _convert_version1(cls, fields: object) -> object:
-        """Convert a plan of version 1, which had no `schema_version`."""
+        """Convert a plan of version 1, which lacked `schema_version`."""
         old = isinstance(fields, Mapping) and fields.get("schema_version", "1") == "1"
         return convert_plan(fields) if old else fields
 

@@ -37,7 +37,7 @@ class FileInParts(Record):
 
 
 class Conventions(Record):
-    """How the model's attention is put together, as far as it changes what the measures mean."""
+    """Properties of the model's attention that affect the meaning of the measures."""
 
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
     """How positions enter the scores: through the inputs (if at all), a rotation, or an added bias; `unknown` if the
@@ -204,7 +204,7 @@ CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on
 
 
 def convert_plan(plan: object) -> object:
-    """Return a plan of version 2 with the content of a plan of version 1, which had no `schema_version`.
+    """Convert a plan of version 1, which lacked `schema_version`, to version 2.
 
     Before plans had an estimate, the promise was measured on the text that chose the ranks: it becomes the estimate.
     """

@@ -46,7 +46,7 @@ class Trajectory(Record):
 
 
 class Experiment(Record):
-    """One experiment: what was asked, what came out, and what was published."""
+    """One experiment: question, results and published values."""
 
     name: str
     question: str
@@ -75,7 +75,7 @@ class Experiment(Record):
     """One per head and measure, if the steps are training checkpoints."""
 
     def meets(self, figure: str) -> bool | None:
-        """Return whether a figure meets the published one; None if none was published, False if it has no value."""
+        """Return whether a figure agrees with the published one; None if none was published, False without a value."""
         if self.published is None or figure not in self.published:
             return None
         value, expected = self.final.get(figure), self.published[figure]
@@ -101,7 +101,7 @@ LEVEL = 0.05
 
 
 class StudyColumn(Record):
-    """One column: what the cells were trained on and by which measure they are compared."""
+    """One column: the training data of its cells, and the score that compares them."""
 
     name: str
     form: Literal["language", "translation", "classification"]

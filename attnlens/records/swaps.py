@@ -11,7 +11,7 @@ from attnlens.records.measures import Count, Interval, Number, Reasons, Record
 
 
 class Predictor(Record):
-    """One measure against the harm of one kernel, over heads."""
+    """Rank correlation over heads between one measure and the harm of one kernel."""
 
     measure: str
     """Qualified name (`tokens.entropy`)."""
@@ -74,7 +74,7 @@ class Pair(Record):
 
 
 class TextChange(Record):
-    """How the loss changed on one text alone."""
+    """Change of the loss on one text."""
 
     name: str
     sequences: int
@@ -94,7 +94,7 @@ class PositionChange(Record):
 
 
 class BeyondWindow(Record):
-    """How the loss changed on tokens whose evidence lies further back than a window reaches.
+    """Change of the loss on tokens that depend on context beyond a window.
 
     These are the tokens whose bigram (previous token, token) occurred earlier in the sequence, most recently more than
     `window` tokens back.
@@ -108,7 +108,7 @@ class BeyondWindow(Record):
 
 
 class Agreement(Record):
-    """For how long two models continue the same prompts with the same tokens, each choosing its likeliest."""
+    """Number of tokens for which the greedy continuations of two models agree."""
 
     prompts: int
     source: str
@@ -126,7 +126,7 @@ class Agreement(Record):
 
 
 class TextCosine(Record):
-    """How alike the last hidden states are on one text alone."""
+    """Similarity of the last hidden states on one text."""
 
     name: str
     sequences: int
@@ -172,9 +172,9 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """What a simple alternative to a kernel does to the model, at the same sites and heads, without any training.
+    """Effect of a simple, untrained alternative to a kernel at the same sites and heads.
 
-    Only `far part, healed` is trained, as a part of its hybrid.
+    Exception: `far part, healed` is trained as part of its hybrid.
     """
 
     role: ControlRole
@@ -185,7 +185,7 @@ class Control(Outcome):
 
 
 class HealingStep(Record):
-    """The healing at one step."""
+    """Losses of a healing run at one step."""
 
     step: int
     validation: Number | None
@@ -226,7 +226,7 @@ class HealingTraining(Record):
 
 
 class HealingControl(Record):
-    """A copy of the original model whose same numbers were trained equally long on the same text."""
+    """Copy of the original model, with the same parameters trained for as long on the same text."""
 
     best: int
     tokens: int
@@ -279,7 +279,7 @@ Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
 
 
 class SiteSwap(Record):
-    """One site whose kernel was exchanged."""
+    """Site whose kernel was replaced."""
 
     site: str
     layer: int

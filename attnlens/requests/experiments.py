@@ -36,7 +36,9 @@ def checked_table(name: str) -> str:
 def _series(_name: str, value: object) -> tuple[str, str]:
     two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
     if len(two) != 2:
-        raise UsageError(f"series={format_argument(value)} is not a pair of files.", "Give a training and a test file.")
+        raise UsageError(
+            f"series={format_argument(value)} is not a pair of files.", "Give a training file and a test file."
+        )
     return path("series", two[0]), path("series", two[1])
 
 

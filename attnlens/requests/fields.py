@@ -44,7 +44,7 @@ class Request(BaseModel):
         raise _usage_error(cls, invalid)
 
     def with_options(self, **options: object) -> Self:
-        """Return the request with other values of these options, which are checked."""
+        """Return a copy of the request with these options changed and checked."""
         return type(self)(**self.explicit() | options)
 
     def explicit(self) -> dict[str, Any]:  # keywords of functions with options of any type
@@ -110,7 +110,7 @@ switch = partial(option, default=False)
 
 
 def details(field: FieldInfo) -> Details:
-    """Return what `option` recorded about a field besides its help and default."""
+    """Return the details of a field that `option` recorded, other than help and default."""
     return cast("Details", field.json_schema_extra)
 
 
@@ -185,7 +185,7 @@ def checks(check: Callable[[str, object], object]) -> BeforeValidator:
 
 
 def words(what: str, value: object) -> tuple[str, ...]:
-    """Return names or paths as strings, a single one too. Raise UsageError for other types and empty names."""
+    """Convert a name or path, or several, to a list of strings. Raise UsageError for other types and empty names."""
     alone = isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)
     items = [value] if alone else several(what, cast("Iterable[object]", value))
     for item in items:
@@ -197,7 +197,7 @@ def words(what: str, value: object) -> tuple[str, ...]:
 
 
 def numbers(what: str, value: object) -> list[int] | None:
-    """Return layer or head numbers, each once (None: all): from a list, or from `0-3,7`.
+    """Return distinct layer or head numbers from a list or a string such as `0-3,7` (None: all).
 
     Raise UsageError for an empty list and non-integers.
     """
@@ -211,7 +211,7 @@ def numbers(what: str, value: object) -> list[int] | None:
     if len(integers) < len(items):
         raise UsageError(f"{what}={format_argument(value)} is not a list of whole numbers.", remedy)
     if not integers:
-        raise UsageError(f"{what}=[] selects nothing.", remedy)
+        raise UsageError(f"{what}=[] is empty.", remedy)
     return list(dict.fromkeys(integers))
 
 
@@ -295,7 +295,7 @@ def positive(name: str, value: object, below: float = LARGEST) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < below:
         return float(value)
     limit = "" if below == LARGEST else f" below {below}"
-    raise UsageError(f"{name}={format_argument(value)} is not a positive number{limit}.", "Give one, such as 0.05.")
+    raise UsageError(f"{name}={format_argument(value)} is not a positive number{limit}.", "Give a number such as 0.05.")
 
 
 Words = Annotated[tuple[str, ...], checks(words)]

@@ -53,7 +53,7 @@ ARRAY = "SLURM_ARRAY_TASK_"
 
 
 def _shard(name: str, value: object) -> str:
-    """Return `I/N`; for `auto`, as Slurm or torchrun numbers this process. Raise UsageError for others."""
+    """Return `I/N`; `auto` uses the numbers from Slurm or torchrun. Raise UsageError for other values."""
     if value == "auto":
         return _of_environment()
     match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", value) if isinstance(value, str) else None
@@ -86,7 +86,7 @@ MemorySize = Annotated[
 
 
 class KeptRequest(Request):
-    """Options on keeping finished units, and on resuming from them."""
+    """Options for storing finished units and resuming from them."""
 
     work: Place = work_option(
         "Folder, or address such as `s3://bucket/folder`, that stores finished units until the report is written. "
@@ -116,10 +116,10 @@ class SpreadRequest(Request):
 
 
 class EngineRequest(Request):
-    """Options on where the units of a run are computed."""
+    """Options that select where the units of a run are computed."""
 
     engine: Engine = work_option(
-        "Compute units in processes on this machine (`local`) or as tasks of a Ray cluster (`ray`).",
+        "Run units of work in processes on this machine (`local`) or as tasks of a Ray cluster (`ray`).",
         "local",
         metavar="NAME",
     )
@@ -127,18 +127,20 @@ class EngineRequest(Request):
 
 
 class SharedRequest(KeptRequest, EngineRequest):
-    """Additional options of runs whose units can be computed elsewhere."""
+    """Additional options of runs whose units can be computed in other processes."""
 
     shard: Shard | None = work_option(
         "Compute only part I of N, e.g. `2/8`; `auto` takes both numbers from Slurm or torchrun. The same command "
         "without --shard computes the remaining units and writes the report.",
         metavar="I/N",
     )
-    jobs: Whole = work_option("Number of units computed at once, each in its own process.", 1, least=1, most=MOST_JOBS)
+    jobs: Whole = work_option(
+        "Number of units of work to compute in parallel, each in its own process.", 1, least=1, most=MOST_JOBS
+    )
 
 
 class WorkRequest(SharedRequest, SpreadRequest):
-    """Work options of a run over one model, which need not be loaded as a whole."""
+    """Work options of a run over one model that can be loaded in parts."""
 
 
 class CheckRequest(Request):
@@ -164,7 +166,8 @@ class CheckRequest(Request):
     )
     recompute: Whole | None = option("Number of the report's heads to recompute from MODEL.", metavar="NUMBER", least=1)
     annotations: bool = switch(
-        "Print GitHub annotations for the ten worst heads, and write the step summary; on if GITHUB_ACTIONS is set.",
+        "Print GitHub annotations for the ten worst heads, and write the step summary; enabled by default if "
+        "GITHUB_ACTIONS is set.",
         panel=OUTPUT,
     )
     allow_partial: bool = switch("Accept a report that covers only part of the model.")
@@ -257,7 +260,10 @@ class Feeding(Loading):
         if not any(isinstance(name, str | os.PathLike) and str(name).endswith(PAIRS) for name in names):
             return options
         if len(names) > 1 or options.get("pairs") is not None:
-            raise UsageError("A file of pairs excludes other texts.", f"Give one text that ends in {PAIRS}.")
+            raise UsageError(
+                "A file of text pairs cannot be combined with other texts.",
+                f"Give a single file, whose name ends in {PAIRS}.",
+            )
         return {name: value for name, value in options.items() if name != "text"} | {"pairs": names[0]}
 
 
@@ -269,7 +275,7 @@ class ModelRequest(Feeding):
 
 
 class SeriesRequest(ModelRequest):
-    """Options on what is read of every checkpoint of a series."""
+    """Options that select what to read from each checkpoint of a series."""
 
     source: Sources = option("What to analyse: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")
     analyzers: AnalyzerNames = option(

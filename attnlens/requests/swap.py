@@ -83,7 +83,7 @@ class Amount:
 
 
 class KernelRequest(ModelRequest):
-    """Options of all three commands: where the kernel is replaced, and what is measured."""
+    """Options shared by all three commands: where to replace the kernel, and what to measure."""
 
     part: Part | None = option(
         "Replace the kernel only in this part: `encoder`, `decoder`, `cross`; in models with several towers also "
@@ -96,7 +96,8 @@ class KernelRequest(ModelRequest):
         True,
     )
     generate: Whole = option(
-        "Generate up to this many tokens greedily, and count them until the changed model differs from the original.",
+        "Generate up to this many tokens greedily, and count how many agree before the changed model differs from the "
+        "original.",
         64,
         least=0,
         most=65536,
@@ -119,7 +120,7 @@ class SwapRequest(SharedRequest, KernelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
     sweep: Sweep | None = option(
-        "Also swap each of the `heads` or `layers` individually, and rank them by harm.", metavar="WHAT"
+        "Also swap all `heads` or `layers` one at a time, and rank them by harm.", metavar="WHAT"
     )
     predictors: bool = keyword(
         "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
@@ -140,7 +141,7 @@ class RanksRequest(KeptRequest, KernelRequest):
         shown="loss:1%",
     )
     latents: str | None = option(
-        "Form of the latents: `group=N|all` (key heads that share one), `rotation=before|after`, "
+        "Form of the latents: `group=N|all` (key heads per latent), `rotation=before|after`, "
         "`metric=attention|output`, joined by commas.",
         metavar="FORM",
         shown="the best on calibration text",
@@ -182,7 +183,7 @@ class HealRequest(KeptRequest, KernelRequest):
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """Checked options on the kernels of one run, and on what is measured; the fields are those of the requests."""
+    """Validated options of one run: its kernels and what to measure; the fields are those of the requests."""
 
     kernels: list[Kernel]
     part: Part | None

@@ -58,7 +58,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module whose random weight the predictions depend on, and why there is no loss; None if there is."""
+    """Return the module with a random weight that the predictions depend on, and why the loss is missing, else None."""
     random = random_weights(loaded, inputs, predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
@@ -286,7 +286,7 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 
 
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
-    """Describe the attention that a pass reached, as far as readers need it to understand the numbers."""
+    """Describe those properties of the attention in a pass that readers need to interpret the numbers."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)
     untested = "absolute" if len(site_traits) == len(reached) else "unknown"

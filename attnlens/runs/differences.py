@@ -139,7 +139,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
 
 
 def agreement(model: PreTrainedModel, original: Continued | str, variant: Variant) -> Agreement | str:
-    """Count tokens until both models' likeliest tokens differ, step by step; or return why there is no count."""
+    """Count generated tokens until the models' likeliest tokens differ, or return the reason for a missing count."""
     if isinstance(original, str):
         return original
     try:
@@ -186,7 +186,7 @@ def _count_common(
 
 
 def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[Int[Tensor, " prompts"]]:
-    """Yield step by step the likeliest next token of each prompt, which is appended to the input."""
+    """At each step, yield the likeliest next token of each prompt and append it to the input."""
     ids, mask = prompts.ids, prompts.mask
     padded = not bool(mask.all())
     positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
@@ -206,7 +206,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
 Name = TypeVar("Name")
 Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing ones
 NOT_CAUSAL = "only defined for models that predict the next token"
-DIVERGED = "it diverged: the changed model's predictions are not finite"
+DIVERGED = "the changed model diverged: its predictions are not finite"
 
 
 @dataclass

@@ -77,7 +77,7 @@ NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": No
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
-    """Return the options that a report was made with, as far as it records them."""
+    """Return those options of a report's run that the report records."""
     options = {name: getattr(settings, name) for name in RECORDED}
     options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
@@ -93,7 +93,10 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if not isinstance(model, Loaded):
         return options
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
-        raise ModelError("The model is on the meta device, where weights have no values.", "Load it elsewhere.")
+        raise ModelError(
+            "The model is on the meta device, where weights have no values.",
+            "Load it on a device with data, such as cpu.",
+        )
     if options:
         raise UsageError(
             f"The model is already loaded, so {', '.join(options)} would be ignored.",
@@ -114,7 +117,7 @@ def of_model(settings: Settings, loaded: Loaded) -> Settings:
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
-    """Return how the texts are cut, from settings and options."""
+    """Return the cutting parameters for the texts, from settings and options."""
     return texts.Cut(
         tokens=settings.length,
         sequences=settings.windows or 1,
@@ -135,7 +138,7 @@ def contents(named: Sequence[texts.Content], loaded: Loaded) -> Sequence[texts.C
 
 
 def design_of(requested: Settings, inputs: texts.Batches) -> Design:
-    """Return how the sequences were sampled. Raise UsageError for intervals over texts with too few texts."""
+    """Return the sampling design of the sequences. Raise UsageError for intervals over texts with too few texts."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
@@ -149,7 +152,7 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
 
 
 def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
-    """Return the settings that describe the input: texts in windows or lines, or noise alone."""
+    """Return the settings that describe the input: texts in windows or lines, or only noise."""
     text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
         update = {

@@ -1,4 +1,4 @@
-"""A loaded model, and what attnlens measures on it."""
+"""Provide `Lens`: a model that is loaded once for several analyses."""
 
 from __future__ import annotations
 

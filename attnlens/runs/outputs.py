@@ -291,7 +291,7 @@ def evidence(
 
 
 def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Compute the change of the mean over `chosen` tokens, paired over sequences that have any, and their number."""
+    """Compute the number of `chosen` tokens and the change of their mean, paired over sequences that contain any."""
     chosen = chosen & ~before.isnan()
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))

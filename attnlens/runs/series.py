@@ -202,7 +202,7 @@ def find_checkpoints(
     `names` None, or `demo` alone, are the checkpoints of the demo model.
     """
     if names is not None and not names:
-        raise UsageError("checkpoints=[] names none.", "Give at least two, or omit the option to use those of demo.")
+        raise UsageError("checkpoints=[] is empty.", "Give at least two, or omit the option to use demo's checkpoints.")
     if revisions and (names is None or len(names) != 1):
         raise UsageError(
             "--revisions requires a single hub model.",

@@ -174,7 +174,7 @@ def _set_aside(path: Path, name: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file, whose folder another run may remove in between, after it has written its report."""
+    """Write a file; another run can remove the folder meanwhile, after writing its report."""
     for attempt in range(8):
         try:
             with output_errors(path, "written"):

@@ -144,7 +144,7 @@ class WorkPlan:
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
-            raise UsageError("A text from stdin cannot be read by several processes.", "Write it to a file.")
+            raise UsageError("A text from stdin cannot be read by several processes.", "Save the text to a file.")
         if self.elsewhere and str(self.work).startswith("memory:"):
             raise UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
@@ -420,7 +420,7 @@ def check_cluster(address: str | None) -> None:
             if os.environ.get("RAY_USE_TLS", "0") == "0":
                 connection.sendall(GREETING)
                 if connection.recv(9)[3:4] != b"\x04":  # the type of a SETTINGS frame
-                    raise OSError("the server at this address is not Ray")  # noqa: TRY301
+                    raise OSError("the server at this address is not a Ray server")  # noqa: TRY301
     except OSError as error:
         raise _no_cluster(place, error) from error
 

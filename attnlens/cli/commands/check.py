@@ -1,4 +1,4 @@
-"""The command `check`, which checks a report, or that of a model, against rules and a baseline."""
+"""The command `check`: check a report or a model against rules and a baseline."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ OUTPUTS = {
 @guard
 @opt.with_options(ARGUMENTS | OUTPUTS, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
 def check(context: typer.Context) -> None:
-    """Check a report or model against rules and a baseline; exit 1 if a check fails. Reports do not require torch."""
+    """Check a report or model against rules and a baseline; exit 1 if a check fails.
+
+    Checking a report does not require torch."""
     from attnlens.checks import judging  # late, because it loads the records
     from attnlens.checks.rule import Tolerance
     from attnlens.report.render.markdown import junit, markdown, spreadsheet
@@ -101,7 +103,7 @@ def check(context: typer.Context) -> None:
 
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
-    """Raise UsageError for ignored options: a model's options with a report, or one of two that belong together."""
+    """Raise UsageError for options without effect: model options with a report, or options whose partner is missing."""
     for first, second, missing in (
         ("MODEL", "--recompute", model and not request.recompute),
         ("--recompute", "MODEL", request.recompute and not model),
@@ -144,7 +146,9 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
     if request.update_baseline:
         return None
     if os.path.realpath(request.baseline) == os.path.realpath(subject):
-        raise UsageError(f"The report and its baseline are the same file, {request.baseline}.", "Name two files.")
+        raise UsageError(
+            f"The report and its baseline are the same file, {request.baseline}.", "Give two different files."
+        )
     return read_baseline(Path(request.baseline))
 
 
@@ -156,7 +160,10 @@ def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs:
         if request.update_baseline:
             check_writable(Path(request.baseline))
             if what := describe_input(inputs, Path(request.baseline)):
-                raise UsageError(f"--update-baseline would replace {request.baseline}, {what}.", "Write it elsewhere.")
+                raise UsageError(
+                    f"--update-baseline would replace {request.baseline}, {what}.",
+                    "Choose another path for --baseline.",
+                )
         inputs[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 

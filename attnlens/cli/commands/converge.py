@@ -39,7 +39,7 @@ CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`; if none, those of the demo.",
+        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`; without names, demo's checkpoints.",
         panel=TRAINED,
     ),
     **opt.option(

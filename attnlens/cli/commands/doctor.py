@@ -42,7 +42,7 @@ def failure(report: Report) -> IdentityError:
     failed = [check for check in report.doctor if not check.passed]
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
     if failed:
-        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
+        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without a reported error"
         sites = format_count(len(report.doctor), "site")
         problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
     elif (error := report.summary.identity_error) is None:

@@ -24,7 +24,7 @@ def inspect(context: typer.Context) -> None:
     """Measure symmetry, definiteness and spectrum of each head; with `--analyzer selection`, compare it with an SVM."""
     params = context.params
     if params["head"] is None and params["show"] == SHOWN:
-        raise UsageError("--show selection requires a single head.", "Name it, e.g. --head 3.7.")
+        raise UsageError("--show selection requires a single head.", "Add --head, e.g. --head 3.7.")
     selected = requests.one_head(params["head"], params["layers"], params["heads"])
     request = opt.build(requests.InspectRequest, params, **selected)
     check_reading(request)

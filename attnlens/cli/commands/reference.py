@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 WHAT = opt.argument("what", "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", shown="the first three")
-EXPLAINED = opt.argument("name", "A measure, curve, distance or kernel of `list`.", str, "MEASURE")
+EXPLAINED = opt.argument(
+    "name", "Name of a measure, curve, distance or kernel, as shown by `attnlens list`.", str, "MEASURE"
+)
 SAVED = opt.argument("saved", "A report from --json.", str, "REPORT")
 
 

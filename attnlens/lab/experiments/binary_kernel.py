@@ -199,7 +199,7 @@ def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize
     curves["floor"] = curve(WIDTHS, floors, QUANTITY, label="floor of one network")
     return Experiment(
         name="binary kernel by width",
-        question="How near do two networks of m features come to an indefinite kernel that one can't learn?",
+        question="How closely do two networks of m features fit an indefinite kernel that one network can't learn?",
         settings=_settings(size, seed) | {"points": size.samples[-1]},
         source=SOURCE,
         axis="features m",
@@ -217,7 +217,7 @@ def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> 
     named = {"two": (two.mT, "two networks"), "floor": (floor.expand(len(size.samples), -1), "floor of one network")}
     return Experiment(
         name="binary kernel by samples",
-        question="How near do two networks come to it with n points of each domain, all n² pairs known?",
+        question="How closely do two networks approximate this kernel from n points per domain and all n² pairs?",
         settings=_settings(size, seed) | {"m": WIDTHS[-1]},
         source=SOURCE,
         axis="points of each domain",

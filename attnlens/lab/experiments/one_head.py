@@ -60,7 +60,7 @@ def train_head(
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
-        question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
+        question="Does gradient descent on the head's selection problem converge to its SVM, and keep its selection?",
         settings=size_of(nearness) | {name: getattr(s, name) for name in SHOWN},
         labels={f"norm, from {name}": f"{NORM}, from {name}" for name in initial},
         final=final,
@@ -89,7 +89,7 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
     curves = {f"KL, {name}": curve(FACTORS, -log_p(each), "KL, nats") for name, each in odds.items()}
     return Experiment(
         name=f"head {head[0]}.{head[1]}, hardening",
-        question="How fast does the head's softmax become a selection when its logits are multiplied by c?",
+        question="How fast does the head's softmax approach hard selection as its logits are multiplied by c?",
         settings=size_of(nearness),
         final={f"{name}, c = 1": curve.median[FACTORS.index(1.0)] for name, curve in curves.items()},
         axis="factor c",

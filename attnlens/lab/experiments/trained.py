@@ -345,7 +345,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     rows[CONTROL] = Figure(min(by_name[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(
         name="KSVD identities",
-        question="Do primal and dual kernel SVD agree, and is J = 0 there (perturbed: the control, which must not be)?",
+        question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
         source=IDENTITIES_SOURCE,

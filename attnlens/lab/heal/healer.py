@@ -164,7 +164,7 @@ class Healer:
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError(
-                "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which trains nothing."
+                "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which does not train."
             )
         self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
         if self.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
@@ -187,7 +187,7 @@ class Healer:
             if not self.blocks:
                 raise ModelError(
                     "Checkpointing needs blocks that run exactly once per forward pass; this model has none.",
-                    "Leave out checkpointing.",
+                    "Disable checkpointing.",
                 )
         for site, swap in self.swaps.items():
             shared = copies(swap.kernel.fitted)

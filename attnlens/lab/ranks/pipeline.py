@@ -1,4 +1,4 @@
-"""Run a model with the ranks that a search finds or a plan gives, and count what they save."""
+"""Run a model with the ranks found by a search or given by a plan, and compute the savings."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def _count_costs(
     )
 
 
-NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
+NO_CACHE = "no decoder's self-attention is swapped; a cache of another sequence's tokens is not counted"
 NEVER = "operations do not fall, regardless of the number of keys per query"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
 """Fields of a Plan that list the parts of the calibration text."""
@@ -344,7 +344,10 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
 
 
 def keys_to_gain(choice: Choice, by_site: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
-    """Return the keys per query above which operations fall, or why there is no number; neither if always or uncut."""
+    """Return the number of keys per query above which operations fall, or why it is unknown.
+
+    Both are None if operations always fall or nothing is cut.
+    """
     unknown = _explain_unknown(by_site)
     if unknown is not None:
         return None, unknown

@@ -115,8 +115,8 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
             )
     if intervals == "texts" and len(contents) < FEWEST_TEXTS:
         raise UsageError(
-            f"Intervals over texts need at least {FEWEST_TEXTS} texts; the budget has {len(contents)} for choosing "
-            "ranks.",
+            f"Intervals over texts need at least {FEWEST_TEXTS} texts; only {len(contents)} are available for "
+            "choosing ranks.",
             "Give more --calibration, or leave out intervals='texts'.",
         )
 

@@ -212,15 +212,21 @@ CHEN_DATA: dict[TaskForm, str] = {
 }
 ALL = (
     PaperTable(
-        "kernels", "Which kernel is best, and need it be asymmetric?", f"{TSAI}, Table 2", tuple(_kernels()), TSAI_DATA
+        "kernels",
+        "Which kernel is best, and does it need to be asymmetric?",
+        f"{TSAI}, Table 2",
+        tuple(_kernels()),
+        TSAI_DATA,
     ),
     PaperTable(
-        "positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(_positions()), TSAI_DATA
+        "positions",
+        "What is the best way to include positions in the kernel?",
+        f"{TSAI}, Table 1",
+        tuple(_positions()),
+        TSAI_DATA,
     ),
     PaperTable("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(_order()), TSAI_DATA),
-    PaperTable(
-        "values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(_values()), TSAI_DATA
-    ),
+    PaperTable("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(_values()), TSAI_DATA),
     PaperTable("dimension", "Does an infinite feature dimension matter?", WRIGHT, tuple(_dimension()), WRIGHT_DATA),
     PaperTable(
         "primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, tuple(_primal()), CHEN_DATA

@@ -227,7 +227,7 @@ def gradient(
 def _step(
     parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
 ) -> tuple[Tensor, ...]:
-    """Return W, or each factor, after one step down: D for W; D Q for K and Dᵀ K for Q. The floor is in D's units."""
+    """Take one descent step in W, or in K and Q (directions D; D Q and Dᵀ K). `floor` has the units of D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts
@@ -252,7 +252,7 @@ def _check(
     instances: Instances, parts: Sequence[Tensor], iterations: int, lr: float, loss: str, normaliser: str
 ) -> None:
     if iterations < 1:
-        raise UsageError(f"iterations={iterations} trains nothing.", "Give at least 1.")
+        raise UsageError(f"iterations={iterations} means no training.", "Give at least 1.")
     if not (math.isfinite(lr) and lr > 0):
         raise UsageError(f"lr={lr} is not a positive number.", "Give a number above 0, such as 0.1.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
@@ -267,7 +267,9 @@ def _check(
         m = parts[0].shape[-1]
         needed = [(trials, d, m), (trials, d_query, m)]
         if any((part == 0).all() for part in parts):
-            raise UsageError("K = 0 or Q = 0 is a stationary point: training never leaves it.", "Start elsewhere.")
+            raise UsageError(
+                "K = 0 or Q = 0 is a stationary point: training never leaves it.", "Give nonzero initial K and Q."
+            )
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
         raise UsageError(f"The initial factors have the shapes {shapes}.", f"These instances need {needed}.")

@@ -89,7 +89,7 @@ class UnitConstraints:
 
     @property
     def impossible(self) -> Int[ndarray, " first"]:
-        """First constraint that no W meets because its length is 0, a proof of infeasibility; empty if none."""
+        """First constraint of length 0 that no W satisfies, which proves infeasibility; empty if there is none."""
         unmet_by_zero = np.where(self.free, self.bounds != 0.0, self.bounds > 0.0)
         return np.flatnonzero(unmet_by_zero & (self.lengths == 0.0))[:1]
 
@@ -507,7 +507,7 @@ class WorkingSet:
 def unscale(
     constraints: UnitConstraints, rows: Int[ndarray, " k"], loads: Float[ndarray, " k"]
 ) -> Float[Tensor, " constraints"]:
-    """Return λ of every constraint of the original problem, whose lengths were divided out."""
+    """Return λ for the original problem's constraints by undoing the division by their lengths."""
     multipliers = np.zeros(len(constraints.u))
     multipliers[rows] = loads
     return torch.from_numpy(multipliers / constraints.scale)
@@ -528,7 +528,7 @@ class Separability:
 def separable(problem: Problem, limit: int = 200) -> Separability:
     """Decide if any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
-    Raises what `solve` raises.
+    Raises the errors of `solve`.
     """
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":

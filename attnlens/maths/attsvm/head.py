@@ -124,7 +124,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
-    """Count the copies of each token a query may see, at the first of them, 0 elsewhere: equal tokens are one."""
+    """Count the visible copies of each token per query, stored at the first copy; 0 at the other copies."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -142,10 +142,10 @@ def choose(
     """Select the head's most decided queries (largest p_max), at most `most`, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight.
-    Left out are queries that select all they see, and queries that see less than half of what another of their sequence
-    sees: at the start of a causal sequence p_max is near 1 for lack of choice. Queries whose least selected and largest
-    other score are equal within TIE are counted and left out. Fewer queries are returned if constraints would exceed
-    MOST_CONSTRAINTS or, with `top_p`, equalities MOST_EQUALITIES.
+    Queries that select all visible tokens are omitted, and so are queries that see less than half as many tokens as
+    another query of the sequence: at the start of a causal sequence p_max is near 1 for lack of choice. Queries whose
+    least selected and largest other score are equal within TIE are counted and omitted. Fewer queries are returned if
+    there would be more than MOST_CONSTRAINTS constraints or, with `top_p`, MOST_EQUALITIES equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -307,12 +307,12 @@ def compare_with_solution(chosen: Selections, posed: HeadProblem, solution: Solu
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:
-            return "no form has the head's own score differences among the selected tokens"
+            return "no form reproduces the head's score differences among the selected tokens"
         gaps = gaps - problem.scores(finite.W)
         squared -= float(finite.W.square().sum())
     # Strict: a form equal to its finite part leaves at most this much rounding.
     if not squared > (SPAN * whole) ** 2:
-        return "the head's form tells no token from another here"
+        return "the head's form does not distinguish any tokens here"
     free, size = ~problem.equal, squared**0.5
     least = gaps.new_full((len(problem.queries),), torch.inf)
     least = least.scatter_reduce(0, problem.query_of[free], gaps[free], "amin") / size

@@ -286,7 +286,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     and z (W never leaves them). `tolerance` is the sufficient relative gap (P − D)/P. By default it is 1e-4: the norm
     is accurate to 1e-4, and W less so. For a result exact to rounding use, e.g., 1e-10. `gap` in the result is the gap
     reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
-    without a norm. Raises what `solve` raises.
+    without a norm. Raises the errors of `solve`.
     """
     check_limits(tolerance, limit)
     frobenius = solve(problem)

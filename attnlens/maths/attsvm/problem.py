@@ -106,7 +106,7 @@ Status = Literal["optimal", "infeasible", "inaccurate"]
 
 @dataclass(frozen=True)
 class Solution:
-    """Answer to a Problem with its certificate, recomputed from `multipliers` whatever their origin."""
+    """Solution of a Problem, with a certificate that is recomputed from `multipliers`."""
 
     status: Status
     """optimal: the gap is within the tolerance. infeasible: `multipliers` prove that no W exists. inaccurate: neither
@@ -152,7 +152,10 @@ def selection(
     if chosen.is_floating_point() or chosen.dtype == torch.bool:
         raise UsageError(f"The chosen tokens have dtype {chosen.dtype}.", "Give integers, as .long() does.")
     if chosen.shape != (samples,) or queries.shape[0] != samples:
-        raise UsageError(f"Each of the {samples} samples needs one query and one chosen token.", "Give one of each.")
+        raise UsageError(
+            f"Each of the {samples} samples needs one query and one chosen token.",
+            "Give one query and one chosen token per sample.",
+        )
     within = (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
         raise UsageError("A chosen token is not among the allowed ones.", "Choose tokens that the query sees.")
@@ -170,7 +173,7 @@ def prompt(
 ) -> Problem:
     """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
-    Raises what `selection` raises.
+    Raises the errors of `selection`.
     """
     tokens = as_finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
@@ -183,7 +186,7 @@ def causal(
 ) -> Problem:
     """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
-    Raises what `selection` raises; UnposedError for a sequence of one token.
+    Raises the errors of `selection`; UnposedError for a sequence of one token.
     """
     tokens = as_finite("tokens", tokens, 2)
     length = len(tokens)
@@ -328,7 +331,9 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes:
-        raise UsageError(f"The {name} have {numbers.ndim} axes, not {axes}.", "Give them as documented.")
+        raise UsageError(
+            f"The {name} have {numbers.ndim} axes, not {axes}.", "See the documentation for the expected shape."
+        )
     if axes > 1 and not numbers.shape[-1]:
         raise UsageError(f"The {name} have no dimension (d = 0).", "Give at least one.")
     if not numbers.isfinite().all():
@@ -341,7 +346,9 @@ def as_mask(name: str, mask: Bool[Tensor, "n tokens"] | None, samples: int, leng
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
     if require_real(f"flags `{name}`", mask).shape != (samples, length):
-        raise UsageError(f"`{name}` has shape {tuple(mask.shape)}, not {(samples, length)}.", "Give one per token.")
+        raise UsageError(
+            f"`{name}` has shape {tuple(mask.shape)}, not {(samples, length)}.", "Give one entry per token."
+        )
     return mask.bool()
 
 

@@ -1,4 +1,4 @@
-"""The soft-margin problem, which always has a solution, unlike the hard-margin problem."""
+"""Solve the soft-margin problem, which is always feasible, unlike the hard-margin problem."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SoftMargin:
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
     """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by accelerated projected gradient and Newton steps.
 
-    Stops at a gap of `tolerance` or after `limit` steps; the gap is in the answer. Raises UsageError unless C is finite
+    Stops at a gap of `tolerance` or after `limit` steps; the result has the gap. Raises UsageError unless C is finite
     and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
     constraints.
     """
@@ -122,7 +122,7 @@ class Box:
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.bounds + uphill)))
 
     def climb(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Return λ and the number of steps: Nesterov's gradient with restarts; every BETWEEN steps Newton on free λ."""
+        """Return λ and the number of steps, by Nesterov's method with restarts and periodic Newton steps on free λ."""
         if self.is_optimal(loads, tolerance):
             return loads, 0
         rate = 1.0 / (ABOVE * self.largest_eigenvalue())

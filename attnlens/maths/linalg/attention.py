@@ -214,7 +214,7 @@ def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Return the verdict on one long head; UNDECIDED if it has no witness and more than FACTORED tokens."""
+    """Decide the definiteness of one long head; UNDECIDED if it lacks a witness and exceeds FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)

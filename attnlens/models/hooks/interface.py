@@ -64,7 +64,7 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
 
 
 def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return every configuration in use, each once."""
+    """Return the distinct configurations in use."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
     return list({id(config): config for config in [*configs, *nested] if isinstance(config, PreTrainedConfig)}.values())
@@ -89,9 +89,11 @@ def out_of_reach(
         path, reason = next(iter(refused.items()))
         return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
     if not any(map(is_attention, model.modules())):
-        return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
+        return ModelError(
+            f"{name} has no softmax attention that attnlens can reach.", f"Choose another model: {IN_REACH}."
+        )
     if ran is not None and not any(map(is_attention, ran)):
-        return ModelError(f"{name} runs no attention on this input.", "Give an input that reaches its attention.")
+        return ModelError(f"{name} does not run attention on this input.", "Give an input that reaches its attention.")
     problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
     return ModelError(problem, f"Choose a model with softmax attention: {IN_REACH}.")
 
@@ -111,7 +113,7 @@ def read_call(
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
         raise ModelError(problem, "Choose another model; one sink per head is supported.")
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
-        raise ModelError(f"{name} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
+        raise ModelError(f"{name} multiplies its scores by {scaling:.3g}.", "Correct its config.json.")
     key, value = pair_heads(key, value)
     if mask is not None:  # one row may apply to all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
@@ -163,7 +165,7 @@ def answer_calls(
     content: Collection[Tensor] | None = None,
     prove: bool = False,
 ) -> Iterator[Refused]:
-    """Answer every attention computation of `model` with `answer` inside the `with`, and restore the model at its end.
+    """Context manager: compute all attention of `model` with `answer`; restore the model on exit.
 
     Attention that goes through transformers' interface is answered there. Hand-written attention is traced in `modules`
     (None: all); `content` and `prove` are passed to `trace_attention`. Yields the reason for each unreadable module.
@@ -186,7 +188,7 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Answer the attention of a model built for `answer` permanently; transformers then knows it by `name`.
+    """Permanently compute the attention of a model with `answer`, registered with transformers as `name`.
 
     Raises ModelError if no part of the model goes through transformers' interface.
     """
@@ -257,7 +259,7 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Show every attention computation to `visit` and answer it with the model's own kernel.
+    """Pass every attention computation to `visit`, and compute it with the model's own kernel.
 
     `answered` is called with the answer, (batch, queries, heads, value_dim), before the model uses it.
     """
@@ -276,7 +278,7 @@ def replace(
     visit: Callable[[Site, Call], None] | None = None,
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
-    """Answer the sites of `swaps` with their new kernels and all other sites with the model's own.
+    """Compute the sites of `swaps` with their new kernels, and all other sites with the model's own kernel.
 
     `path` is the route by which the new kernels are computed. `visit` is called with each attention computation at the
     sites of `swaps`, and `answered` with its answer, (batch, queries, heads, value_dim). Raises UsageError if a kernel
@@ -322,5 +324,5 @@ def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tenso
 
 
 def is_answered(model: PreTrainedModel) -> bool:
-    """Return whether attnlens currently answers the model's attention, inside a `with` or permanently."""
+    """Return whether attnlens currently replaces the model's attention, in a `with` block or permanently."""
     return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _implementations(model))

@@ -140,7 +140,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
         if not min(call.query.shape[2], call.key.shape[2]):
-            raise ModelError(f"{paths[module]} receives no tokens of this input.", "Give an input that reaches it.")
+            raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give an input that reaches it.")
         calls.append((module, call, call_arguments(module, *running[module])))
         return attend(call, OWN, "eager")
 
@@ -237,7 +237,7 @@ def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _padding_mask(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the attention mask among the inputs that has the first two axes of the tensor, the decoder's first."""
+    """Return the attention mask that has the tensor's first two axes; a decoder's mask takes precedence."""
     masks = [inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
     return next((mask for mask in masks if mask.shape == tensor.shape[:2]), None)
 

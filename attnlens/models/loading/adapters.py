@@ -287,7 +287,7 @@ def _expand_modules(settings: Json, file: Path, model: PreTrainedModel, modules:
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
         problem = f"{file.parent} changes {format_names(lacking)}, which is not a linear layer or embedding of this"
-        raise ModelError(f"{problem} model: the adapter belongs to another base.", say_base)
+        raise ModelError(f"{problem} model: the adapter was trained on a different base model.", say_base)
     ends = time.monotonic() + SECONDS
 
     def matches(expression: str, paths: list[str]) -> list[str]:

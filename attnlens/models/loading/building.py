@@ -206,7 +206,7 @@ def safetensors_header(file: Path) -> dict[str, Stored]:
             return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         problem = f"{file} is truncated or not a safetensors file: {shorten_text(str(error))}."
-        raise ModelError(problem, "Download it again.") from None
+        raise ModelError(problem, "Download the model again.") from None
 
 
 def pickled_header(file: Path) -> dict[str, Stored]:
@@ -220,7 +220,7 @@ def pickled_header(file: Path) -> dict[str, Stored]:
         raise ModelError(problem, "Get the model as safetensors.") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         problem = f"{file} is truncated or not a pickle of torch: {shorten_text(str(error))}."
-        raise ModelError(problem, "Download it again.") from None
+        raise ModelError(problem, "Download the model again.") from None
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")

@@ -128,7 +128,9 @@ class DeferredWeights:
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
-            raise ModelError(f"The weights of {path} don't have the shapes of config.json.", "Download them again.")
+            raise ModelError(
+                f"The weights of {path} don't have the shapes of config.json.", "Download the model again."
+            )
         for name, part in module.named_parameters():
             part.requires_grad_(False)
             if name in wanted and not (is_announced(part) or bool(part.sum().isfinite())):
@@ -164,7 +166,7 @@ ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes with shapes, in which no two tensors are equal, so that transformers does not tie them.
+    """Mode that computes with shapes; tensors never compare equal, so transformers does not tie them.
 
     transformers compares two tensors if a checkpoint stores a tied weight under both of its names.
     """
@@ -228,7 +230,7 @@ WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
 PATIENCE = 30.0
 """Seconds without a byte after which a connection counts as dropped."""
-SAY_AGAIN, SAY_LATER = "Download it again.", "Run the command again: finished work is kept."
+SAY_AGAIN, SAY_LATER = "Download the model again.", "Run the command again: finished work is kept."
 
 
 def open_files(place: Location, config: PreTrainedConfig, stored: Mapping[str, Stored]) -> SafetensorsFiles | GgufFiles:
@@ -280,7 +282,7 @@ class SafetensorsFiles:
         """Shapes of all tensors, keyed by name."""
 
     def size(self, names: Iterable[str]) -> int:
-        """Return how many bytes are read for these tensors."""
+        """Return the number of bytes read for these tensors."""
         return sum(self._bytes[name] for name in self._stored_names(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
@@ -377,7 +379,7 @@ class RemoteFile:
             return load_bytes(bytes(content))[name]
         except (SafetensorError, KeyError):
             problem = f"{self._name} stores {shorten_text(name)} in an unknown type."
-            raise ModelError(problem, "Download it.") from None
+            raise ModelError(problem, "Download the model.") from None
 
     def _read_range(self, start: int, count: int) -> bytearray:
         """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""

@@ -37,7 +37,7 @@ MOST_DIMENSIONS = 8
 """Maximum number of a tensor's dimensions; ggml itself has at most four."""
 SAMPLE = 4096
 """Bytes sampled at the beginning, in the middle and at the end of a tensor."""
-SAY_AGAIN = "Download it again."
+SAY_AGAIN = "Download the model again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
 SAY_LOAD = "Leave out --device files."
 

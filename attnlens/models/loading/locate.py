@@ -51,7 +51,7 @@ class Hub:
         try:
             info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
             if not info.sha:
-                raise ValueError("its answer names no commit")  # noqa: TRY301  # handled below with all other invalid answers
+                raise ValueError("the response does not contain a commit")  # noqa: TRY301  # handled below with all other invalid answers
             names = [sibling.rfilename for sibling in info.siblings or []]
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=select(names)))
         except (HfHubHTTPError, HFValidationError) as error:
@@ -350,11 +350,11 @@ def find(
     """
     path = DEMO if name == "demo" else with_home(name)
     if name.startswith("demo@"):
-        raise UsageError("`demo` is part of attnlens and has no revisions.", "Give only `demo`.")
+        raise UsageError("`demo` is part of attnlens and has no revisions.", "Write `demo` without a revision.")
     if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
-        raise UsageError(f"{name} is a local path and has no revision {revision!r}.", "Leave the revision out.")
+        raise UsageError(f"{name} is a local path and has no revision {revision!r}.", "Omit the revision.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 

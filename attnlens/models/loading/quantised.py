@@ -342,7 +342,7 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
 
 
 def packed_shape(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of a weight of GPTQ or AWQ, whose words pack the codes of neighbouring inputs or outputs."""
+    """Return the unpacked shape of a GPTQ or AWQ weight; its words pack codes of neighbouring inputs or outputs."""
     words, _, scale, bits = _matrices(parts)
     return scale.shape[1], prod(words.shape) * 32 // (bits * scale.shape[1])
 

@@ -187,7 +187,8 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(
-            f"Each sequence needs one file of each kind, but there are {counted}.", "Give as many of each."
+            f"Each sequence needs one file of each kind, but there are {counted}.",
+            "Give the same number of files of each kind.",
         )
     count = next(iter(counts.values()), None)
     if count is not None and count > most:

@@ -85,7 +85,7 @@ class Media:
 
     @property
     def alone(self) -> bool:
-        """Whether each sequence needs its own pass because the patches of all images of a batch form one row."""
+        """True if each sequence needs a separate pass because the patches of all images in a batch form one row."""
         return not PACKED.isdisjoint(self.names)
 
 
@@ -319,12 +319,12 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
             simplefilter("ignore", wavfile.WavFileWarning)  # about chunks that are not sound
             rate, values = wavfile.read(BytesIO(content))
     except (*FAILURES, EOFError, struct.error) as error:
-        raise TextError(f"{path} can't be read as a sound: {first_line(error)}", SAY["audio"]) from None
+        raise TextError(f"{path} can't be read as an audio file: {first_line(error)}", SAY["audio"]) from None
     if rate != expected:
         problem = f"{path} has {rate} samples per second; the model expects {expected}."
         raise TextError(problem, f"Convert it first, for example: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
     if not len(values) or len(values) > LARGEST_INPUT:
-        raise TextError(f"{path} has {len(values)} samples.", "Give a sound of a few seconds.")
+        raise TextError(f"{path} has {len(values)} samples.", "Give an audio file of a few seconds.")
     if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
         values = (values.astype(np.int16) - 128) * 256
     scale = 2.0 ** (8 * values.itemsize - 1) if values.dtype.kind == "i" else 1.0
@@ -416,9 +416,9 @@ def ids_of(placeholders: Placeholders) -> list[int]:
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the placeholder id of a modality, and how many of them one image or sound needs.
+    """Return the placeholder id of a modality, and the number of placeholders per image or sound.
 
-    The number is 0 if tokens meet the image in cross-attention. Raises what the tower raises.
+    The number is 0 if tokens access the image by cross-attention. Errors of the tower are passed on.
     """
     token = setting(model, *TOKENS[modality])
     owners = [part for part in model.modules() if hasattr(part, FEATURES[modality])]

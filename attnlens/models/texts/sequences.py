@@ -212,7 +212,9 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
         rows = tokenizer(lines, truncation=True, max_length=tokens)["input_ids"]
     long_enough = [Row(ids) for ids in rows if len(ids) >= 2]
     if not long_enough:
-        raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
+        raise TextError(
+            f"No line of the text ({content.name}) has at least two tokens.", "Give a text with longer lines."
+        )
     return long_enough
 
 
@@ -244,7 +246,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
         problem = f"{tokens} tokens leave no room for text in addition to {special} special tokens."
-        raise UsageError(problem, "Give more --length.")
+        raise UsageError(problem, "Use a larger --length.")
     return before, after
 
 
@@ -258,9 +260,9 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
         problem = f"A window of {tokens} tokens is too short: attention needs at least two."
-        raise UsageError(problem, "Give at least --length 2.")
+        raise UsageError(problem, "Use --length 2 or more.")
     if limit is not None and tokens > limit:
-        raise UsageError(f"The model accepts at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
+        raise UsageError(f"The model accepts at most {limit} tokens, not {tokens}.", f"Use --length {limit} or less.")
     return tokens
 
 

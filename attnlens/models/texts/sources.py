@@ -141,7 +141,7 @@ def read(path: str, *, offline: bool = False) -> Content:
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
-    """Read the texts of those paths under unique names. Raises TextError if one is empty, or two are the same text."""
+    """Read texts under unique names. Raises TextError if a text is empty, or if two texts have the same content."""
     contents = [read(path, offline=offline) for path in paths]
     names, known = [content.name for content in contents], dict[str, str]()
     for index, (path, name) in enumerate(zip(paths, names, strict=True)):
@@ -151,7 +151,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
         if not text.strip():
             raise TextError(f"The text is empty: {name}.", "Give a text of at least a few hundred words.")
         if text in known:
-            raise TextError(f"{known[text]} and {name} are the same text.", "Name each text once.")
+            raise TextError(f"{known[text]} and {name} have the same content.", "Give each text only once.")
         known[text] = name
     return tuple(contents)
 

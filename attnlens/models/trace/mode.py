@@ -1,4 +1,4 @@
-"""Read hand-written attention as a Call, and answer it in place of the module's own weighted sums."""
+"""Read hand-written attention as a Call, and replace the module's own weighted sums."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Compute a product of attention weights with values: here a site is complete, and is answered.
+        """Compute a product of attention weights and values; the site is then complete, and its output is replaced.
 
         `values` is None if it is another product, which is left to the model.
         """
@@ -382,7 +382,7 @@ class _Tracer(TorchFunctionMode):
         return self._answer_site(shared, read, call.run, weights.dtype)
 
     def _answer_fused(self, call: FunctionCall) -> Tensor:
-        """Answer attention that the module itself computes with torch's fused function."""
+        """Replace attention that the module computes with torch's fused function."""
         arguments = dict(zip(FUSED, call.args, strict=False)) | call.kwargs
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
@@ -403,7 +403,7 @@ class _Tracer(TorchFunctionMode):
         original: Callable[[], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the answer for one site, which the last owner owns, or else the model's `original` result."""
+        """Return the replaced output of one site, or `original` if the last owner does not replace it."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()
@@ -420,7 +420,9 @@ class _Tracer(TorchFunctionMode):
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
-                raise ModelError(problem, "Give inputs of the same kind as those used to find its sites.") from None
+                raise ModelError(
+                    problem, "Give inputs of the same kind as those used to find the attention sites."
+                ) from None
             self.refused[owner] = refusal.problem
             return original()
         self.answer(call)

@@ -37,7 +37,7 @@ class FunctionCall(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether the function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+        """True if the function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
         name = self.name
         return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 

@@ -135,7 +135,7 @@ class Probe:
 
     @property
     def _is_shorter(self) -> bool:
-        """Whether the probe's sequences have fewer tokens than those of the captured call."""
+        """True if the probe's sequences have fewer tokens than the captured call's."""
         return not self.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in self.shapes)
 
     @property

@@ -212,7 +212,7 @@ def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "
 def _overlaps(
     part: Tensor, pairs: Int[Tensor, "pairs 2"]
 ) -> tuple[Complex[Tensor, "positions pairs"], Bool[Tensor, " pairs"]]:
-    """Compute Σ conj(w_0) w_i, and which pairs have an angle: a length at position 0 above rounding of the longest."""
+    """Return Σ conj(w_0) w_i, and a mask of pairs with a defined angle (longer at position 0 than rounding error)."""
     first, second = pairs.unbind(-1)
     turning = torch.complex(part[..., first], part[..., second])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
@@ -337,7 +337,7 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
     if (groups := _find_groups(_first_tokens(probe, maps))) is not None:
         return maps, groups
     remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
-    raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
+    raise NotBilinearError(f"{reason}, so its scores are not bilinear in queries and keys", remedy)
 
 
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:

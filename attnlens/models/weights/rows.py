@@ -79,7 +79,7 @@ class Factors:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per token."""
+        """True if queries and keys are normalised per token."""
         return bool(self.groups)
 
     @property
@@ -315,7 +315,7 @@ def _largest_product(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Lat
 def _match_rows(
     vectors: Tensor, columns: Tensor, down: Tensor | None, rows: Tensor, products: Tensor
 ) -> MatchedColumns | None:
-    """Return the columns that are multiples of consecutive or else the most similar rows; None if the first is not."""
+    """Return the columns that are multiples of consecutive (else the most similar) rows; None if the first is not."""
     start, count = int(_most_similar_rows(vectors[:, :1], products)), vectors.shape[1]
     if not bool(_fit_factors(vectors[:, :1], products[:, [start]])[1]):
         return None

@@ -50,7 +50,7 @@ NEAR_FACTOR = 10  # that change must also be this many times the one at equal po
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]:
-    """Return for each head of the first report its partner, and the relation of their forms."""
+    """For each head of the first report, return its counterpart and the relation between their forms."""
     places = {name: place for place, name in enumerate(pairing.first.heads)}
     changes = []
     for site, other in pairing.sites.items():

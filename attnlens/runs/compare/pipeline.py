@@ -98,7 +98,7 @@ def _read_windows(path: Path, report: Report) -> Windows:
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
-    """Raise UsageError for the first setting in which two reports differ, which would make changes meaningless."""
+    """Raise UsageError for the first setting that differs between two reports, since changes would be meaningless."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (
@@ -250,7 +250,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
         and (all(reports) or (name in SECOND and reports[1]))
     ]
     if ignored:
-        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Leave it out.")
+        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Omit them.")
 
 
 def _inspect_reports(

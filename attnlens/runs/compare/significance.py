@@ -59,7 +59,7 @@ def _detectable_errors(level: float, freedom: int) -> float:
 def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> ChangeTest:
-    """Test changes paired by window: p is the larger one of sampling and rounding.
+    """Test changes paired by window: p is the larger of those for sampling and rounding.
 
     Windows in which either model has no value are left out. If there is no change in any window, p = 1.
     """

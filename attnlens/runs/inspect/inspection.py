@@ -410,7 +410,7 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors and its form without the adapter, which is its own form if the adapter skips it."""
+        """Return a site's factors, and its form without the adapter (its own form if the adapter skips the site)."""
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
-BY_HAND = "the module has its own attention code, which must be traced on actual values, so the model must be loaded"
+BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
 """Reason why a site of a meta-device model is not read."""
 ALL = "units"
 """Name of the progress over the units of all stages."""
@@ -233,14 +233,14 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Return the inspection of the `reached` sites of a verified model, which all were also reached by text alone."""
+    """Return the inspection of the `reached` sites of a verified model; text alone must reach all of them too."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         shapes = survey_shapes(loaded, _draw_sample(loaded, settings))
         sites = checks.match_sites(all_sites, shapes.sites) or ()
         if not sites:
             raise ModelError(
-                f"{loaded.info.id} runs attention that a pass without values does not reveal.",
+                f"{loaded.info.id} runs attention that a pass on the meta device does not reveal.",
                 "Leave out --device spread.",
             )
     one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)

@@ -216,7 +216,7 @@ class Results:
         return guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
 
     def _count_coverage(self) -> Coverage:
-        """Count the requested heads that have a value, and those of them that have none from one of the sources."""
+        """Count the requested heads that have a value, and those of them that lack values from one source."""
         known, sources_by_head = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -259,7 +259,7 @@ class Results:
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
     def _read_head(self, site: Site, head: int) -> Iterator[NamedValue]:
-        """Yield what analyzers and gatherers measure in a head."""
+        """Yield the measures of a head from analyzers and gatherers."""
         weights = self._answers.get((site.name, "weights"), {})
         if head in weights:
             yield from _validate(weights[head])

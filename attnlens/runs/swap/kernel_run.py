@@ -256,7 +256,7 @@ class KernelRun:
         return sorted(set(kernel.chosen) - start)
 
     def _option_notes(self) -> list[str]:
-        """Return notes on what the options did, or left undone."""
+        """Return notes on options that had side effects or no effect."""
         notes, healed = [], "healed" in self.stages
         kernel, info = self.kernel, self.kernel.info
         if self.session.shared:
@@ -277,7 +277,7 @@ class KernelRun:
         return notes + [f"No {control.role} control: {control.reason}." for control in missing]
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Return the record with the effect of each head or layer alone; without effects if the user interrupts."""
+        """Measure the effect of each head or layer individually; the record lacks effects if the user interrupts."""
         fitted = key_of({site.name: digest_of(dict(each.kernel.fitted)) for site, each in self.last.items()})
 
         def keep(name: str, make: Callable[[], Result]) -> Result:
@@ -290,7 +290,7 @@ class KernelRun:
             return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})
 
 
-CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
+CROSSING = "queries and keys of cross-attention belong to different sequences, so distances between them are undefined"
 
 
 @dataclass

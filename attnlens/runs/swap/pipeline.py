@@ -95,7 +95,7 @@ class SwapWork:
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report, and a function to call once it is written, which removes the stored units.
+        """Return the report, and a function that removes the stored units, to call after the report is written.
 
         Raises Interrupted with the report of what is finished, and UnsavedError with the report.
         """
@@ -247,8 +247,8 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
     merged = merge_texts(batches)
     if session.shared > texts.MOST_SHARED and not named:
         raise TextError(
-            f"The text is repetitive: {100 * session.shared:.0f} % of the evaluated tokens also occur in its other "
-            "windows.",
+            f"The text is repetitive: {100 * session.shared:.0f} % of the evaluated tokens also occur in the windows "
+            "for calibration.",
             "Give a separate --calibration text, or a less repetitive --text.",
         )
     if session.shared > texts.MOST_SHARED:

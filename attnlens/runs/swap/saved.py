@@ -156,7 +156,7 @@ class Swapped:
     replacing: ExitStack  # context of the replacement
 
     def close(self) -> None:
-        """Give the model its own kernel back."""
+        """Restore the model's own kernel."""
         self.replacing.close()
 
 
@@ -184,7 +184,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
 
 def restore_saved(place: Path, **loading: Any) -> Restored:
-    """Load the model and the kernel of a `--save` folder without swapping; raises what `load_swapped` raises."""
+    """Load the model and the kernel of a `--save` folder without swapping; raises the errors of `load_swapped`."""
     Loading(**loading)  # raises UsageError for invalid values
     facts, fitted = _read_attributes(place)
     loaded = load(str(place), swapped=True, **loading)

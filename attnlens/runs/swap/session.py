@@ -50,7 +50,7 @@ class RankStep(Protocol[Run]):
         """Return the swap with the chosen ranks."""
 
     def plan(self, run: Run) -> Plan:
-        """Return the record of the choice, with what the measured stages of the run cost."""
+        """Return the record of the chosen ranks, with the costs of the measured stages."""
 
     def notes(self, model: ModelInfo) -> list[str]:
         """Return notes for the report."""

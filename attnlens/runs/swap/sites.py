@@ -224,7 +224,9 @@ def chosen_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        raise UsageError("No sites selected to swap.", f"The model has the parts {parts}; widen --layers or --part.")
+        raise UsageError(
+            "No attention sites selected to swap.", f"The model has the parts {parts}; widen --layers or --part."
+        )
     return chosen
 
 
@@ -249,7 +251,7 @@ def idle_sites(survey: hooks.Survey, layers: Sequence[int] | None) -> list[Skipp
         if why is not None and layers is None:
             raise ModelError(
                 f"{path} can't be swapped: {why}.",
-                f"Swap the {len(survey.sites)} sites within reach: --layers 0-{len(survey.sites) - 1}.",
+                f"Swap only the {len(survey.sites)} supported sites: --layers 0-{len(survey.sites) - 1}.",
             )
     return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in survey.missed.items() if why is None]
 

@@ -1,4 +1,4 @@
-"""Swap each head or layer alone and rank the effects on the loss."""
+"""Swap each head or layer individually and rank the effects on the loss."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONSTANT = "the same in every head"
 def sweep_units(
     session: SwapSession, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
 ) -> Swap:
-    """Return the record with the effect of each head or layer alone and, for heads, the predictors of the effect."""
+    """Return the record with the individual effect of each head or layer and, for heads, predictors of the effect."""
     options, seed = session.options, session.settings.seed
     chosen = units(swaps, str(options.sweep), session.heads_of)
     correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
@@ -155,7 +155,7 @@ Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or 
 
 
 def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
-    """List the units that are swapped alone: each chosen layer, or each chosen head."""
+    """List the units that are swapped individually: the chosen layers or heads."""
     if what == "layers":
         return [(site, None) for site in swaps]
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
@@ -163,7 +163,7 @@ def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[U
 
 @dataclass(frozen=True)
 class Alone:
-    """The effects of units swapped alone, on each sequence with a prediction."""
+    """Effects of individually swapped units on each sequence with predictions."""
 
     units: list[Unit]  # the units that were swapped alone
     original: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
@@ -239,7 +239,7 @@ def sweep(
 
 @dataclass
 class SweptBatch:
-    """A batch for swapping units alone."""
+    """Batch for swapping units individually."""
 
     loaded: Loaded
     sites: tuple[Site, ...]

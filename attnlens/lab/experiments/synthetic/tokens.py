@@ -152,7 +152,7 @@ def golden(progress: Progress = silent) -> Experiment:
         progress("golden instances", done + 1, len(problems))
     return Experiment(
         name="golden instances",
-        question="Are the golden instances solved as they were by a general convex solver?",
+        question="Do the solutions of the reference instances agree with those of a general convex solver?",
         settings={"instances": len(problems), "solver_gap": GOLDEN_GAP},
         source=SOURCE,
         **columns(rows, "the solver found no solution"),
@@ -225,7 +225,7 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
         curves[f"n={n}, T={T}"] = Curve(steps=steps, median=median, quantity="share separable", bounded=True)
     return Experiment(
         name="feasibility",
-        question="For which sizes does any W separate arbitrary tokens of random data?",
+        question="For which sizes does some W separate arbitrarily chosen tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
         source=FEASIBLE_SOURCE if published else None,
         axis="d",
@@ -258,7 +258,7 @@ SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 
 
 
 def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Compute by d the share of trials whose α_i is argmax_t Y_i γ_it for every input i."""
+    """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
     shares = {}
     for d in settings.d:
         hits = 0
@@ -404,7 +404,7 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
         rows[name] = replace(RANKS[name] if published else UNPUBLISHED, value=value, label=label)
     return Experiment(
         name="rank",
-        question="Of which rank is the nuclear solution, and is it at most min(n, d)?",
+        question="What is the rank of the nuclear-norm solution, and is it at most min(n, d)?",
         settings={"threshold": 1e-5, "solver_gap": TIGHT},
         source=RANKS_SOURCE if published else None,
         axis="d",

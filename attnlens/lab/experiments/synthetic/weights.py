@@ -70,7 +70,7 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
     }
     return Experiment(
         name="multi-token",
-        question="Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?",
+        question="If several tokens keep weight, does descent converge to W_fin + R·W_mm of the generalised SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
         source=DISTANCES_SOURCE if published else None,
         axis="d",
@@ -78,7 +78,7 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
             name.replace("_", " "): _curve_by_d(by_size, column, label)
             for column, (name, label) in enumerate(DIRECTIONS.items())
         },
-        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
+        **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
     )
 
 
@@ -217,7 +217,7 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Draw sequences whose graph poses a problem: some order to learn, and a cycle if and only if `cyclic`."""
+    """Draw sequences whose graph has some order to learn, and a cycle if and only if `cyclic`."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
     for _ in range(TRIES):

@@ -318,7 +318,7 @@ def next_tokens(
         rows = torch.cat(cut)
         if not len(rows):
             raise TextError(
-                f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
+                f"The text ({name}) is too short: its {part} part is shorter than one window of {length} tokens.",
                 "Give a longer text.",
             )
         windows[part] = rows if part == "training" else rows[task.space_evenly(len(rows), evaluated)]

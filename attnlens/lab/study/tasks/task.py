@@ -263,7 +263,7 @@ def byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = 
     least = BYTES + len(specials)
     if vocabulary < least:
         raise UsageError(
-            f"A vocabulary of {vocabulary} is too small: bytes and special tokens alone are {least}.",
+            f"A vocabulary of {vocabulary} is too small: bytes and special tokens alone take {least} entries.",
             f"Choose at least {least}.",
         )
     tokenizer = Tokenizer(models.BPE())
@@ -328,7 +328,7 @@ TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated
 def load_labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
     """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
 
-    Repeated texts are left out, whatever their label, so that no text is in two parts; texts longer than `length`
+    Repeated texts are omitted even if their labels differ, so no text is in two parts; texts longer than `length`
     tokens are cut. The cases of each class are split in file order into 80 % training, 10 % validation and 10 % test.
     Raises TextError for data that cannot be used, UsageError for a vocabulary below 256.
     """
@@ -407,7 +407,7 @@ def read_series(path: str | Path) -> Recording:
         if word.lower() == "@data":
             break
     if "@data" not in header:
-        raise TextError(f"{path} lacks a line @data.", REMEDY)
+        raise TextError(f"{path} lacks an @data line.", REMEDY)
     if header.get("@timestamps", "").lower() == "true":
         raise TextError(f"{path} has time stamps, which are not supported.", REMEDY)
     labelled, *listed = header.get("@classlabel", "").split() or ["true"]
