@@ -55,18 +55,18 @@ def comparison_panels(report: Report) -> list[Panel]:
         name_of_map = f"where heads differ: {LOCAL[name]}{unit}"
         note = "dots: named; hatched: no change at all"
         caption = (
-            "Logarithmic colours; of a KL each head's mean over queries and windows, in nats. "
-            "Dots: heads whose change is named. Hatched: no change at all."
+            "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
+            "Hatched: no change at all."
         )
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name)
         panels.append(Panel("differences", name_of_map, note, caption, draw, 2 * layers))
     caption = (
-        "One dot per head and measure; size in interquartile ranges of the measure over the first model's heads. "
-        "q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
+        "One dot per head and measure; the size of a change is in interquartile ranges of the measure over the first "
+        "model's heads. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
     )
     draw = partial(draw_volcano, comparison=comparison)
-    return [*panels, Panel("volcano", "size against certainty", "", caption, draw)]
+    return [*panels, Panel("volcano", "size and significance of changes", "", caption, draw)]
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:

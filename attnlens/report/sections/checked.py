@@ -118,7 +118,7 @@ def rows(report: Report) -> list[Row]:
 def _heads(check: Check) -> str:
     if check.heads is None:
         return NO_VALUE
-    heads = f"{len(check.breaches)} of {check.heads} break it" if check.breaches else str(check.heads)
+    heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
     return f"{heads}, {check.without} without a value" if check.without else heads
 
 
