@@ -535,7 +535,10 @@ def test_a_lifted_window_is_the_heads_own_change_however_few_windows_are_read():
         assert row.beyond_rounding
     said = " ".join(discoveries(found))
     assert "only because their inputs changed" not in said
-    assert f"{len(found.heads)} heads attend otherwise to the same hidden states, their form being the same" in said
+    assert (
+        f"{len(found.heads)} heads attend differently to the same hidden states although their form M is unchanged"
+        in said
+    )
 
 
 def test_heads_behind_damage_inherit_their_change():
