@@ -85,7 +85,7 @@ def test_no_kernel_and_no_measure_have_one_name():
         ("tokens.share_distance", "sums to 1", "with tokens.share_key, tokens.share_interaction"),
         ("compare.query_angle", "read from", "the weights alone"),
         ("compare.row_kl", "read from", "queries and keys"),
-        ("adapter.change", "runs", "where the model has an adapter, or with --analyzer adaptation"),
+        ("adapter.change", "runs", "if the model has an adapter, or with --analyzer adaptation"),
         ("rbf", "parameters", "gamma: the inverse width γ (> 0)"),
         ("window", "keys kept", "|i − j| < w"),
     ],

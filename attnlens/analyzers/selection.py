@@ -390,12 +390,12 @@ def _scaled_identity(size: int, scale: float) -> FactoredForm:
 def selector(place: GatheringPlace) -> Selector:
     """Does a head select tokens like its max-margin SVM, and with what margin?
 
-    Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the
-    selected sets, is 0 if sets contain one token. M scores what it selects above the rest, so that margins are then
-    above 0; for sets of several tokens (`top-p`) margins can be negative.
+    Margins and cosine use M′ = M − W_fin. W_fin is the smallest form with M's score differences inside the selected
+    sets; it is 0 if sets contain one token. M scores the selected token above all others, so margins are then positive;
+    for sets of several tokens (`top-p`) margins can be negative.
 
-    Where the logits are bilinear in the module's inputs, the problem is posed on these and, under names with
-    `projected_`, on queries and keys with W = s·I; elsewhere (RoPE, QK-norm, cross-attention) on queries and keys
-    alone. Each space has its own null, and its numbers are compared within it only.
+    If the logits are bilinear in the module's inputs, the problem is posed on these inputs and, under names with
+    `projected_`, on queries and keys with W = s·I. Otherwise (RoPE, QK-norm, cross-attention) it is posed only on
+    queries and keys. Each space has its own null; compare numbers only within one space.
     """
     return Selector(place)

@@ -153,7 +153,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
     """How spread out is a head's attention, and what is its rank?
 
     P contains the attention weights p_ij of a window, one row per query; padding is left out. The
-    window's length bounds every rank, so that ranks are compared at one length only.
+    window's length bounds every rank, so compare ranks only at the same length.
     """
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)

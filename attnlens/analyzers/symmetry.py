@@ -188,9 +188,9 @@ def of_weights(query_key: QueryKey) -> Readings:
     """Is the bilinear form of a head symmetric, positive and directional?
 
     M = s·W_Q W_Kᵀ = S + A with S symmetric and A skew, s the scale, C = W_Kᵀ W_Q, G_Q = W_Qᵀ W_Q, G_K = W_Kᵀ W_K;
-    biases are left out, and of grouped queries each has its group's keys. Under RoPE M(Δ) depends on the distance Δ,
-    and all but symmetry are those of the joint kernel on content and position over the window. Cross-attention, whose
-    queries and keys are of two domains, has its size alone.
+    biases are left out, and grouped queries use their group's keys. Under RoPE M(Δ) depends on the distance Δ, and all
+    measures but symmetry are those of the joint kernel on content and position over the window. Cross-attention has
+    only a norm because its queries and keys come from two domains.
     """
     form = linalg.Form(query_key)
     if query_key.site.part == "cross":
@@ -214,9 +214,9 @@ def of_weights(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?
 
-    L contains the scores of a window's tokens before softmax and mask. Softmax ignores what depends only on the query,
-    so all is measured on L less its row means: LJ with J = I − 11ᵀ/n where all pairs are seen, L = S + A with S
-    symmetric and A skew; where a mask hides pairs, least-squares fits on the visible ones, R their squared residuals.
+    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so
+    all measures use L without its row means. If all pairs are seen, this is LJ with J = I − 11ᵀ/n, and L = S + A with S
+    symmetric and A skew. If a mask hides pairs, least-squares fits use the visible ones; R are their squared residuals.
     """
     shares = linalg.visible_shares(query_key.content)
     readings = {

@@ -22,7 +22,7 @@ from attnlens.report.pictures.style import (
     legend_above,
     scale_logarithmically,
 )
-from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
+from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, rank_distances, title
 from attnlens.wording import clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def comparison_panels(report: Report) -> list[Panel]:
     if comparison is None or not comparison.rows:
         return []
     panels = []
-    for name in worth(comparison)[:1]:
+    for name in rank_distances(comparison)[:1]:
         unit = ", nats" * ("KL" in LOCAL[name])
         name_of_map = f"where heads differ: {LOCAL[name]}{unit}"
         note = "dots: named; hatched: no change at all"

@@ -472,7 +472,7 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
         write_cells(axes, texts, grid, colours)
 
 
-KEPT_BACK = "on held-out calibration text"
+HELD_OUT_TEXT = "on held-out calibration text"
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
 
 
@@ -482,11 +482,11 @@ def healing_panel(swap: Swap, healing: Healing) -> Panel:
     note = "hollow: transfer" if transferred else "dotted: best step"
     note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
     goal = " on the text" if healing.goal == "text" else " towards the original model"
-    quantity = f"KL: to the original, {KEPT_BACK}, in {UNITS[swap.task]}"
+    quantity = f"KL: to the original, {HELD_OUT_TEXT}, in {UNITS[swap.task]}"
     if swap.task == "hidden":
-        quantity = f"1 − cosine between the last hidden states and the original's, {KEPT_BACK}"
+        quantity = f"1 − cosine between the last hidden states and the original's, {HELD_OUT_TEXT}"
     elif healing.goal == "text":
-        quantity = f"Loss: {KEPT_BACK}, in {UNITS[swap.task]}"
+        quantity = f"Loss: {HELD_OUT_TEXT}, in {UNITS[swap.task]}"
     has_perplexity = swap.task != "hidden" and swap.judged_by == "loss"
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained{goal}. "

@@ -28,8 +28,8 @@ def describe_check(check: Check) -> str:
 
 def accusation(check: Check, breach: Breach) -> str:
     """Describe one head that breaks a rule."""
-    found = f"{_name(breach)} ({breach.part}): {check.subject} is {_format_breach(breach)}"
-    return clean(f"{found}, wanted {check.wanted}")
+    value = f"{_name(breach)} ({breach.part}): {check.subject} is {_format_breach(breach)}"
+    return clean(f"{value}, wanted {check.wanted}")
 
 
 def _name(breach: Breach) -> str:

@@ -228,18 +228,18 @@ def overview_lines(report: Report) -> tuple[str, ...]:
     """State how the models as wholes differ, and how many heads changed."""
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
-    changes = () if comparison.shifts else (*words.discoveries(comparison), *_predictions(comparison.outcome))
+    changes = () if comparison.shifts else (*words.change_sentences(comparison), *_predictions(comparison.outcome))
     return tuple(map(clean, (*comparison.notes, *changes)))
 
 
 def changed_heads(comparison: Comparison) -> list[tuple[HeadChange, dict[str, MeasureChange]]]:
-    """List the heads with a named change and all of their changes, by the distances of `words.worth`, largest first."""
+    """List the heads with a named change and all of their changes, by `words.rank_distances`, largest first."""
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for row in comparison.rows:
         rows[row.layer, row.head][row.measure] = row
     heads = [(head, rows[head.layer, head.head]) for head in comparison.heads]
     changed = [(head, changes) for head, changes in heads if any(row.named for row in changes.values())]
-    names = words.worth(comparison)
+    names = words.rank_distances(comparison)
     return sorted(changed, key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
 
 

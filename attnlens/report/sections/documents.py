@@ -72,7 +72,7 @@ class Presentation:
     """How much was read, or the verdict on the experiments; True if that is everything, or as published."""
     more: Callable[[Report], Iterable[Section]] = lambda _report: ()  # sections added by --verbose
     title: Callable[[Report], str] = reports.title
-    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections  # first sections of the HTML page
+    opening: Callable[[Shapes], Iterable[Section]] = layers.finding_sections  # first sections of the HTML page
     explored: Callable[[Report], Report] = lambda report: report  # report shown by the page's interactive part
 
 

@@ -66,14 +66,16 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
 
 
-def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
-    """Build a column per checkpoint (at most 8) with a cell per measure: `tell(curve, checkpoint index, decimals)`."""
+def _by_step(
+    experiment: Experiment, measures: Sequence[str], format_cell: Callable[[Curve, int, int], str]
+) -> list[Column]:
+    """Build a column per checkpoint (at most 8) with a cell per measure: `format_cell(curve, checkpoint, decimals)`."""
     curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
     steps = curves[0][0].steps if curves else []
     return [
         Column(
             format_number(steps[at], decimals_for(steps)),
-            [tell(curve, at, decimals) for curve, decimals in curves],
+            [format_cell(curve, at, decimals) for curve, decimals in curves],
             group=clean(experiment.axis),
         )
         for at in _select_columns(len(steps))

@@ -119,7 +119,7 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return places if any(place is not None for place in places) else []
 
 
-def found_sections(shapes: Shapes) -> Iterator[Section]:
+def finding_sections(shapes: Shapes) -> Iterator[Section]:
     """Yield the headline measures, their places among trained models, and the most extreme heads."""
     if shapes.readings:
         note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."

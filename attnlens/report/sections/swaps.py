@@ -37,10 +37,10 @@ def swap_sections(report: Report) -> Iterator[Section]:
     single = len(swaps) == 1
     kernels = [f"{clean(each.kernel)}: {words.formula(each)}" for each in swaps]
     yield Section(lines=[*kernels * single, words.reach(report), *_calibration(report)])
-    effect = (words.verdict(swap), words.taken_back(swap)) if single else ()
+    effect = (words.verdict(swap), words.recovery(swap)) if single else ()
     texts = (words.greedy(swap), words.beyond(swap)) if single else ()
     help_ = [] if single and swap.diverged else [_reading_help(report)]
-    lines = _sentences(*effect, *map(words.cheaper_controls, swaps), *texts)
+    lines = _sentences(*effect, *map(words.better_controls, swaps), *texts)
     yield Section("Effect", lines=lines, table=_outcome_table(swaps), notes=help_)
     yield from _by_text(swaps)
     if plan is not None:

@@ -54,8 +54,8 @@ def standing(report: Report) -> tuple[str, bool]:
     text = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
     if not failed:
         return f"{text}; all converged.", True
-    as_told = all(cell.published_diverged for cell in failed)
-    return f"{text}; did not converge: {join_items((cell.name for cell in failed), between='; ')}.", as_told
+    as_published = all(cell.published_diverged for cell in failed)
+    return f"{text}; did not converge: {join_items((cell.name for cell in failed), between='; ')}.", as_published
 
 
 def title(report: Report) -> str:
@@ -111,13 +111,13 @@ ENOUGH_HEADS = 4
 """Least number of heads for which the spread of a measure over heads is used as the unit of changes."""
 
 
-def worth(comparison: Comparison) -> list[str]:
+def rank_distances(comparison: Comparison) -> list[str]:
     """Return the distances that rank the heads, the most informative first, as far as the comparison has them."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
-def discoveries(comparison: Comparison) -> Iterator[str]:
+def change_sentences(comparison: Comparison) -> Iterator[str]:
     """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:

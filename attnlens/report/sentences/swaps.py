@@ -39,8 +39,8 @@ def rise_interval(loss: Change) -> str:
     return " to ".join(format_number(end, decimals) for end in ends) + " %" * bool(ends)
 
 
-def cheaper_controls(swap: Swap) -> str:
-    """Name the controls that cost less than the kernel, with intervals apart; empty if there are none."""
+def better_controls(swap: Swap) -> str:
+    """Name the controls with a lower loss than the kernel and disjoint intervals; empty if there are none."""
     start = swap.loss.ci95[0] if swap.loss is not None and swap.loss.ci95 else -math.inf
     costs = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
     cheaper = [name for name, cost in costs if cost.ci95 is not None and cost.ci95[1] < start]
@@ -198,8 +198,8 @@ def cautions(swaps: Sequence[Swap]) -> list[str]:
     return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
 
 
-def taken_back(swap: Swap) -> str:
-    """State which part of the rise in loss the later stages take back; empty if they take back nothing."""
+def recovery(swap: Swap) -> str:
+    """State which share of the rise in loss the later stages recover; empty if they recover nothing."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if len(losses) < len(swap.stages) or not losses or losses[0].delta <= 0 or losses[-1].delta >= losses[0].delta:
         return ""
@@ -281,9 +281,11 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
     for swap in swaps:
         # the fields that only the swap has come after those of its stages
         of_stages = Stage.model_fields if swap.stages else {}
-        own = {name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages}
+        swap_reasons = {
+            name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages
+        }
         stages = [(stage.name * (len(swap.stages) > 1), stage.reasons) for stage in swap.stages]
-        for place, reasons in (*stages, ("", own)):
+        for place, reasons in (*stages, ("", swap_reasons)):
             by_reason = group_pairs(
                 (reason, WORDS.get(name, name.replace("_", " ")))
                 for name, reason in reasons.items()  # without a number, its missing interval needs no mention
