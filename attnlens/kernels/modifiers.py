@@ -115,8 +115,8 @@ TIES = _by_name(
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
         "the mean of log k and its transpose",
         "Tsai T.2",
-        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not that of asymmetry "
-        "alone; skewless measures that in bidirectional heads.",
+        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not the cost of "
+        "asymmetry alone; skewless measures that in bidirectional heads.",
     ),
     Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
     Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
