@@ -219,21 +219,21 @@ def told_and_page(report: Report) -> tuple[str, str]:
 
 def test_summary_and_page_say_where_the_median_head_stands(demo):
     terminal, html = told_and_page(demo)
-    assert terminal.count("Beside trained models (a description, no test): median entropy 0.70") == 1
+    assert terminal.count("Compared with trained models (not a test): median entropy 0.70") == 1
     assert "of 270 heads of SmolLM2" in terminal
-    assert "Beside other trained models" in html
+    assert "Compared with other trained models" in html
     assert "atlas" not in demo.to_json(), "the report stays the model's own"
 
 
 def test_reports_that_are_of_no_model_as_it_is_are_not_compared(demo):
     terminal, html = told_and_page(demo.model_copy(update={"command": "converge"}))
-    assert "Beside trained models" not in terminal
-    assert "Beside other trained models" not in html
+    assert "Compared with trained models" not in terminal
+    assert "Compared with other trained models" not in html
 
 
 def test_the_median_of_some_heads_is_not_compared(demo):
     some = demo.model_copy(update={"settings": demo.settings.model_copy(update={"heads": [0, 1]})})
-    assert "Beside trained models" not in summary(some)
+    assert "Compared with trained models" not in summary(some)
 
 
 def test_the_page_has_a_percentile_for_each_head_where_there_is_one(demo):

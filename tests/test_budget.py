@@ -465,7 +465,7 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, monkeypatch, tmp_pa
     found = attnlens.find_ranks(demo, budget="loss:1%", length=64, calibration=[str(other)], **BARE)
     assert found.plan.promised.high <= 0.01 < found.plan.measured.share
     assert not found.plan.within_budget
-    assert any("the promise does not hold on this text" in line for line in plan_lines(found.plan))
+    assert any("the promise fails on this text" in line for line in plan_lines(found.plan))
 
 
 def test_a_healed_plan_has_both_rises(demo, few):
@@ -880,6 +880,6 @@ def test_a_promise_beyond_the_budget_on_one_text_is_told_and_not_kept(report):
     rise = Rise(share=0.007, ci95=(0.005, 0.009), sequences=32, by_text={"verse": 0.016, "code": 0.001})
     plan = report.plan.model_copy(update={"promised": rise})
     assert not plan.within_budget
-    assert any("beyond it on verse: the budget may not be kept" in line for line in plan_lines(plan))
+    assert any("above it on verse: the budget is not guaranteed" in line for line in plan_lines(plan))
     even = plan.model_copy(update={"promised": rise.model_copy(update={"by_text": {"verse": 0.008, "code": 0.001}})})
     assert even.within_budget, "the control"

@@ -96,7 +96,7 @@ def test_intervals_over_texts_need_five(pieces: list[str]) -> None:
         inspect("demo", text=pieces[:4], windows=8, **options)
     enough = attnlens("inspect", "demo", *SMALL, *given(pieces), "--windows", "12")
     assert enough.returncode == 0, enough.stderr
-    assert "errors are over 6 texts and hold for texts like these" in " ".join(enough.stdout.split())
+    assert "errors are over 6 texts and apply to similar texts" in " ".join(enough.stdout.split())
     report = inspect("demo", text=pieces, windows=12, **options | {"intervals": "windows"})
     assert report.settings.intervals == "windows"
 
@@ -146,7 +146,7 @@ def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
 def test_the_caption_follows_the_placement() -> None:
     said = " ".join(attnlens("inspect", "demo", *SMALL, "--windows", "4", "--placement", "first").stdout.split())
     assert "4 × 32 tokens from the beginning of King James passages" in said
-    assert "hold for windows like these, not for all of King James passages" in said
+    assert "apply to similar windows, not to all of King James passages" in said
     assert "windows of King James passages" not in said
 
 

@@ -23,7 +23,7 @@ from attnlens.errors import UsageError
 from attnlens.models import loading, texts
 from attnlens.records import Comparison
 from attnlens.report.export import Report
-from attnlens.report.sentences.comparisons import discoveries
+from attnlens.report.sentences.comparisons import change_sentences
 
 SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}
 KEPT = {"smollm2": 5, "minilm": 5, "two layers of smollm2": 2, "two layers of minilm": 2}
@@ -533,15 +533,18 @@ def test_a_lifted_window_is_the_heads_own_change_however_few_windows_are_read():
     for (layer, head), row in rows(found, "compare.own_kl").items():
         assert row.delta == pytest.approx(float(right[head]), rel=1e-3) or layer > 0
         assert row.beyond_rounding
-    said = " ".join(discoveries(found))
+    said = " ".join(change_sentences(found))
     assert "only because their inputs changed" not in said
-    assert f"{len(found.heads)} heads attend otherwise to the same hidden states, their form being the same" in said
+    assert (
+        f"{len(found.heads)} heads attend differently to the same hidden states although their form M is unchanged"
+        in said
+    )
 
 
 def test_heads_behind_damage_inherit_their_change():
     """The control: gains of the last layer change its own heads; those of a block in the middle the heads behind it."""
     found = compared("demo", ("gain doubled", 0))
-    said = " ".join(discoveries(found))
+    said = " ".join(change_sentences(found))
     assert "only because their inputs changed" in said
     assert named(found, "compare.own_kl") == of_layer(found, 0)
 

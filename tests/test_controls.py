@@ -328,7 +328,7 @@ def test_all_kernels_of_a_table_are_judged_on_the_same_tokens(report: Report, de
     found |= {one.beyond_window.tokens for swap in report.swaps for one in swap.controls if one.kernel}
     assert len(found) == 1
     told = summary(report)
-    assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in " ".join(told.split())
+    assert "Δ beyond: on tokens that repeat a bigram last seen more than 16 tokens back." in " ".join(told.split())
     alone = swap_kernel(demo, "elu", **READ | {"controls": False}).swap
     assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
 
@@ -344,15 +344,15 @@ def test_a_legend_stands_where_any_row_has_its_column(report: Report) -> None:
     bare = first.model_copy(update=none | {"stages": stages, "controls": controls})
     for more in ([], [bare.model_copy(update={"kernel": "relu"})]):
         told = " ".join(summary(with_swaps(report, bare, *more)).split())
-        assert "greedy: tokens that generated texts have in common" in told
-        assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in told
+        assert "greedy: median number of generated tokens before" in told
+        assert "Δ beyond: on tokens that repeat a bigram last seen more than 16 tokens back." in told
         assert "a filter and its kernel alone" not in told, "no such control is there"
     assert "a filter and its kernel alone" in " ".join(summary(report).split())
 
 
 def test_a_comparison_says_of_each_kernel_whether_its_size_costs_less(report: Report) -> None:
     told = " ".join(summary(report).split())
-    assert "Cheaper than elu, intervals apart: sink-window:4,4" in told
+    assert "Lower loss than elu, with disjoint intervals: sink-window:4,4" in told
     named = {line.split()[1] for line in summary(report).splitlines() if line.startswith("vs sink-window:")}
     assert named == {"sink-window:4,4", "sink-window:4,12"}, "hard has no such control"
 
@@ -365,7 +365,7 @@ def test_windows_that_differ_are_named_row_by_row(report: Report) -> None:
         swaps.append(swap.model_copy(update={"beyond_window": beyond_of(swap, window), "controls": controls}))
     told = summary(with_swaps(report, *swaps))
     assert told.count("(> 4)") == 4
-    assert "further back than the keys in brackets" in " ".join(told.split())
+    assert "further back than the number in brackets" in " ".join(told.split())
     assert told.count("vs uniform") == 3 * summary(report).count("vs uniform"), "not shared"
 
 
@@ -383,7 +383,9 @@ def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: loading.Loaded, monk
 
 def test_one_window_gives_a_reason_once(demo: loading.Loaded) -> None:
     told = summary(swap_kernel(demo, "elu+hybrid:8", **READ | {"windows": 1}))
-    assert " ".join(told.split()).count("one window has no spread") == 2, "below the table, and of all intervals"
+    text = " ".join(told.split())
+    assert text.count("no errors: only one window was read") == 1, "below the table"
+    assert text.count("one window has no spread") == 1, "of all intervals"
     assert "a hybrid's window and far part alone" in " ".join(told.split())
 
 

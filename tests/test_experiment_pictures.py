@@ -39,16 +39,16 @@ def panel_axes(report: Report, number: int = 0) -> Axes:
 def test_an_experiment_with_nothing_to_meet_is_not_said_to_meet_it() -> None:
     nothing = {"published": None, "tolerance": None, "bounds": {}}
     some = experiment_report(golden(), *(golden(name=f"other {n}", **nothing) for n in range(5)))
-    sentence = "1 of 6 experiments compared with published figures; all are met."
+    sentence = "1 of 6 experiments compared with published figures; all agree."
     assert sentence in views.summary(some)
     assert sentence in views.markdown(some)
     with house_style():
         texts = [text.get_text() for text in experiment_overview(some).texts]
     assert any(sentence in text for text in texts)
     missed = experiment_report(failing(), golden(), golden(name="other", **nothing))
-    sentence = "2 of 3 experiments compared with published figures; not met by failing."
+    sentence = "2 of 3 experiments compared with published figures; missed by failing."
     assert sentence in views.summary(missed)
-    assert "; all are met." in views.summary(experiment_report(golden()))  # the control
+    assert "; all agree." in views.summary(experiment_report(golden()))  # the control
 
 
 def test_each_null_is_said_to_be_what_it_is() -> None:
@@ -62,10 +62,10 @@ def test_each_null_is_said_to_be_what_it_is() -> None:
         again = report.model_copy(update={"experiments": [found.model_copy(update={"curves": curves})]})
         return " ".join(views.summary(again).split())
 
-    assert "null: what the head reads turned by random rotations, mean" in told("selection.efficiency")
-    assert "null: what independent random factors read, mean" in told("weights.symmetry")
+    assert "null: the value expected by chance (the head randomly rotated), mean" in told("selection.efficiency")
+    assert "null: the value expected by chance (random W_Q, W_K), mean" in told("weights.symmetry")
     both = told("weights.symmetry", "selection.efficiency")
-    assert "what independent random factors read, of selection.* what the head reads turned" in both
+    assert "(random W_Q, W_K), for selection.* the value expected by chance (the head" in both
     assert "null" not in told()  # the control
 
 

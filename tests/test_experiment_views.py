@@ -73,14 +73,14 @@ def test_every_figure_stands_beside_the_published_with_its_verdict() -> None:
     assert row(text, "rank") == ["rank", "1", "1", "exact", "pass"]
     assert row(text, "failing", "norm")[5] == "FAIL"
     assert row(text, "gap")[-1] == "FAIL"
-    assert "3 of 3 experiments compared with published figures; not met by failing." in text
+    assert "3 of 3 experiments compared with published figures; missed by failing." in text
     assert "failing: rank, because the solver stopped" in text
     assert "trials 100, 1.2 s)" in " ".join(text.split()), "a line may end anywhere in it"
     assert "COMPLETE" not in text, "no model was read"
 
 
 def test_all_that_pass_are_said_to_pass_and_what_was_not_published_is_not_judged() -> None:
-    assert "2 of 2 experiments compared with published figures; all are met." in views.summary(
+    assert "2 of 2 experiments compared with published figures; all agree." in views.summary(
         experiment_report(converging(), selecting())
     )
     text = views.summary(experiment_report(of_head()))
@@ -174,7 +174,7 @@ def test_markdown_and_html_hold_the_same_tables() -> None:
     page = views.page(report)
     assert "FAIL" in views.markdown(report)
     assert "FAIL" in page
-    assert "2 of 2 experiments compared with published figures; not met by" in page
+    assert "2 of 2 experiments compared with published figures; missed by" in page
     followed = series_report()
     assert "tokens.share&#95;key" in views.markdown(followed) or "tokens.share_key" in views.markdown(followed)
     assert "Quartiles over heads" in views.page(followed)

@@ -70,8 +70,8 @@ def test_no_kernel_and_no_measure_have_one_name():
 @pytest.mark.parametrize(
     ("name", "word", "fact"),
     [
-        ("weights.symmetry", "null", "what independent random factors read"),
-        ("selection.margin", "null", "what the head reads turned by random rotations"),
+        ("weights.symmetry", "null", "the value expected by chance (random W_Q, W_K)"),
+        ("selection.margin", "null", "the value expected by chance (the head randomly rotated)"),
         ("tokens.entropy", "null", "none"),
         ("tokens.entropy", "error", "standard error of the mean over windows"),
         ("weights.norm", "error", "none"),
@@ -81,11 +81,11 @@ def test_no_kernel_and_no_measure_have_one_name():
         ("tokens.share_negative", "formula", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
         ("tokens.share_positive", "formula", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
         ("tokens.share_skew", "identified", "Identified for heads that see all pairs"),
-        ("tokens.share_first", "read beside", "tokens.first_if_even"),
+        ("tokens.share_first", "compare with", "tokens.first_if_even"),
         ("tokens.share_distance", "sums to 1", "with tokens.share_key, tokens.share_interaction"),
         ("compare.query_angle", "read from", "the weights alone"),
         ("compare.row_kl", "read from", "queries and keys"),
-        ("adapter.change", "runs", "where the model has an adapter, or with --analyzer adaptation"),
+        ("adapter.change", "runs", "if the model has an adapter, or with --analyzer adaptation"),
         ("rbf", "parameters", "gamma: the inverse width γ (> 0)"),
         ("window", "keys kept", "|i − j| < w"),
     ],
@@ -107,7 +107,7 @@ def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkey
     bare = MeasureInfo("mine.bare", "a meaning", "a formula")
     registry.analyzer("mine", "tokens", [bare])(lambda _query_key: {})
     facts = dict(explanation("mine.bare").items)
-    assert {"what to do", "source", "definitions", "read beside"}.isdisjoint(facts)
+    assert {"what to do", "source", "definitions", "compare with"}.isdisjoint(facts)
     assert facts["formula"] == "a formula"
 
 

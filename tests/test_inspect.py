@@ -421,7 +421,7 @@ def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(
     assert few.summary.between_texts[name] == pytest.approx(statistics.stdev(medians), rel=1e-9)
     many = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, windows=12, length=32)
     assert many.settings.intervals == "texts"
-    assert "hold for texts like these" in population(many)
+    assert "apply to similar texts" in population(many)
     assert len(many.summary.texts) == 6
     with pytest.raises(UsageError, match="need at least 5 texts, but the 6 sequences come from 3"):
         attnlens.inspect(demo, source="tokens", text=paths[:3], windows=6, length=32, intervals="texts")
@@ -446,7 +446,7 @@ def test_one_window_has_no_error_and_says_why(demo):
     assert report.summary.median_errors == {}
     assert report.summary.reasons == {"median_errors": "one window has no spread"}
     for said in (views.summary(report, 120), views.markdown(report), views.page(report)):
-        assert "one window has no spread: no errors" in unescape(" ".join(said.split()))
+        assert "no errors: only one window was read" in unescape(" ".join(said.split()))
 
 
 def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_path):
@@ -456,10 +456,10 @@ def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_pat
         path.write_text(book[8_000 * number : 8_000 * (number + 1)])
     report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, windows=4, length=32)
     said = " ".join(views.summary(report, 120).split())
-    assert "every window counts once, and the texts gave 2, 1, 1 windows" in said
+    assert "every window has equal weight; the texts have 2, 1, 1 windows" in said
     assert "0.txt (2)" in said
     assert "2.txt (1)" in said
-    assert "one window of a text has no spread: no errors in its row" in said
+    assert "a text with a single window has no errors in its row" in said
     assert [text.reasons for text in report.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
 
 

@@ -404,7 +404,7 @@ def test_the_program_runs_it_and_explains_it():
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "nearest:part=positive" in said
-    assert "symmetric and no-skew are the same attention" in said
+    assert "symmetric and no-skew give the same attention" in said
     assert "does not run with a key-value cache" in said
     page = " ".join(program("explain", "nearest").stdout.split())
     assert "(symmetric or positive or no-key or no-skew)" in page

@@ -549,7 +549,7 @@ def test_a_report_never_puts_the_two_spaces_together(family, spaces):
     for row in page_rows(shapes)[: len(spaces)]:
         assert len({shapes.info(panel.stem).space for panel in row} - {""}) == 1
     both = len(spaces) == 2
-    assert ("two questions, compare within one only" in reading_help(rows, shapes)) == both
+    assert ("two different problems; compare only within one" in reading_help(rows, shapes)) == both
     missing = " ".join(without_value(shapes))
     assert ("selection.svm_cosine" in missing and "RoPE" in missing) == (not both)
 

@@ -84,7 +84,7 @@ def test_one_kernel_is_told_with_its_numbers_stage_by_stage() -> None:
     assert "4 of 4 sites, 32 of 32 heads · path: sdpa" in said
     assert "identity error 3.2e-07, causality error 0, mask error –" in said
     assert "mask error: the sequences have no padding" in said
-    assert "15,134 → 12,043 tokens per second (× 0.80); 440 → 457 MiB at most (× 1.04)" in said
+    assert "15,134 → 12,043 tokens per second (× 0.80); 440 → 457 MiB peak (× 1.04)" in said
 
 
 def test_perplexity_is_told_with_the_interval_of_its_rise() -> None:
@@ -101,10 +101,10 @@ def test_controls_are_rows_apart_and_named_where_they_cost_less() -> None:
     text = views.summary(beside(), 120)
     rows = [line.split()[:3] for line in text.splitlines() if line.startswith("vs ")]
     assert rows[:3] == [["vs", "sink-window:4,64", "2.480"], ["vs", "hard", "7.930"], ["vs", "uniform", "6.330"]]
-    assert "Cheaper than rbf:gamma=0.5, intervals apart: sink-window:4,64." in flowing(beside())
+    assert "Lower loss than rbf:gamma=0.5, with disjoint intervals: sink-window:4,64." in flowing(beside())
     assert "vs" not in views.summary(swap_report(swapped()), 120).split(), "the control"
     dear = swap_report(swapped(deltas=(0.04,), controls=controls()))
-    assert "Cheaper than" not in flowing(dear), "their intervals meet"
+    assert "Lower loss than" not in flowing(dear), "their intervals meet"
 
 
 def test_several_kernels_have_their_own_controls_below_and_the_common_ones_last() -> None:
@@ -117,11 +117,9 @@ def test_several_kernels_have_their_own_controls_below_and_the_common_ones_last(
 
 
 def test_agreement_is_censored_where_half_never_differs() -> None:
-    assert "are the original's for 2 of 64 tokens in the median (quartiles 1 to 3); 1 of 4 never differ." in flowing(
-        beside()
-    )
+    assert "match the original for 2 of 64 tokens (median; quartiles 1 to 3); 1 of 4 never differ." in flowing(beside())
     report = swap_report(swapped(agreement=agreed([64, 64, 64, 3])))
-    assert "are the original's for ≥ 64 of 64 tokens" in flowing(report)
+    assert "match the original for ≥ 64 of 64 tokens" in flowing(report)
 
 
 def test_a_control_has_a_row_of_its_own_in_the_csv() -> None:
@@ -177,7 +175,7 @@ def test_diverged_is_a_finding_and_no_number() -> None:
 
 def test_a_model_without_a_head_is_told_by_its_hidden_states() -> None:
     said = flowing(swap_report(swapped(headless=True)))
-    assert f"mean cosine of {1 / 4.28:.3f} to the original's." in said
+    assert f"the original's: {1 / 4.28:.3f}." in said
     assert row(views.summary(swap_report(swapped(headless=True))), "swapped")[1:5] == [
         "0.234", "0.192", "to", "0.275"
     ]  # fmt: skip
@@ -192,31 +190,29 @@ def test_hidden_cosines_are_told_text_by_text_where_there_is_no_loss() -> None:
     for swap in (swapped(headless=True, hidden_cosine_by_text=texts), swapped(hidden_cosine_by_text=texts)):
         said = flowing(swap_report(swap))
         assert ("1.txt 1 0.900 0.700 to 0.950" in said) == (swap.task == "hidden")
-        assert ("One window has no spread: no interval." in said) == (swap.task == "hidden")
+        assert ("A single window has no interval." in said) == (swap.task == "hidden")
 
 
 def test_one_window_promises_no_interval() -> None:
     settings = swap_report().settings
     lone = settings.model_copy(update={"windows": 1, "texts": [Text(name="a", sha256="b", windows=[3], available=9)]})
     for swap in (swapped(), swapped(headless=True)):
-        assert "one window has no spread: no errors" in flowing(swap_report(swap, **dict(lone)))
+        assert "no errors: only one window was read" in flowing(swap_report(swap, **dict(lone)))
         assert "paired bootstrap" not in flowing(swap_report(swap, **dict(lone))).replace("no errors", "")
         assert "paired bootstrap" in flowing(swap_report(swap))
 
 
 def test_off_simplex_mass_is_told_where_there_is_some() -> None:
-    assert "21.0 % of the attention's mass is negative" in flowing(swap_report(swapped(off_simplex=0.21)))
+    assert "21.0 % of the attention weight is negative" in flowing(swap_report(swapped(off_simplex=0.21)))
     assert "negative" not in flowing(swap_report())
 
 
 def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
     swap = swapped(noise=True, sweep="heads")
     said = flowing(swap_report(swap))
-    assert "The predictions are 3.61 nats per token (KL) from the original's." in said
+    assert "KL divergence of the predictions from the original's: 3.61 nats per token." in said
     assert f"loss, perplexity: {NOISE}" in said
-    assert (
-        "Δ of the KL to the original in nats per token, a distance: it is never negative, and nothing is tested" in said
-    )
+    assert "Δ of the KL to the original in nats per token, a distance: never negative, and not tested" in said
     assert "FDR" not in said
     assert row(views.summary(swap_report(swap), 110), "swapped")[1:] == [
         "3.61",
@@ -264,7 +260,7 @@ def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters() -> None:
     report = whole()
     swap = report.swaps[0]
     text = views.summary(report, 110)
-    assert f"{sum(effect.significant for effect in swap.sweep)} of 32 heads matter" in text
+    assert f"{sum(effect.significant for effect in swap.sweep)} of 32 heads have significant effects" in text
     table = text[text.index("layer  head") :].splitlines()[2:23]
     assert [line.split()[:2] for line in table[:10]] == [[str(e.layer), str(e.head)] for e in swap.sweep[:10]]
     assert set(table[10].split()) == {"…"}
@@ -283,9 +279,9 @@ def test_a_unit_that_diverged_alone_is_named() -> None:
 def test_healing_is_told_from_first_to_best() -> None:
     said = flowing(whole())
     curve = healing().curve
-    assert "1000 steps asked for, 1000 done, step 700 kept; 7,077,888 numbers trained, learning rate 1e-3" in said
+    assert "1000 steps requested, 1000 done, best step 700; 7,077,888 parameters trained, learning rate 1e-3" in said
     best = next(step.validation for step in curve if step.step == 700)
-    assert f"{curve[0].validation:.2f} at first, {best:.3f} at its best" in said
+    assert f"{curve[0].validation:.2f} at first, {best:.3f} at the best step" in said
     assert "3.550 at step 0, 3.174 at step 50" in said
 
 
@@ -323,9 +319,9 @@ def plan_of(**changes: object) -> Plan:
 @pytest.mark.parametrize(
     ("after", "line"),
     [
-        (13_698_304.0, "More: 13,271,040 → 13,698,304 numbers that make queries and keys (+3 %)"),
-        (13_271_040.0, "As before: 13,271,040 → 13,271,040 numbers that make queries and keys (+0 %)"),
-        (6_635_520.0, "Saving: 13,271,040 → 6,635,520 numbers that make queries and keys (−50 %)"),
+        (13_698_304.0, "Added: 13,271,040 → 13,698,304 parameters for queries and keys (+3 %)"),
+        (13_271_040.0, "Unchanged: 13,271,040 → 13,271,040 parameters for queries and keys (+0 %)"),
+        (6_635_520.0, "Saving: 13,271,040 → 6,635,520 parameters for queries and keys (−50 %)"),
     ],
 )
 def test_only_what_falls_is_a_saving(after: float, line: str) -> None:
@@ -338,8 +334,8 @@ def test_only_what_falls_is_a_saving(after: float, line: str) -> None:
         (0.0087, (0.0058, 0.0096), "within the budget"),
         (0.0087, (0.0058, 0.0118), "within the budget, though its interval is not"),
         (0.0087, None, "within the budget, without an interval"),
-        (0.0104, (0.0058, 0.0150), "beyond the budget: the promise does not hold on this text"),
-        (0.0104, None, "beyond the budget: the promise does not hold on this text"),
+        (0.0104, (0.0058, 0.0150), "beyond the budget: the promise fails on this text"),
+        (0.0104, None, "beyond the budget: the promise fails on this text"),
     ],
 )
 def test_a_plan_is_within_its_budget_by_its_point_and_by_its_interval(
@@ -353,8 +349,13 @@ def test_a_plan_is_within_its_budget_by_its_point_and_by_its_interval(
     ("share", "ci95", "verdict", "kept"),
     [
         (0.0021, (0.0002, 0.0041), "within the budget", True),
-        (0.0080, (0.0050, 0.0110), "within the budget, though its interval is not: the budget may not be kept", False),
-        (0.0120, (0.0090, 0.0150), "beyond the budget: it is not kept", False),
+        (
+            0.0080,
+            (0.0050, 0.0110),
+            "within the budget, though its interval is not: the budget is not guaranteed",
+            False,
+        ),
+        (0.0120, (0.0090, 0.0150), "beyond the budget", False),
         (0.0080, None, "within the budget, without an interval", True),
     ],
 )
@@ -370,8 +371,8 @@ def test_a_promise_that_was_none_does_not_fail_on_the_text() -> None:
     """What is beyond the budget was promised to be within it, or was not."""
     beyond = {"measured": Rise(share=0.0104, sequences=32)}
     unsure = plan_of(promised=Rise(share=0.008, ci95=(0.004, 0.012), sequences=32), **beyond)
-    assert not any("does not hold" in line for line in plan_lines(unsure))
-    assert any("does not hold" in line for line in plan_lines(plan_of(**beyond))), "the control"
+    assert not any("the promise fails" in line for line in plan_lines(unsure))
+    assert any("the promise fails" in line for line in plan_lines(plan_of(**beyond))), "the control"
 
 
 def test_each_text_has_its_own_rise_with_its_interval() -> None:
@@ -389,20 +390,20 @@ def test_what_is_promised_of_one_more_text_is_told_apart_from_the_interval_of_th
 ) -> None:
     promised = Rise(share=0.002, sequences=8, by_text={"a": 0.001, "b": 0.003}, further=further)
     lines = plan_lines(plan_of(promised=promised))
-    assert f"One more text like these: at most +{100 * further:.2f} % with a chance of 95 %, {kept}" in lines
-    assert "One more text: the upper end of the prediction interval" in flowing(planned(promised=promised))
-    assert "One more text" not in flowing(planned()), "the control: one text alone"
+    assert f"New text of this kind: at most +{100 * further:.2f} % (95 % prediction bound), {kept}" in lines
+    assert "New text: upper end of the prediction interval" in flowing(planned(promised=promised))
+    assert "New text" not in flowing(planned()), "the control: one text alone"
 
 
 def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
     given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, so none was chosen"})
     for word in ("Promised", "Estimated"):
         assert word not in flowing(given)
-    assert "rank: of each key head" in flowing(given)
+    assert "rank: one per key head" in flowing(given)
     assert "Estimated: on the calibration text that chose the ranks" in flowing(planned())  # the control
-    assert "Promised: on calibration text that neither fitted nor chose" in flowing(planned())
+    assert "Promised: on calibration text used neither to fit nor to choose" in flowing(planned())
     assert "all windows of these texts" in flowing(planned())
-    assert "A rise is a ratio of two losses and Δ their difference in nats" in flowing(planned())
+    assert "A rise is a ratio of two losses, Δ their difference in nats" in flowing(planned())
     assert "their difference" not in flowing(planned(measured=None))
 
 
@@ -533,7 +534,7 @@ def test_a_healing_that_counts_tokens_is_drawn_and_told_by_them() -> None:
     hollow = [line for line in below.lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_xdata()) for line in hollow] == [[1024 * step for step in (0, 50, 100, 200, 300, 400)]]
     said = flowing(swap_report(swap))
-    assert "1,024,000 tokens asked for" in said
+    assert "1,024,000 tokens requested" in said
     assert "Attention transfer: 900 steps, 921,600 tokens, 10,240 tokens per second, learning rate 1e-2" in said
     assert f"{np.exp(3.55):.1f} at 0" in said
 
@@ -552,11 +553,11 @@ def test_a_healing_is_told_in_the_unit_that_was_asked_for() -> None:
     def said(**more: object) -> str:
         return " ".join(sentences(found.model_copy(update={"batch": 1, **more}), "nats"))
 
-    assert "Healing: 5,000 tokens asked for, 5,120 done in 40 steps, step 0 kept" in said(amount="5,000 tokens")
-    assert "Healing: 1 second asked for, 2 done in 40 steps" in said(amount=str(Amount.of("1s")))
-    assert "Healing: 40 steps asked for, 40 done, step 0 kept" in said(amount="40 steps")
-    assert "Healing: 1 step asked for" in said(amount=str(Amount.of(1)))
-    assert "400 steps asked for, 40 done, interrupted, step 0 kept" in said(amount="400 steps", interrupted=True)
+    assert "Healing: 5,000 tokens requested, 5,120 done in 40 steps, best step 0" in said(amount="5,000 tokens")
+    assert "Healing: 1 second requested, 2 done in 40 steps" in said(amount=str(Amount.of("1s")))
+    assert "Healing: 40 steps requested, 40 done, best step 0" in said(amount="40 steps")
+    assert "Healing: 1 step requested" in said(amount=str(Amount.of(1)))
+    assert "400 steps requested, 40 done, interrupted, best step 0" in said(amount="400 steps", interrupted=True)
     assert "5,120 tokens, 1 sequence a step, 2 s" in said()
     assert "39 steps, 5,120 tokens, learning rate 1e-5, lowered from 1e-4 (of 1e-4, 3e-4)" in said()
     assert "Whole model: 1 step, 1 token, learning rate 1e-4 (of 1e-4, 3e-4)" in said()
@@ -630,7 +631,7 @@ def test_a_cell_beyond_the_colours_has_its_number() -> None:
     swap = swapped(2, 40, sweep="heads").model_copy(update={"sweep": effects})
     assert [text.get_text() for text in drawn(draw_sweep, swap).axes[0].texts] == ["0.14"]
     (panel,) = [found for found in swap_panels(swap_report(swap)) if found.stem == "sweep"]
-    assert "A number: an effect beyond the last colour." in panel.caption
+    assert "Numbers: effects beyond the colour scale." in panel.caption
     level = swap.model_copy(update={"sweep": effects[1:]})
     assert not list(drawn(draw_sweep, level).axes[0].texts)
 
@@ -638,7 +639,7 @@ def test_a_cell_beyond_the_colours_has_its_number() -> None:
 def test_no_head_could_be_shown_to_matter_is_not_that_none_matters() -> None:
     effects = [Effect(layer=0, head=n, part="decoder", delta=0.1, ci95=(-0.1, 0.3), p_value=0.3) for n in range(4)]
     said = flowing(swap_report(swapped(sweep="heads").model_copy(update={"sweep": effects}), windows=4))
-    assert "no head could be shown to matter with 4 windows (false discovery rate 5 %)" in said
+    assert "no head has a significant effect on 4 windows (false discovery rate 5 %)" in said
     assert "0 of 4 heads" not in said
 
 

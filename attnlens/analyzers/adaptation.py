@@ -12,24 +12,25 @@ adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTE
 MEASURES = (
     adapter_measure(
         "adapter.change",
-        "how far the adapter moved M, beside the size that M had; under RoPE M is that of equal positions",
+        "relative change of M due to the adapter; under RoPE M is that of equal positions",
         "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
         headline=True,
         ends="largest",
-        use="Largest first: these heads the fine-tuning worked on; near 0, the adapter could be left out there.",
+        use="The heads with the largest values are those that fine-tuning changed; near 0, the head does not need the "
+        "adapter.",
     ),
     adapter_measure(
         "adapter.change_rank",
-        "in how many directions the adapter moved M; at most 2r, where queries and keys are adapted",
+        "rank of the change of M due to the adapter; at most 2r if queries and keys are adapted",
         "number of σ(M' − M) above eps·n·max(‖M‖_F, ‖M' − M‖_F)",
-        use="Below 2r, the adapter did not use the rank r that it was given.",
+        use="Below 2r, the adapter does not use its full rank r.",
     ),
 )
 
 
 @analyzer("adaptation", source="weights", measures=MEASURES, by_default=False, needs_base=True)
 def of_weights(query_key: QueryKey) -> Readings:
-    """How far, and in how many directions, did an adapter move a head's bilinear form?
+    """How much did an adapter change a head's bilinear form, and in how many directions?
 
     M = s·W_Q W_Kᵀ of the base and M' with the adapter (LoRA of rank r) merged; σ are singular values.
     """

@@ -19,7 +19,7 @@ def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
         missing=NOTHING_LEFT,
         identified="nowhere",
         wholes=("kernel_shares",),
-        use="It tells of these queries and keys, and not of what the model does: compare no models by it.",
+        use="It describes these queries and keys, not the model's attention: do not compare models by it.",
     )
 
 
@@ -28,14 +28,14 @@ TOKENS = (
     _share(
         "negative", "is the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"
     ),
-    _share("skew", "is asymmetric and that no gate removes", "‖JAJ‖²/‖LJ‖²"),
+    _share("skew", "is asymmetric and cannot be removed by a gate", "‖JAJ‖²/‖LJ‖²"),
     _share("key", "depends on the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
 )
 
 
 @analyzer("extended", source="tokens", measures=TOKENS, by_default=False)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """Which kernel would a head's scores be, extended to pairs that the model never compares? Not identified.
+    """Which kernel are a head's scores if extended to pairs that the model never compares? Not identified.
 
     L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row
     means, and S and A are the symmetric and skew part of L.

@@ -34,56 +34,56 @@ def _by_chance(info: MeasureInfo) -> MeasureInfo:
     return replace(
         info,
         name=f"{info.name}_by_chance",
-        meaning=f"what {info.name} is for {GAUSSIAN} over a window (not identified)",
+        meaning=f"{info.name} of {GAUSSIAN} over a window (not identified)",
         formula=f"{info.formula}, {DRAWN}",
         headline=False,
         ends="",
         identified="nowhere",
-        use=f"The null of {info.name}: above it, a head needs more than the spread of its queries and keys asks.",
+        use=f"The null of {info.name}: a head above it needs more than its queries' and keys' covariance explains.",
     )
 
 
-OWN = (
+HEAD_MEASURES = (
     feature_count(
         "features.rank",
-        f"features of each query and key that are enough for attention {WITHIN}; 1: the key alone decides",
+        f"features per query and key that suffice for attention {WITHIN}; 1: attention depends on the key alone",
         RANK,
         headline=True,
         ends="both",
-        use="An upper bound, which grows with --length. Below features.rank_by_chance, a few features may stand in: "
-        "swap-kernel --kernel random-features:64 measures what some cost.",
+        use="An upper bound, which grows with --length. Below features.rank_by_chance, a few features may suffice: "
+        "swap-kernel --kernel random-features:64 measures the loss.",
     ),
     taylor_order(
         "features.taylor_order",
-        f"order at which the exponential's series, cut off, gives attention {WITHIN}; 0: even attention does "
-        "(not identified)",
+        f"order at which the truncated exponential series gives attention {WITHIN}; 0: uniform attention suffices (not "
+        "identified)",
         PLAIN,
         identified="nowhere",
-        use="The N at which swap-kernel --kernel taylor:4 and its like leave the head as it is. What depends on the "
-        "query alone moves it; compare models by features.centred_order.",
+        use="If it is 4, swap-kernel --kernel taylor:4 nearly preserves the head. Query-only terms "
+        "change it; compare models by features.centred_order.",
     ),
     taylor_order(
         "features.centred_order",
-        f"the same once each query's scores have mean 0 over the keys that it sees: attention {WITHIN}",
+        "order of the truncated series if each query's scores are first centred over its visible keys: attention "
+        f"{WITHIN}",
         CENTRED,
         ends="both",
-        use="Small: a polynomial of that degree, of centred scores, could stand in for the exponential.",
+        use="If small, a polynomial of that degree in the centred scores could replace the exponential.",
     ),
 )
-MEASURES = tuple(info for measure in OWN for info in (measure, _by_chance(measure)))
+MEASURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_chance(measure)))
 
 
 @analyzer("features", source="tokens", measures=MEASURES, by_default=False)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """How infinite is a head's kernel: which Taylor order and which number of features does its attention need?
+    """How many features, and which Taylor order, does a head's kernel need to reproduce its attention?
 
-    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ the scores, b_ij what the model adds to them by position.
-    The mean is over queries that see two keys or more. Wright's truncated feature map cuts the series of the scores as
-    they are: k + c for every key k adds s⟨q, c⟩ to a query's scores, which softmax ignores and the series does not, so
-    that only the centred order is identified. The rank is of any kernel that gives the visible weights; it may be
-    anything where the mask hides. Windows in which no order is enough are left out of the mean, which then is too
-    small: n counts those that are in it. The values by chance are of one draw of normal queries and keys for all
-    windows.
+    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ the scores, b_ij the model's position bias. The mean is
+    over queries that see two keys or more. Wright's truncated feature map truncates the series of the uncentred scores.
+    Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series does not, so only
+    the centred order is identified. The rank is that of any kernel that gives the visible weights, with free values at
+    hidden pairs. Windows in which no order suffices are left out of the mean, which is then too small; n counts the
+    others. The values by chance use one draw of normal queries and keys for all windows.
     """
     drawn = linalg.gaussian_like(query_key)
     readings: Readings = {}

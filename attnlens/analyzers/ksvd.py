@@ -24,8 +24,8 @@ SHARE = 0.9
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = (
-    "no query may see a key, or there are more than 2,048² pairs, of which not all singular values are computed: read "
-    "fewer --length"
+    "no query sees a key, or there are more than 2,048² pairs, for which not all singular values are computed: reduce "
+    "--length"
 )
 
 
@@ -46,17 +46,17 @@ def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureI
         curve=True,
         self_only=False,
         identified="everywhere" if of_attention else "nowhere",
-        use="The sooner it nears 1, the fewer components hold the matrix.",
+        use="The sooner it nears 1, the fewer components the matrix needs.",
     )
     words = words if of_attention else f"{words} (not identified)"
     first = cumulative(
         f"ksvd.{matrix}_spectrum",
-        f"share of the k largest in the singular values of {words}",
+        f"share of the k largest singular values in the sum, for {words}",
         f"(σ₁ + … + σₖ)/Σσ of {symbol}",
     )
     energy = cumulative(
         f"ksvd.{matrix}_energy",
-        f"share of the k largest in the squared singular values of {words}",
+        f"share of the k largest squared singular values in the sum, for {words}",
         f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
     )
     return first, energy
@@ -68,7 +68,7 @@ ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P"
 TOKENS = (
     MeasureInfo(
         "ksvd.first_share",
-        "share of P's largest singular value",
+        "share of P's largest singular value in the sum of all",
         "σ₁/Σσ of the attention matrix P",
         low=0,
         high=1,
@@ -76,32 +76,32 @@ TOKENS = (
         missing=NO_ATTENTION,
         headline=True,
         ends="both",
-        use="Near 1 a head's attention is nearly of rank one, and Primal-Attention of few components can stand in.",
+        use="Near 1 a head's attention has nearly rank one, and Primal-Attention with few components can replace it.",
         paper=f"{FIGURE}, index 0",
     ),
     cosine_measure(
         "ksvd.rank90",
-        "components that hold 90 % of the cosine kernel's squared size; at most head_dim (not identified)",
+        "components that carry 90 % of the cosine kernel's squared norm; at most head_dim (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
         low=1,
-        use="A first guess at the s of a primal kernel: swap-kernel --kernel primal:8 measures what s = 8 costs.",
+        use="A first guess for s of a primal kernel: swap-kernel --kernel primal:8 measures the loss at s = 8.",
     ),
     cosine_measure(
         "ksvd.centred_rank90",
-        "components that hold 90 % of the squared size of the cosine kernel without its row-sum mode (not identified)",
+        "components that carry 90 % of the squared norm of the cosine kernel without its row-sum mode (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
         missing=ONE_KEY,
         low=1,
-        use="Read this one where ksvd.rank90 is 1: then one near-constant direction hides all others.",
+        use="Use it if ksvd.rank90 is 1: one near-constant direction then dominates all others.",
     ),
     cosine_measure(
         "ksvd.value_alignment",
-        "share of the values' spread inside the s leading right singular directions of the cosine kernel without its "
-        "row-sum mode, s = centred_rank90; by chance s/(n − 1), n keys (not identified)",
-        "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): K is centred as V is, and not V alone",
-        missing=f"the values are not known, or all alike; {ONE_KEY}",
+        "share of the values' variance in the s leading right singular directions of the cosine kernel without its "
+        "row-sum mode, s = centred_rank90; by chance s/(n − 1) for n keys (not identified)",
+        "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): both K and V are centred",
+        missing=f"the values are unknown or all equal; {ONE_KEY}",
         high=1,
-        use="Above s/(n − 1), the values lie where the kernel's own directions do, which the paper takes for granted.",
+        use="Above s/(n − 1), the values align with the kernel's singular directions, as the paper assumes.",
         paper="Chen et al. 2023, where values take the place of the right singular vectors",
     ),
     cosine_measure(
@@ -111,23 +111,22 @@ TOKENS = (
         "mean of arccos σ(H_eᵀH_r)",
         high=1.5707963267948968,  # π/2, rounded up
         self_only=True,
-        use="At 0 a symmetric kernel SVD would do; the larger, the more the paper's asymmetric one is needed.",
+        use="At 0 a symmetric kernel SVD would suffice; the larger, the more the paper's asymmetric one is needed.",
     ),
     cosine_measure(
         "ksvd.residual",
-        "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong "
-        "(not identified)",
+        "relative residual of the computed kernel SVD; above rounding, the components are wrong (not identified)",
         "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
-        use="A check: far above rounding, believe no other ksvd number of this head.",
+        use="A check: if far above rounding, the head's other ksvd numbers are invalid.",
         paper="Chen et al. 2023, Theorem 3.2",
         sized_by="rounding",
     ),
     cosine_measure(
         "ksvd.objective",
-        "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved "
-        "(not identified)",
+        "the paper's objective at the primal solution, over Σσ; 0 up to rounding at a solution (not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
-        use="A check: far above rounding, the primal solution is none, and no other ksvd number is to be believed.",
+        use="A check: if far above rounding, the primal problem is not solved and the head's other ksvd numbers are "
+        "invalid.",
         paper="Chen et al. 2023, Eq. 6",
         sized_by="rounding",
     ),
@@ -147,7 +146,7 @@ def rank_alone(query_key: QueryKey) -> Readings:
 
 @analyzer("ksvd", source="tokens", measures=TOKENS, by_default=False, brief=("ksvd.rank90", rank_alone))
 def of_tokens(query_key: QueryKey) -> Readings:
-    """How far is a head's attention a low-rank kernel SVD (Chen et al. 2023)?
+    """How close is a head's attention to a low-rank kernel SVD (Chen et al. 2023)?
 
     P contains the attention weights of a window, K the cosines of all its queries and keys, as in the paper: K is
     a model of attention, not attention itself. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights

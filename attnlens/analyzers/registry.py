@@ -27,10 +27,10 @@ else:  # analyzers import both names, and importing the registry must not load t
     Readings = dict
 
 Function = TypeVar("Function", bound=Callable[..., object])
-NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
+NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention give other values."
 NULLS = {
-    "factors": "what independent random factors read",
-    "rotations": "what the head reads turned by random rotations",
+    "factors": "the value expected by chance (random W_Q, W_K)",
+    "rotations": "the value expected by chance (the head randomly rotated)",
 }
 """Meaning of a null's value, by kind of null."""
 
@@ -107,39 +107,39 @@ distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing=
 BETWEEN_ROWS = (
     distance(
         OWN_ROWS,
-        "how far attention moves where each block of the second model takes the first one's hidden states: what of the "
-        "change is the block's own",
+        "change in attention if each block of the second model gets the first model's hidden states: the block's own "
+        "share of the change",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
         headline=True,
-        use="Read it first: a head that it names was changed itself, whatever came before it.",
+        use="Read it first: a head named by it changed itself, independently of earlier blocks.",
     ),
     distance(
         ROWS,
-        "how far attention moves as both models run: with what the blocks before it changed",
+        "change in attention as both models run, including the effect of earlier blocks",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries; weights below 1e-12 count as 1e-12",
         headline=True,
-        use="Where it names a head that compare.own_kl does not, look for the cause in the layers before.",
+        use="If it names a head that compare.own_kl does not, the cause is in an earlier layer.",
     ),
 )
 """Distances between the attention rows of the same windows."""
 BETWEEN_FORMS = (
     distance(
         FORMS,
-        "how far the form M moved, beside its size; under RoPE M is that of equal positions",
+        "relative change of the form M; under RoPE M is that of equal positions",
         "‖M' − M‖_F/‖M‖_F",
-        missing="M is 0 in the first model, or can't be read in one",
+        missing="M is 0 in the first model, or unreadable in one of them",
         headline=True,
-        use="Named without compare.own_kl, the weights moved where this text does not look: try another text.",
+        use="If it is named and compare.own_kl is not, the weights changed in ways that do not show on this text: try "
+        "another.",
     ),
     *(
         distance(
             name,
-            f"how far the directions that the {readers} read moved, in degrees; no change of basis within the head "
-            "moves it",
+            f"rotation of the subspace that the {readers} read, in degrees; independent of the head's basis",
             f"largest principal angle between the column spaces of {matrix} and {matrix}'",
             high=90,
-            use=f"Near 90 a direction that the {readers} read is read no longer; near 0 beside a large "
-            "compare.form_change, the same directions are weighted otherwise.",
+            use=f"Near 90 the {readers} no longer read one of their directions; near 0 with a large "
+            "compare.form_change, the same directions have other weights.",
         )
         for name, readers, matrix in ((QUERY_ANGLE, "queries", "W_Q"), (KEY_ANGLE, "keys", "W_K"))
     ),
@@ -149,7 +149,7 @@ DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)
 """All distances; each is 0 between equal heads."""
 NAMED = distance(
     "compare.named",
-    "how many of the head's changes are named",
+    "number of the head's named changes",
     "#{q ≤ the false-discovery rate} over all that is compared",
     missing="not a number",
 )

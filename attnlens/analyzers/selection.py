@@ -38,17 +38,17 @@ WORDS: dict[Space, dict[str, str]] = {
 """Replacements for the names in braces in OF_SPACE."""
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
-posed_measure = partial(selection_measure, low=0, sized_by="how many windows were read")
+posed_measure = partial(selection_measure, low=0, sized_by="the number of windows")
 DECIDED = selection_measure(
     "selection.decided",
     "share of the queries whose largest attention weight is at least ½",
     "share of queries with p_max ≥ ½",
     low=0,
     high=1,
-    missing="no query may see a key",
+    missing="no query sees a key",
     ends="largest",
     series=1,
-    use="Read it first: where few queries are decided, an SVM of selections tells little of the head.",
+    use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
 )
 POSED = (
     posed_measure(
@@ -56,42 +56,41 @@ POSED = (
         "queries posed: the most decided ones, over all sequences",
         "|{i: p_max largest}|",
         high=MOST_QUERIES,
-        use="How much the head's other selection numbers stand on; compare heads of about equal numbers.",
+        use="The sample size of the head's other selection measures; compare heads with similar counts.",
     ),
     posed_measure(
         "selection.least_decided",
-        "largest attention weight of the least decided query that was posed",
+        "largest attention weight of the least decided posed query",
         "min over posed queries of p_max",
         high=1,
-        use="Below ½, some of the choices that the SVM is held to were hardly made.",
+        use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
     ),
 )
 """Measures of what was posed, which is chosen once for all spaces."""
 OF_SPACE = (
     selection_measure(
         "margin",
-        "least margin {where} of the selected tokens over the others, at unit norm, without W_fin; below 0 only for "
-        "top-p",
+        "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
-        use="In units of the tokens' own norms: compare it with its null, and across heads take the efficiency.",
+        use="It is in units of the tokens' norms: compare it with its null; to compare heads, use the efficiency.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
     selection_measure(
         "efficiency",
-        "that margin over the best possible {where}: 1 iff the head is the SVM direction on these tokens",
+        "ratio of the margin to the best possible {where}: 1 iff the head has the SVM's direction on these tokens",
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
         high=1,
         series=4,
-        use="One near-tie can bring it to 0: read selection.efficiency_q05 beside it.",
+        use="A single near-tie can bring it to 0: compare it with selection.efficiency_q05.",
     ),
     selection_measure(
         "efficiency_q05",
-        "efficiency {where} where 5 % of the queries may be near-ties",
+        "efficiency {where}, ignoring the 5 % of queries nearest to a tie",
         "5 % quantile over queries of their least margin, times ‖W_mm‖",
         headline=True,
         ends="largest",
         series=3,
-        use="Beyond its null, the head keeps its choices further from the others than chance would.",
+        use="Above its null, the head separates its choices from other tokens by more than chance.",
     ),
     selection_measure(
         "svm_cosine",
@@ -102,25 +101,25 @@ OF_SPACE = (
         headline=True,
         ends="both",
         series=2,
-        use="Read it against its null of the same space alone: beyond it, the head points to its SVM more than the "
-        "same head turned at random. Where training goes, converge --checkpoints follows.",
+        use="Compare it only with its null of the same space: above it, the head is closer to its SVM than the same "
+        "head under random rotations. converge --checkpoints follows it during training.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
     selection_measure(
         "support",
-        "share of the constraints {where} that hold the SVM up (not unique where constraints repeat each other)",
+        "share of the constraints {where} that are active, λ > 0 (not unique if constraints are redundant)",
         "share of constraints with λ > 0",
         low=0,
         high=1,
-        use="Small: few tokens hold the solution; --show selection marks them in the text.",
+        use="If small, few tokens determine the solution; --show selection marks them in the text.",
     ),
     selection_measure(
         "margins",
-        "least margin {where} of each posed query over the best possible, ascending",
+        "ratio of each posed query's least margin to the best possible {where}, ascending",
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
         curve=True,
         steps="posed query; one may exceed 1",
-        use="A curve that starts near 0 and soon rises has few near-ties; a flat one near 1 is an SVM's.",
+        use="A curve that starts near 0 and soon rises has few near-ties; an SVM's curve is flat near 1.",
     ),
 )
 """Measures of a head by the SVM of one space."""
@@ -137,7 +136,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
     series = info.series and info.series + behind
     renamed = replace(info, name=qualify_name(info.name, space), space=space, null="rotations", series=series, **texts)
-    return replace(renamed, sized_by="d_model and the queries that were posed")
+    return replace(renamed, sized_by="d_model and the number of posed queries")
 
 
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
@@ -145,7 +144,7 @@ MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for in
 MOST_TOKENS = 4096
 """Maximum tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences."""
 NULL_DRAWS = 8  # random heads in each head's null
-BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
+BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Selector:
     def nearness(self, head: int) -> Nearness | str:
         """Solve one head's own problem in the first space, or return the reason why there is none."""
         if head not in self.softmax:
-            return "its queries or keys are NaN or Inf in every sequence"
+            return "its queries or keys contain NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
@@ -389,14 +388,14 @@ def _scaled_identity(size: int, scale: float) -> FactoredForm:
 
 @gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
 def selector(place: GatheringPlace) -> Selector:
-    """Does a head select tokens as its max-margin SVM does, and with what margin?
+    """Does a head select tokens like its max-margin SVM, and with what margin?
 
-    Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the
-    selected sets, is 0 if sets contain one token. M scores what it selects above the rest, so that margins are then
-    above 0; for sets of several tokens (`top-p`) margins can be negative.
+    Margins and cosine use M′ = M − W_fin. W_fin is the smallest form with M's score differences inside the selected
+    sets; it is 0 if sets contain one token. M scores the selected token above all others, so margins are then positive;
+    for sets of several tokens (`top-p`) margins can be negative.
 
-    Where the logits are bilinear in the module's inputs, the problem is posed on these and, under names with
-    `projected_`, on queries and keys with W = s·I; elsewhere (RoPE, QK-norm, cross-attention) on queries and keys
-    alone. Each space has its own null, and its numbers are compared within it only.
+    If the logits are bilinear in the module's inputs, the problem is posed on these inputs and, under names with
+    `projected_`, on queries and keys with W = s·I. Otherwise (RoPE, QK-norm, cross-attention) it is posed only on
+    queries and keys. Each space has its own null; compare numbers only within one space.
     """
     return Selector(place)

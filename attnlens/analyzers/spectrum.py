@@ -8,43 +8,43 @@ from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
 ZERO = "the matrix is zero"
-LONG = "more than 2,048² pairs of queries and keys, and {}: read fewer --length"
+LONG = "more than 2,048² pairs of queries and keys, and {}: reduce --length"
 """Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
-LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")
+LEADING = LONG.format("the rank exceeds about 250, the largest that is computed")
 form_measure = partial(MeasureInfo, self_only=False)
 form_rank = partial(form_measure, low=1, missing=ZERO, sized_by="head_dim")
 WEIGHTS = (
     form_rank(
         "weights.stable_rank",
-        "how many directions carry M's size",
+        "number of directions that carry M's norm",
         "‖M‖_F²/‖M‖₂²",
-        use="Far below weights.effective_rank, a single direction is most of the head's size.",
+        use="Far below weights.effective_rank, a single direction dominates the head's norm.",
         paper="Rudelson & Vershynin 2007, numerical rank",
     ),
     form_rank(
         "weights.effective_rank",
-        "how many directions M uses, by entropy",
+        "number of directions that M uses, by entropy",
         "exp(−Σ p log p), p = σ/Σσ",
         ends="both",
         series=9,
-        use="Below its null, training has put the head into few directions; which rank the model needs, "
-        "ranks --budget loss:1% measures.",
+        use="Below its null, training has concentrated the head in few directions; ranks --budget loss:1% measures the "
+        "rank that the model needs.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(
         "weights.rank90",
-        "rank that keeps 90 % of M's squared size",
+        "rank that keeps 90 % of M's squared norm",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
-        use="A first guess at a rank; what cutting at 8 costs, swap-kernel --kernel rank:8 measures.",
+        use="A first guess for a rank; swap-kernel --kernel rank:8 measures the loss at rank 8.",
     ),
     form_measure(
         "weights.decay",
-        "rate at which M's singular values fall; those of random factors fall too",
+        "decay rate of M's singular values; those of random factors decay too",
         "b of the least-squares line log σ_l ≈ a − b·l",
         low=0,
         missing="fewer than two singular values are above rounding",
-        use="Read it beside its null: above it, the spectrum falls faster than chance.",
+        use="Compare it with its null: above it, the spectrum decays faster than by chance.",
         sized_by="head_dim",
     ),
     form_measure(
@@ -54,7 +54,7 @@ WEIGHTS = (
         low=0,
         curve=True,
         matrix="M",
-        use="Look for a step: the directions behind it carry little of M.",
+        use="Look for a step: the directions after it contribute little to M.",
     ),
 )
 
@@ -64,60 +64,60 @@ share_in_largest = partial(
     attention_share,
     curve=True,
     matrix="P",
-    use="The sooner it nears 1, the lower the rank that does; ksvd.first_share is its first value.",
+    use="The sooner it nears 1, the lower the rank that suffices; its first value is ksvd.first_share.",
     paper="Chen et al. 2023, Figure 1",
 )
-UNIFORM = "attention is even: nothing is left of it once centred"
+UNIFORM = "attention is uniform, so its centred matrix is zero"
 TOKENS = (
     attention_share(
         "tokens.entropy",
-        "how spread out attention is: 0 on one key, 1 on all allowed keys alike (a sink counts as a key)",
+        "normalised entropy of attention: 0 on one key, 1 uniform over all allowed keys (a sink counts as a key)",
         "mean over queries of −Σ p log p/log(allowed keys)",
-        missing="no query may choose between keys",
+        missing="no query sees two keys",
         headline=True,
         ends="both",
         series=10,
-        use="Near 0 a head picks single keys, near 1 it averages all of them; followed over checkpoints, a fall to 0 "
-        "in many heads at once is a warning.",
+        use="Near 0 a head picks single keys, near 1 it averages all of them. If it falls to 0 in many heads at once "
+        "during training, attention is collapsing.",
     ),
     attention_share(
         "tokens.max_weight",
         "largest attention weight of a query, on average",
         "mean over queries of max_j p_ij",
-        missing="no query may see a key",
-        use="Where it is large, ask what is selected: inspect --analyzer selection.",
+        missing="no query sees a key",
+        use="If it is large, inspect --analyzer selection shows what is selected.",
     ),
     attention_rank(
         "tokens.effective_rank",
-        "how many directions the attention matrix P uses, by entropy",
+        "number of directions that the attention matrix P uses, by entropy",
         "exp(−Σ p log p), p = σ(P)/Σσ(P)",
         missing=f"{ZERO}, or has {WHOLE}",
         headline=True,
         ends="both",
         series=9,
-        use="Near 1 all queries attend alike; tokens.centred_effective_rank says what is left without even attention.",
+        use="Near 1 all queries attend alike; tokens.centred_effective_rank excludes uniform attention.",
         paper="Roy & Vetterli 2007",
     ),
     attention_rank(
         "tokens.rank90",
-        "rank that keeps 90 % of P's squared size",
+        "rank that keeps 90 % of P's squared norm",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
         missing=f"{ZERO}, or has {LEADING}",
-        use="Small beside the window's length, attention of low rank could stand in; it grows with --length.",
+        use="If small relative to the window's length, low-rank attention could replace it; it grows with --length.",
     ),
     attention_rank(
         "tokens.centred_effective_rank",
-        "effective rank of P times the centring, which takes away even attention",
+        "effective rank of P after centring, which removes uniform attention",
         "effective rank of P(I − 11ᵀ/n) = P − 11ᵀ/n",
         missing=f"{UNIFORM}, or it has {WHOLE}",
-        use="Compare it with tokens.effective_rank, which one even direction can hold near 1.",
+        use="Compare it with tokens.effective_rank, which a uniform component can keep near 1.",
     ),
     attention_rank(
         "tokens.logit_rank90",
-        "rank that keeps 90 % of the squared size of what softmax sees of the logits",
+        "rank that keeps 90 % of the squared norm of the logits without query-only terms",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of the visible logits less their row means, 0 where the mask hides",
         missing=f"the logits depend on the query alone, which softmax ignores, or have {LEADING}",
-        use="Below head_dim, fewer dimensions of queries and keys would give nearly these scores.",
+        use="Below head_dim, queries and keys of fewer dimensions would give nearly the same scores.",
         sized_by="head_dim",
     ),
     share_in_largest("tokens.singular_values", "share of P's singular values in its k largest", "(σ₁ + … + σₖ)/Σσ"),
@@ -133,7 +133,7 @@ TOKENS = (
 
 @analyzer("spectrum", source="weights", measures=WEIGHTS)
 def of_weights(query_key: QueryKey) -> Readings:
-    """How fast do the singular values of a head's bilinear form fall?
+    """How fast do the singular values of a head's bilinear form decay?
 
     σ are the singular values of M = s·W_Q W_Kᵀ, s the scale, biases left out; at most head_dim of them are not 0. Under
     RoPE they are those of the joint kernel on content and position over the window.
@@ -150,10 +150,10 @@ def of_weights(query_key: QueryKey) -> Readings:
 
 @analyzer("spectrum", source="tokens", measures=TOKENS)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """How spread out is a head's attention, and which rank does it need?
+    """How spread out is a head's attention, and what is its rank?
 
     P contains the attention weights p_ij of a window, one row per query; padding is left out. The
-    window's length bounds every rank, so that ranks are compared at one length only.
+    window's length bounds every rank, so compare ranks only at the same length.
     """
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)

@@ -11,58 +11,59 @@ signed = partial(MeasureInfo, low=-1, high=1)
 inertia = partial(
     MeasureInfo,
     low=0,
-    use="It is head_dim in nearly every head, and then says nothing; fewer means directions that the head does not "
-    "use.",
+    use="It is head_dim in nearly every head and then uninformative; if smaller, the head does not use all directions.",
     sized_by="head_dim",
 )
 WEIGHTS = (
     MeasureInfo(
         "weights.norm",
-        "size of the bilinear form M = s·W_Q W_Kᵀ",
+        "Frobenius norm of the bilinear form M = s·W_Q W_Kᵀ",
         "‖M‖_F = s·√tr(G_Q G_K)",
         low=0,
         self_only=False,
         grows_with_factors=True,
-        use="Compare heads of one model by it: cosines and shares, being relative, say nothing of size.",
+        use="Compare heads of one model by it: cosines and shares are relative and independent of scale.",
         sized_by="d_model and the weights' units",
     ),
     signed(
         "weights.symmetry",
-        "how symmetric M is: 1 symmetric, 0 as much skew, −1 skew; under RoPE over all distances, or places",
+        "symmetry of M: 1 symmetric; 0 equal symmetric and antisymmetric parts; −1 antisymmetric. Under RoPE over all "
+        "distances or positions",
         "(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K); RoPE: Σ_Δ tr(M(Δ)M(−Δ))/Σ_Δ‖M(Δ)‖²",
         missing="the matrix is zero",
         headline=True,
         ends="both",
         series=8,
-        use="Read it beside its null. Well above it, a token attends to tokens that attend to it; what the rest is "
-        "worth to the model, swap-kernel --kernel symmetric measures.",
+        use="Compare it with its null. Well above it, a token attends to tokens that attend to it. swap-kernel "
+        "--kernel symmetric measures the loss without the antisymmetric part.",
         paper="Saponati et al. 2025, symmetry score",
     ),
     signed(
         "weights.directionality",
-        "whether a few query directions (rows, > 0) or key directions (columns, < 0) stand out; its null is wide",
+        "whether a few input directions dominate the queries (rows, > 0) or the keys (columns, < 0); its null is wide",
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
-        use="Call a head directed only beyond 2 sd of its null; the sign is the paper's, which its code turns round.",
+        use="Call a head directional only beyond 2 sd of its null. The sign is the paper's; its code returns the "
+        "opposite.",
         paper="Saponati et al. 2025, directionality score",
     ),
     signed(
         "weights.positivity",
-        "whether M's eigenvalues are positive: 1 copying, −1 avoiding",
+        "balance of M's eigenvalues: 1 all positive (copying), −1 all negative",
         "Re Σλ/Σ|λ|, λ the eigenvalues of M",
         missing="every eigenvalue is zero",
         ends="both",
-        use="Beyond its null upwards, a token attends to tokens like itself; downwards, to tokens unlike it.",
+        use="Above its null, a token attends to tokens like itself; below it, to tokens unlike it.",
         paper="Elhage et al. 2021, copying heads, there of output-value circuits",
     ),
     signed(
         "weights.definiteness",
-        "whether the symmetric part is positive semidefinite: 1 iff it is, −1 iff negative",
+        "definiteness of M's symmetric part: 1 iff positive semidefinite, −1 iff negative semidefinite",
         "Σμ/Σ|μ| = tr M/Σ|μ|, μ the eigenvalues of S = (M + Mᵀ)/2",
         missing="the symmetric part is zero",
         headline=True,
         ends="both",
-        use="Near 1, a positive definite form could take the place of the symmetric part; two random factors read 0. "
-        "How much of it real text meets, tokens.share_positive says.",
+        use="Near 1, a positive definite form could replace the symmetric part; near 0, it is as balanced as in a "
+        "random head. tokens.share_positive measures it on text.",
     ),
     inertia("weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}"),
     inertia("weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}"),
@@ -73,15 +74,15 @@ WEIGHTS = (
         curve=True,
         missing="M does not depend on a distance",
         steps="distance in tokens",
-        use="Look for distances at which it leaves its level: the head there looks back otherwise than ahead.",
+        use="Look for distances at which it deviates: there the head attends differently to earlier and later tokens.",
     ),
 )
 
-LONG = "more than 2,048² pairs and {}: read fewer --length"
+LONG = "more than 2,048² pairs and {}: reduce --length"
 """Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
-GAPS = LONG.format("a mask with gaps, or no solution by conjugate gradients")
+GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
-HIDDEN = "the mask hides pairs, which leaves it open"
+HIDDEN = "the mask hides pairs, so it is not identified"
 KERNEL, SCORES = "kernel_shares", "score_shares"
 
 
@@ -98,96 +99,98 @@ kernel_share = partial(
 TOKENS = (
     kernel_share(
         "tokens.share_positive",
-        "share of what softmax sees that is a positive definite kernel, where all pairs are seen",
+        "share of the score variance, without query-only terms, in a positive definite kernel; heads that see all "
+        "pairs",
         "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ",
-        use="Near 1 the head is a Mercer kernel of its tokens up to gates, and methods made for these apply; "
-        "swap-kernel --kernel mercer measures what the rest is worth.",
+        use="Near 1 the head is a Mercer kernel of its tokens up to gates, and kernel methods apply. swap-kernel "
+        "--kernel mercer measures the loss without the rest.",
     ),
     kernel_share(
         "tokens.share_negative",
-        "share of what softmax sees that is the negative part of the symmetric kernel, where all pairs are seen",
+        "share of the score variance in the negative part of the symmetric kernel; heads that see all pairs",
         "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ",
-        use="Its size does not say what it is worth to the model: swap-kernel --kernel negativeless does.",
+        use="A large share need not matter to the model: swap-kernel --kernel negativeless measures the loss without "
+        "it.",
     ),
     kernel_share(
         "tokens.share_skew",
-        "share that is asymmetric and that no query or key gate removes, where all pairs are seen",
+        "share of the score variance in asymmetry that no query or key gate removes; heads that see all pairs",
         "‖JAJ‖²/‖LJ‖²",
-        use="Its size does not say what it is worth to the model: swap-kernel --kernel skewless does.",
+        use="A large share need not matter to the model: swap-kernel --kernel skewless measures the loss without it.",
     ),
     MeasureInfo(
         "tokens.definite",
-        "share of sequences whose symmetrised kernel matrix is positive semidefinite, where all pairs are seen",
+        "share of sequences with a positive semidefinite symmetrised kernel matrix; heads that see all pairs",
         "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
         low=0,
         high=1,
-        missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border, or more than 8,192 "
-        "tokens have no 2 × 2 minor that decides",
+        missing=f"{HIDDEN}, or undecided: the least eigenvalue is 0 within rounding, or no 2 × 2 minor of more than "
+        "8,192 tokens decides",
         identified="all pairs",
-        use="At 1 a positive definite kernel and gates give this attention, as it is, on all that was read; below, "
-        "tokens.share_negative and tokens.share_skew say what is in the way.",
+        use="At 1 a positive definite kernel with gates gives exactly this attention on all sequences; below 1, "
+        "tokens.share_negative and tokens.share_skew show why not.",
     ),
     score_share(
         "tokens.share_key",
-        "share of the visible scores that depends on the key alone: the same keys whatever the query",
+        "share of the score variance explained by the key alone, whatever the query",
         "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         self_only=False,
         wholes=(KERNEL, SCORES),
         ends="largest",
-        use="Near 1 all queries look at the same keys: one weight a key would do for the head. In bidirectional heads "
-        "swap-kernel --kernel keyless measures what that part is worth.",
+        use="Near 1 all queries attend to the same keys: one weight per key would suffice. In bidirectional heads "
+        "swap-kernel --kernel keyless measures the loss without this part.",
     ),
     score_share(
         "tokens.share_distance",
-        "share of the visible scores that the distance between query and key explains beyond the key (a term linear in "
-        "the distance is one of the key, up to row constants)",
+        "share of the score variance explained by the distance between query and key beyond the key (a term linear in "
+        "the distance counts as one of the key)",
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
         ends="largest",
-        use="Large in heads that look at a place; swap-kernel --kernel window:64 asks whether a window would do.",
+        use="Large in positional heads; swap-kernel --kernel window:64 measures whether a window would suffice.",
     ),
     score_share(
         "tokens.share_interaction",
-        "share of the visible scores that is left: which query meets which key",
+        "share of the score variance explained neither by the key alone nor by the distance: it depends on the pair",
         "R_abc/R_a; cross-attention: R_ab/R_a",
         self_only=False,
         wholes=(SCORES,),
         ends="largest",
-        use="Small where key and place alone decide: content then chooses little, and a simpler head may do.",
+        use="If small, key and distance determine the scores; a simpler head may suffice.",
     ),
     score_share(
         "tokens.share_first",
         "attention weight on the first key that a query sees",
         "mean of p_ij over queries that see two keys or more, j the first of them",
         self_only=False,
-        missing="no query may choose between keys",
+        missing="no query sees two keys",
         ends="largest",
         beside="tokens.first_if_even",
-        use="Far above what even attention reads, the head has a sink: keep the first tokens where keys are dropped "
-        "(swap-kernel --kernel sink-window:4,64).",
+        use="Far above uniform attention (tokens.first_if_even), the head has a sink: keep the first tokens if keys "
+        "are dropped (swap-kernel --kernel sink-window:4,64).",
     ),
     MeasureInfo(
         "tokens.first_if_even",
-        "what share_first would read if every query attended to all its keys alike",
+        "value of share_first under uniform attention",
         "mean of 1/(keys that the query sees) over the same queries",
         low=0,
         high=1,
         self_only=False,
-        missing="no query may choose between keys",
-        use="Compare tokens.share_first with it; by itself it tells of the mask alone.",
-        sized_by="the window and the mask, and nothing else",
+        missing="no query sees two keys",
+        use="Compare tokens.share_first with it; on its own it describes only the mask.",
+        sized_by="the window and the mask alone",
     ),
 )
 
 
 @analyzer("symmetry", source="weights", measures=WEIGHTS)
 def of_weights(query_key: QueryKey) -> Readings:
-    """Is the bilinear form of a head symmetric and positive, and which way does it point?
+    """Is the bilinear form of a head symmetric, positive and directional?
 
     M = s·W_Q W_Kᵀ = S + A with S symmetric and A skew, s the scale, C = W_Kᵀ W_Q, G_Q = W_Qᵀ W_Q, G_K = W_Kᵀ W_K;
-    biases are left out, and of grouped queries each has its group's keys. Under RoPE M(Δ) depends on the distance Δ,
-    and all but symmetry are those of the joint kernel on content and position over the window. Cross-attention, whose
-    queries and keys are of two domains, has its size alone.
+    biases are left out, and grouped queries use their group's keys. Under RoPE M(Δ) depends on the distance Δ, and all
+    measures but symmetry are those of the joint kernel on content and position over the window. Cross-attention has
+    only a norm because its queries and keys come from two domains.
     """
     form = linalg.Form(query_key)
     if query_key.site.part == "cross":
@@ -211,9 +214,9 @@ def of_weights(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?
 
-    L contains the scores of a window's tokens before softmax and mask. Softmax ignores what depends only on the query,
-    so all is measured on L less its row means: LJ with J = I − 11ᵀ/n where all pairs are seen, L = S + A with S
-    symmetric and A skew; where a mask hides pairs, least-squares fits on the visible ones, R their squared residuals.
+    L contains the scores of a window's tokens before softmax and mask. Softmax ignores query-only terms, so
+    all measures use L without its row means. If all pairs are seen, this is LJ with J = I − 11ᵀ/n, and L = S + A with S
+    symmetric and A skew. If a mask hides pairs, least-squares fits use the visible ones; R are their squared residuals.
     """
     shares = linalg.visible_shares(query_key.content)
     readings = {

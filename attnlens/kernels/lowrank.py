@@ -360,15 +360,15 @@ def share_keys(
 
 @kernel(
     "rank",
-    formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½; of G key heads k is their stacked keys, and "
-    "A and B have r·G columns; before the rotation R the keys are made again: s⟨q, R(kBAᵀ + c)⟩",
+    formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½; for G key heads k stacks their keys, and A and "
+    "B have r·G columns; before the rotation R keys are rebuilt: s⟨q, R(kBAᵀ + c)⟩",
     source="Chen et al. 2023 (Primal-Attention's claim); closed form of attnlens",
     **SCORE | {"symmetric": False},
     parameters=(
-        KernelParameter("rank", "how many dimensions r are kept of head_dim", int, low=1, high=65536),
+        KernelParameter("rank", "dimensions r kept per key head", int, low=1, high=65536),
         KernelParameter(
             "group",
-            "how many key heads G share one latent of r·G numbers, or all",
+            "number of key heads G that share one latent of r·G numbers, or all",
             int,
             default=1,
             low=1,
@@ -377,14 +377,11 @@ def share_keys(
             shown_at_default=False,
         ),
         choice(
-            "rotation",
-            "whether latents are of keys after their rotation or before it",
-            ("after", "before"),
-            default=AFTER,
+            "rotation", "whether latents compress keys after or before the rotation", ("after", "before"), default=AFTER
         ),
         choice(
             "metric",
-            "pairs weighted by attention, or half by what they do to predictions, a²(v − ō)ᵀG(v − ō)",
+            "weights of pairs in the fit: attention, or half their effect on predictions, a²(v − ō)ᵀG(v − ō)",
             ("attention", "output"),
             default=ATTENTION,
         ),
@@ -397,5 +394,5 @@ def share_keys(
     trainable=("query_map", "key_map", "offset"),
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
-    """The exponential kernel of the best logits of rank r; with r ≥ head_dim the model's own."""
+    """The exponential kernel of the best rank-r logits; for r ≥ head_dim, the model's own kernel."""
     return score

@@ -100,7 +100,7 @@ class KeyFilter:
 
 def _whole(name: str, formula: str, meaning: str, source: str, part: Callable[[Pairs], Pairs]) -> Modifier:
     """Build a tie of whole sequences of bidirectional heads."""
-    caution = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."
+    caution = "For analysis: it decomposes whole matrices of log k, in O(T²) memory."
     return Modifier(name, formula, f"{meaning}; bidirectional heads", source, part=part, caution=caution)
 
 
@@ -115,22 +115,22 @@ TIES = _by_name(
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
         "the mean of log k and its transpose",
         "Tsai T.2",
-        caution="Averaging log k and its transpose halves the gate on keys and imports a term of the query alone; "
-        "what it costs is not the cost of asymmetry, which skewless measures in bidirectional heads.",
+        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not the cost of "
+        "asymmetry alone; skewless measures that in bidirectional heads.",
     ),
     Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
     Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
     _whole(
         "skewless",
         "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
-        "the asymmetry that no gate on queries or keys removes is gone, the gates stay",
+        "removes the asymmetry that no gate on queries or keys removes; keeps the gates",
         PARTS,
         skewless,
     ),
     _whole(
         "negativeless",
         "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
-        "the negative part of the symmetric kernel is gone, skew part and gates stay",
+        "removes the negative part of the symmetric kernel; keeps skew part and gates",
         PARTS,
         negativeless,
     ),
@@ -144,7 +144,7 @@ TIES = _by_name(
     _whole(
         "keyless",
         "L − 1cᵀ, c the centred column means of L",
-        "the key gate is gone: no key is liked by all queries",
+        "removes the key gate: no key is favoured by all queries",
         "attnlens",
         keyless,
     ),
@@ -167,14 +167,14 @@ FILTERS = _by_name(
         "j < sinks or |i − j| < w",
         "the first tokens and the w nearest",
         "Xiao et al. 2024",
-        (replace(WIDTH, name="sinks", meaning="first tokens that all see"), WIDTH),
+        (replace(WIDTH, name="sinks", meaning="first tokens, visible to all"), WIDTH),
         lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
         from_start=True,
     ),
     Modifier(
         "strided",
         "|i − j| < s or (i − j) mod s = 0",
-        "the s nearest tokens, and of the others every s-th",
+        "the s nearest tokens and every s-th of the others",
         "Child et al. 2019; Tsai 2.2.4",
         (replace(WIDTH, name="stride", meaning="distance between kept tokens"),),
         lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),
@@ -193,8 +193,8 @@ def _hybrid(name: str, window: Modifier, source: str) -> Modifier:
         window.parameters,
         window.keeps,
         from_start=window.from_start,
-        caution="γ, a number of each head, is 1 unless it was fitted or healed. While no key is beyond the window, it "
-        "is the model itself.",
+        caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
+        "unchanged.",
     )
 
 

@@ -208,14 +208,14 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     parameters=(
         choice(
             "part",
-            "what the kernel keeps: its symmetric part, the positive definite part of that (a Mercer kernel), all but "
-            "the key gate, all but the skew part",
+            "part of the logits to keep: symmetric, positive definite (a Mercer kernel), all but the key gate, or all "
+            "but the skew part",
             ("symmetric", "positive", "no-key", "no-skew"),
         ),
         choice(
             "how",
-            "a form fitted to calibration text, a model; or the evaluated text's own logits taken apart, an "
-            "analysis (bidirectional heads)",
+            "fitted: a model with a form from calibration text; oracle: an analysis that splits the evaluated text's "
+            "own logits (bidirectional heads)",
             ("fitted", "oracle"),
             default=FITTED,
         ),
@@ -226,10 +226,10 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     fit=NearestFit,
     needs_fit=True,
     trainable=("factor", "gate"),
-    caution="nearest reads query and key of each token together, so that it runs without a key-value cache; under "
-    "softmax symmetric and no-skew are the same attention, as a gate on queries cancels.",
+    caution="nearest reads query and key of each token together, so it needs a run without a key-value cache; "
+    "symmetric and no-skew give the same attention because softmax cancels a gate on queries.",
     oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
 )
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
-    """The exponential kernel with chosen parts of its logits alone: symmetric, Mercer, or without its key gate."""
+    """The exponential kernel of one part of its logits: symmetric, Mercer, or without the key gate or skew part."""
     return score

@@ -181,7 +181,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Flo
     source="Chen et al. 2023, Eq. 6; closed form of attnlens",
     **PAIR | {"symmetric": False, "features": "finite", "form": "output"},
     parameters=(
-        KernelParameter("scores", "how many scores s of each kind a token has", int, low=1, high=65536),
+        KernelParameter("scores", "number of scores s of each kind per token", int, low=1, high=65536),
         KernelParameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
     ),
     fused="scores, O(tokens)",
@@ -192,7 +192,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Flo
 def primal(
     query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
 ) -> Output:
-    """Primal-Attention from KSVD scores, which reads no values and no other token (but running means where causal)."""
+    """Primal-Attention from KSVD scores of the token alone, without values (causal heads add running means)."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)
     to_output = output_map.to(query)

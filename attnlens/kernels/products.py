@@ -91,7 +91,7 @@ def _odd_sign(value: Score) -> Score:
     **SERIES,
     parameters=(
         KernelParameter("degree", "the power p", int, default=2, low=1, high=64, even=True),
-        KernelParameter("offset", "the constant c beside the score", float, default=0.0),
+        KernelParameter("offset", "the constant c added to the score", float, default=0.0),
     ),
     sign=lambda score, degree, offset, offset_of_head=None: _odd_sign(_shift(score, offset, offset_of_head)) ** degree,
     fit=OffsetFit,
@@ -100,7 +100,7 @@ def _odd_sign(value: Score) -> Score:
 def polynomial(
     score: Score, degree: int, offset: float, offset_of_head: Float[Tensor, " heads"] | None = None
 ) -> Score:
-    """A power of the score; a row of zeros is uniform."""
+    """A power of the score; a row of zeros gives uniform attention."""
     return degree * log_magnitude(_shift(score, offset, offset_of_head))
 
 
@@ -122,7 +122,7 @@ def _partial_exponential(score: Score, order: int) -> Score:
     sign=lambda score, order: _odd_sign(_partial_exponential(score, order)).to(wide(score)),
 )
 def taylor(score: Score, order: int) -> Score:
-    """The exponential's series, cut off; positive everywhere where the last power is even."""
+    """The exponential's truncated Taylor series; positive everywhere if the last power is even."""
     return log_magnitude(_partial_exponential(score, order)).to(wide(score))
 
 
@@ -135,7 +135,7 @@ def taylor(score: Score, order: int) -> Score:
     phi=lambda x, scale, side: x * scale**0.5,
 )
 def linear(score: Score) -> Score:
-    """The product itself: rows sum to 1 but leave the simplex."""
+    """The product itself: rows sum to 1, but weights can be negative."""
     return log_magnitude(score)
 
 
@@ -222,7 +222,7 @@ def _rbf_dot(
 def rbf(
     query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
 ) -> Matrix:
-    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, and the same where all ‖k‖ are equal.
+    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, equal to it if all ‖k‖ are equal.
 
     −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
     query's −γs‖q + b‖² counts where rows are mixed or measured against a sink.
@@ -261,7 +261,7 @@ def intersection(query: Query, key: Key, scale: float) -> Matrix:
     **PAIR | {"features": "none"},
 )
 def l2(query: Query, key: Key, scale: float) -> Matrix:
-    """The distance itself: attends to what is unlike; a row of zeros is uniform."""
+    """The distance itself: attends to dissimilar keys; a row of zeros gives uniform attention."""
     return log_magnitude(scale * _distance(query, key, 2))
 
 
@@ -324,7 +324,7 @@ def _cosine_dot(
 def cosine(
     query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
 ) -> Matrix:
-    """The exponential of the angle's cosine: lengths don't count, and nor does the model's scale."""
+    """The exponential of the cosine: independent of lengths and of the model's scale."""
     query, key, factor = _cosine_dot(wide(query), wide(key), scale, beta, beta_of_head)
     return factor * (query @ key.mT)
 
@@ -362,8 +362,8 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     source="Choromanski et al. 2021 (Performer), Lemma 1, orthogonal draws",
     **SUMMED,
     parameters=(
-        KernelParameter("count", "how many features m", int, default=256, low=1, high=65536),
-        KernelParameter("seed", "which draw of ω", int, default=0, low=0, high=2**63 - 1),
+        KernelParameter("count", "number of features m", int, default=256, low=1, high=65536),
+        KernelParameter("seed", "seed of the random ω", int, default=0, low=0, high=2**63 - 1),
     ),
 )
 def random_features(
@@ -382,7 +382,7 @@ def random_features(
     return exponent.clamp_max(LARGEST_EXPONENT).exp() / math.sqrt(count)
 
 
-@kernel("uniform", formula="0", source="the floor of every comparison", **SUMMED, reads=False)
+@kernel("uniform", formula="0", source="baseline of every comparison", **SUMMED, reads=False)
 def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
     """All visible keys are weighted equally, φ = 1: attention is the mean of the values, for any queries and keys."""
     return wide(x).new_ones(*x.shape[:-1], 1)
@@ -417,7 +417,7 @@ class LearnedStart:
     formula="log⟨φ_q(q), φ_k(k)⟩, φ(x) = [softmax(Wx√s), softmax(−Wx√s)], W of m/2 rows",
     source="Zhang et al. 2024 (Hedgehog), the form with a softmax over features, as in LoLCATs",
     **{**SUMMED, "symmetric": False},
-    parameters=(KernelParameter("count", "how many features m", int, default=64, low=2, high=65536, multiple_of=2),),
+    parameters=(KernelParameter("count", "number of features m", int, default=64, low=2, high=65536, multiple_of=2),),
     fit=LearnedStart,
     fit_reads=False,
     trainable=("query_weight", "key_weight"),

@@ -132,7 +132,7 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
         beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
         if beyond:
             note += f"; {format_count(beyond, 'head')} cut"
-            sentences.append(f"{format_count(beyond, 'head')} of {len(lines)} partly beyond the frame.")
+            sentences.append(f"{format_count(beyond, 'head')} of {len(lines)} extend beyond the frame.")
     draw = partial(draw_trajectories, experiment=experiment, name=name)
     return Panel(name, heading(info), note, " ".join(sentences), draw, layers=rows_of_layers)
 
@@ -199,7 +199,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         names = [experiment.name, picture] if len(experiment.curves) > 1 and picture else [experiment.name]
         banded = any(curve.low is not None for curve in curves.values())
         _, cut = _least_shown(list(curves.values()))
-        below = "Not shown: 0 and what is under 1e−16 of the largest value." * cut
+        below = "Not shown: values of 0 or below 1e−16 of the largest." * cut
         facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
         sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, below]
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
@@ -277,13 +277,12 @@ def _compared_panels(report: Report) -> list[Panel]:
     )
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
-        "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: what is allowed; a bound is "
-        "open to one side, and a mere line allows nothing but the published value. At the edge: three tolerances or "
-        "more."
+        "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: allowed range, open on one "
+        "side for bounds; a line allows only the published value. At the edge: three tolerances or more."
     )
-    left_out = f"; {len(rows)} of {len(figures)}, farthest off" * (len(rows) < len(figures))
+    left_out = f"; {len(rows)} of {len(figures)} with the largest deviations" * (len(rows) < len(figures))
     draw = partial(draw_compared, rows=rows)
-    title, note = "ours against the published", f"shaded: what is allowed{left_out}"
+    title, note = "ours against published values", f"shaded: allowed range{left_out}"
     return [Panel(COMPARED, title, note, caption, draw, len(rows), width=6.0)]
 
 

@@ -76,13 +76,13 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
 def curve_caption(shapes: Shapes, name: str) -> str:
     """Format the caption of a fan of curves; one line per statement."""
     groups = groups_by_part(shapes, name)
-    alone = ", each part by itself" if len(groups) > 1 else ""
+    alone = ", separately for each part" if len(groups) > 1 else ""
     lines = [f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}."]
     for group in groups:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
             whose = f"{heads} of {len(group.curves)} heads with {steps} steps or more"
-            lines.append(f"{_capitalise(group.title)}: those of the {whose}.")
+            lines.append(f"{_capitalise(group.title)}: median and quartiles over {whose}.")
     return _caption(shapes, shapes.info(name), lines)
 
 
@@ -123,7 +123,7 @@ def null_mark(reading: MeasureMap) -> str:
         return ""
     if norm.vmin <= reading.null[0] <= norm.vmax:
         return "the black mark on the colour bar"
-    return f"which lies {'below' if reading.null[0] < norm.vmin else 'above'} the colour bar"
+    return f"{'below' if reading.null[0] < norm.vmin else 'above'} the colour bar's range"
 
 
 def layout_line(shapes: Shapes) -> str:
@@ -398,10 +398,9 @@ ACROSS = 3
 NOTE = 54  # characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
 SELECTION_CAPTION = (
-    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending; "
-    "a single query may exceed 1. "
-    "Null: the head turned by random rotations on both sides, with its own selection and its own best. "
-    "Posed {where}."
+    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖, relative to the best least margin 1/‖W_mm‖, "
+    "ascending; a single query can exceed 1. Null: the head randomly rotated on both sides, with its own selection and "
+    "best margin. Posed {where}."
 )
 
 
@@ -547,8 +546,8 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
         scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the posed queries with no larger margin")
-    axes.set_ylabel("margin over the best least margin")
+    axes.set_xlabel("share of posed queries with at most this margin")
+    axes.set_ylabel("margin / best least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
     legend_above(axes, 100)
 

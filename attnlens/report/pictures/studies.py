@@ -22,7 +22,7 @@ from attnlens.report.pictures.style import (
     legend_above,
     scale_logarithmically,
 )
-from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
+from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, rank_distances, title
 from attnlens.wording import clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
@@ -50,23 +50,23 @@ def comparison_panels(report: Report) -> list[Panel]:
     if comparison is None or not comparison.rows:
         return []
     panels = []
-    for name in worth(comparison)[:1]:
+    for name in rank_distances(comparison)[:1]:
         unit = ", nats" * ("KL" in LOCAL[name])
         name_of_map = f"where heads differ: {LOCAL[name]}{unit}"
         note = "dots: named; hatched: no change at all"
         caption = (
-            "Logarithmic colours; of a KL each head's mean over queries and windows, in nats. "
-            "Dots: heads whose change is named. Hatched: no change at all."
+            "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
+            "Hatched: no change at all."
         )
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name)
         panels.append(Panel("differences", name_of_map, note, caption, draw, 2 * layers))
     caption = (
-        "One dot per head and measure; size in interquartile ranges of the measure over the first model's heads. "
-        "q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
+        "One dot per head and measure; the size of a change is in interquartile ranges of the measure over the first "
+        "model's heads. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
     )
     draw = partial(draw_volcano, comparison=comparison)
-    return [*panels, Panel("volcano", "size against certainty", "", caption, draw)]
+    return [*panels, Panel("volcano", "size and significance of changes", "", caption, draw)]
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:

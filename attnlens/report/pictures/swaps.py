@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 OWN, OTHER, GREY = CATEGORIES[0], CATEGORIES[2], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """Quantity shown in a comparison of kernels."""
-ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
+ERROR = "‖new − original‖ / ‖original‖ of the site's output on the original model's queries, keys and values"
 CROWDED = 24  # number of layers above which bars touch
 
 
@@ -134,12 +134,12 @@ def drawn_controls(swap: Swap) -> list[Control]:
 
 
 MARKS: dict[ControlRole, tuple[str, str, str, str]] = {
-    "same size": ("D", "◆", "sinks and window of its size", ""),
+    "same size": ("D", "◆", "sink-window of equal size", ""),
     "one key": ("v", "▼", "one key", ""),
-    "floor": ("X", "✖", "all keys alike", ""),
+    "floor": ("X", "✖", "equal weights", ""),
     "filter alone": ("<", "◀", "filter alone", "window alone"),
-    "without filter": (">", "▶", "without its filter", "far part alone"),
-    "far part, healed": ("^", "▲", "its far part, healed", ""),
+    "without filter": (">", "▶", "without the filter", "far part alone"),
+    "far part, healed": ("^", "▲", "far part, healed", ""),
 }
 """Marker of each kind of control, the same sign as text, and its description; for hybrids, if different."""
 WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
@@ -159,7 +159,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     note = _controls_legend(swaps) if measured else "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
-    draw = partial(draw_layer_lines, lines=errors, label="‖new − own‖ / ‖own‖")
+    draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
     yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw)
     swept = [swap for swap in swaps if swap.sweep]
     if swept and not any(map(_of_heads, swept)):
@@ -278,7 +278,7 @@ def draw_sites(axes: Axes, swap: Swap) -> None:
     for row in rows[np.isnan(errors)]:
         hatch_box(axes, (0, row - 0.4), reach, 0.8)
     axes.set_xlim(0, 1.06 * reach)
-    axes.set_xlabel("‖new − own‖ / ‖own‖ of the output")
+    axes.set_xlabel("‖new − original‖ / ‖original‖ of the output")
     label_layers(axes, [site.layer for site in sites], [site.part for site in sites])
 
 
@@ -318,13 +318,13 @@ def _sweep_panel(swap: Swap, stem: str) -> Panel:
     heads, tested = _of_heads(swap), swap.judged_by == "loss"
     unit, quiet = ("head", "grey dot") if heads else ("layer", "hollow")
     note = f"Δ of the {EFFECTS[swap.judged_by]}" + f"; {quiet}: not significant at FDR 5 %" * tested
-    sentences = [f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if that {unit} alone has the kernel."]
+    sentences = [f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if only that {unit} has the kernel."]
     if tested:
         sentences.append(f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %.")
     if heads and any(effect.delta is None for effect in swap.sweep):
         sentences.append("Crossed: diverged.")
     if heads and limit(as_array(effect.delta for effect in swap.sweep))[1] != "neither":
-        sentences.append("A number: an effect beyond the last colour.")
+        sentences.append("Numbers: effects beyond the colour scale.")
     layers = len({effect.layer for effect in swap.sweep})
     columns = len({effect.head for effect in swap.sweep})
     wide = float(np.clip(0.4 * columns, 3.4, 8)) if heads else 4.6
@@ -346,7 +346,7 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
         colour = MUTED if quiet else OWN
         dots.append([Dot(effect.delta, effect.ci95, colour, size=size, hollow=quiet, text="diverged")])
     dot_plot(axes, dots)
-    axes.set_xlabel(f"Δ of the {effect_name(swap)}, that layer alone")
+    axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
     label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects])
 
 
@@ -397,10 +397,10 @@ def _predictors_panel(swap: Swap, *, several: bool) -> Panel:
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = [f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons]
     caption = (
-        f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if one head alone has the "
-        "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman's, with a bootstrap "
-        "95 % interval over heads; it holds if p < 0.05 after correction for all measures and the interval over layers "
-        f"lies on one side of 0.{' Not drawn: ' * bool(missing)}{'; '.join(missing)}{'.' * bool(missing)}"
+        f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
+        "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman correlation with a "
+        "bootstrap 95 % interval over heads; it holds if p < 0.05 after correction for all measures and the interval "
+        f"over layers excludes 0.{' Not drawn: ' * bool(missing)}{'; '.join(missing)}{'.' * bool(missing)}"
     )
     by_name = {predictor.measure: predictor for predictor in swap.predictors}
     first = [by_name.pop(name) for name in ALWAYS if name in by_name]
@@ -441,9 +441,9 @@ MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for i
 def ranks_panel(plan: Plan) -> Panel:
     """Build the map of the plan's ranks."""
     caption = (
-        f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
-        f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
-        + " Promised: on calibration text that neither fitted nor chose them."
+        f"Ranks chosen to raise the {UNITS_OF[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
+        f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
+        + " Promised: on calibration text used neither to fit nor to choose them."
         * (plan.promised is not None)
     )
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
@@ -472,26 +472,26 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
         write_cells(axes, texts, grid, colours)
 
 
-KEPT_BACK = "on calibration text kept back from training"
+HELD_OUT_TEXT = "on held-out calibration text"
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
 
 
 def healing_panel(swap: Swap, healing: Healing) -> Panel:
     """Build the picture of perplexity and distance while the swapped heads are trained."""
     transferred = any(stage.stage == "transfer" and stage.steps for stage in healing.stages)
-    note = "hollow: transfer" if transferred else "dotted: step kept"
+    note = "hollow: transfer" if transferred else "dotted: best step"
     note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
     goal = " on the text" if healing.goal == "text" else " towards the original model"
-    quantity = f"KL: to the original, {KEPT_BACK}, in {UNITS[swap.task]}"
+    quantity = f"KL: to the original, {HELD_OUT_TEXT}, in {UNITS[swap.task]}"
     if swap.task == "hidden":
-        quantity = f"1 − cosine of the last hidden states and the original's, {KEPT_BACK}"
+        quantity = f"1 − cosine between the last hidden states and the original's, {HELD_OUT_TEXT}"
     elif healing.goal == "text":
-        quantity = f"Loss: {KEPT_BACK}, in {UNITS[swap.task]}"
+        quantity = f"Loss: {HELD_OUT_TEXT}, in {UNITS[swap.task]}"
     has_perplexity = swap.task != "hidden" and swap.judged_by == "loss"
     caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
-        f"{'Perplexity: of the evaluation text. ' * has_perplexity}{quantity}. "
-        f"Step {healing.best} was kept (dotted line).{' Hollow: attention transfer.' * transferred}"
+        f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained{goal}. "
+        f"{'Perplexity: of the evaluation text. ' * has_perplexity}{quantity}. Dotted line: best step, "
+        f"{healing.best}.{' Hollow: attention transfer.' * transferred}"
     )
     return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
 
@@ -521,7 +521,7 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
         if original is not None:
             places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
     if distances:
-        name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
+        name = "held-out loss" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
         _plot(places[-1], distances, name, CATEGORIES[2], transfer)
     for place in places:
         place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")

@@ -28,8 +28,8 @@ def describe_check(check: Check) -> str:
 
 def accusation(check: Check, breach: Breach) -> str:
     """Describe one head that breaks a rule."""
-    found = f"{_name(breach)} ({breach.part}): {check.subject} is {_format_breach(breach)}"
-    return clean(f"{found}, wanted {check.wanted}")
+    value = f"{_name(breach)} ({breach.part}): {check.subject} is {_format_breach(breach)}"
+    return clean(f"{value}, wanted {check.wanted}")
 
 
 def _name(breach: Breach) -> str:
@@ -118,7 +118,7 @@ def rows(report: Report) -> list[Row]:
 def _heads(check: Check) -> str:
     if check.heads is None:
         return NO_VALUE
-    heads = f"{len(check.breaches)} of {check.heads} break it" if check.breaches else str(check.heads)
+    heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
     return f"{heads}, {check.without} without a value" if check.without else heads
 
 

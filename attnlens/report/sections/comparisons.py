@@ -41,13 +41,13 @@ from attnlens.wording import (
 )
 
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
-SPEED = "× SDPA: training steps beside those of a standard transformer (Eq. 4) with torch's attention, in one loop."
+SPEED = "× SDPA: training speed relative to a standard transformer (Eq. 4) with torch's attention, in the same loop."
 ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
-PUBLISHED = "published: {}; other data and far larger models: orders are compared, not values."
+PUBLISHED = "published: {}; on other data with far larger models: compare orders, not values."
 HEADS = (
     "medians over heads, before training → as tested, of the first seed's run; tokens.* and selection.* of log k on 8 "
-    "held-out sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, the SVM of kernels that are "
-    "no functions of products or have a position bias, kernels that can be negative, primal layers."
+    "held-out sequences, weights.* of s W_Q W_Kᵀ. – : no value, for shares of causal heads, the SVM of kernels that "
+    "are not functions of products or have a position bias, kernels that can be negative, and primal layers."
 )
 
 
@@ -56,7 +56,7 @@ def study_sections(report: Report) -> Iterator[Section]:
     for study in report.studies:
         options = {"classification": "classification (--series or --labelled)"}
         forms = join_items(options.get(form, form) for form in study.not_trained)
-        missing = (f"Not trained, as no data was given: {forms}.",) if forms else ()
+        missing = (f"Not trained because no data was given: {forms}.",) if forms else ()
         yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=missing)
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
@@ -156,7 +156,7 @@ def adapter_sections(report: Report) -> Iterator[Section]:
         sizes = [_value(head, first) or 0.0 for head in ranked]
         moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
         lines.append(
-            f"It moved M in {moved} of {format_count(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
+            f"It changed M in {moved} of {format_count(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
             f"largest {short(sizes[0])}."
         )
     top = [head for head in ranked[:12] if _value(head, first)]
@@ -187,8 +187,8 @@ def _value(head: Head, name: str) -> float | None:
 
 
 EXPLAINED = (
-    "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of that "
-    "block. KL as run holds what the blocks before it changed, too."
+    "own KL: each block of the second model gets the first model's hidden states, so only that block's own change "
+    "counts. KL as run includes the effect of earlier blocks."
 )
 
 
@@ -207,7 +207,7 @@ def comparison_sections(report: Report, *, all_heads: bool) -> Iterator[Section]
             {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}
             for shift in comparison.shifts
         ]
-        note = "Medians over heads, with the quartiles. They are of other heads, so that nothing is tested."
+        note = "Medians over heads, with quartiles. The heads do not correspond, so nothing is tested."
         yield Section("Distributions over heads", table=build_table(rows, {"measure"}), notes=[note])
         return
     heads = changed_heads(comparison)
@@ -228,18 +228,18 @@ def overview_lines(report: Report) -> tuple[str, ...]:
     """State how the models as wholes differ, and how many heads changed."""
     comparison = report.comparison
     assert comparison is not None  # noqa: S101
-    changes = () if comparison.shifts else (*words.discoveries(comparison), *_predictions(comparison.outcome))
+    changes = () if comparison.shifts else (*words.change_sentences(comparison), *_predictions(comparison.outcome))
     return tuple(map(clean, (*comparison.notes, *changes)))
 
 
 def changed_heads(comparison: Comparison) -> list[tuple[HeadChange, dict[str, MeasureChange]]]:
-    """List the heads with a named change and all of their changes, by the distances of `words.worth`, largest first."""
+    """List the heads with a named change and all of their changes, by `words.rank_distances`, largest first."""
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for row in comparison.rows:
         rows[row.layer, row.head][row.measure] = row
     heads = [(head, rows[head.layer, head.head]) for head in comparison.heads]
     changed = [(head, changes) for head, changes in heads if any(row.named for row in changes.values())]
-    names = words.worth(comparison)
+    names = words.rank_distances(comparison)
     return sorted(changed, key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
 
 
@@ -260,7 +260,7 @@ def _head_section(
     hints = {title: [_hint(changes.get(name)) for _, changes in heads] for name, title in titles.items()}
     columns = [replace(column, hints=hints.get(column.title, ())) for column in columns]
     notes = [EXPLAINED] if OWN_ROWS in titles else []
-    notes.append("* is named.")
+    notes.append("*: named.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
     return Section("Heads that changed, worst first", table=Table(columns[:2], columns[2:], "first"), notes=notes)
@@ -296,10 +296,10 @@ def _predictions(outcome: Outcome | None) -> Iterator[str]:
     loss = outcome.loss
     if loss is not None:
         ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
-        yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats a token: {loss.delta:+.4f}{ends}."
+        yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}."
     if outcome.kl is not None and outcome.top1_agreement is not None:
         same = f"the same first choice for {outcome.top1_agreement:.1%}"
-        yield f"KL of the predictions {short(outcome.kl)} nats a token; {same}."
+        yield f"KL of the predictions {short(outcome.kl)} nats per token; {same}."
     elif outcome.hidden_cosine is not None:
         yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
 

@@ -52,7 +52,7 @@ def _provenance(report: Report) -> Iterator[tuple[str, str]]:
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
 TOO_MANY = Section(
-    "Every head", lines=("There are too many heads for a table without scripts: --csv writes them all.",), instead=True
+    "Every head", lines=("Too many heads for a table without scripts: --csv writes them all.",), instead=True
 )
 FURTHEST = 1e300
 """Largest absolute value that an axis can show: float64 ends at 1.8e308, and drawing computes differences."""
@@ -72,7 +72,7 @@ class Presentation:
     """How much was read, or the verdict on the experiments; True if that is everything, or as published."""
     more: Callable[[Report], Iterable[Section]] = lambda _report: ()  # sections added by --verbose
     title: Callable[[Report], str] = reports.title
-    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections  # first sections of the HTML page
+    opening: Callable[[Shapes], Iterable[Section]] = layers.finding_sections  # first sections of the HTML page
     explored: Callable[[Report], Report] = lambda report: report  # report shown by the page's interactive part
 
 
@@ -109,7 +109,9 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
     head_pictures += [Picture(name, partial(pictures.fan_figure, shapes, name)) for name in shapes.curves]
     for selection in shapes.report.inspection.selections:
         stem = f"selection-{selection.layer}.{selection.head}"
-        head_pictures.append(Picture(stem, partial(pictures.margins_figure, shapes.report, selection), "its margins"))
+        head_pictures.append(
+            Picture(stem, partial(pictures.margins_figure, shapes.report, selection), "margins of the selection")
+        )
     return head_pictures
 
 
@@ -140,7 +142,7 @@ SWAP = Presentation(
     summary=lambda shapes, _whole: swap_sections(shapes.report),
     page=lambda shapes: [*swap_sections(shapes.report), *site_sections(shapes.report)],
     rows=lambda report: swap_rows(report.swaps),
-    pictures=_panel_pictures("swap", "what the kernel does"),
+    pictures=_panel_pictures("swap", "effects of the kernel"),
     more=site_sections,
 )
 COMPARISON = Presentation(
@@ -150,7 +152,7 @@ COMPARISON = Presentation(
     ],
     page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True),
     rows=comparisons.comparison_rows,
-    pictures=_panel_pictures("comparison", "which heads changed, and how surely"),
+    pictures=_panel_pictures("comparison", "which heads changed, and with what certainty"),
     title=comparisons.compared_models,
     opening=lambda shapes: [Section("What changed", items=comparisons.overview_lines(shapes.report))],
     explored=Report.with_changes,
@@ -180,7 +182,7 @@ STUDIES = Presentation(
     summary=lambda shapes, _whole: comparisons.study_sections(shapes.report),
     page=lambda shapes: comparisons.study_sections(shapes.report),
     rows=lambda report: list(comparisons.study_rows(report)),
-    pictures=_panel_pictures("study", "what each cell reached, and how it learned"),
+    pictures=_panel_pictures("study", "results and learning curves"),
     standing=studies.standing,
     title=studies.title,
     opening=lambda _shapes: (),

@@ -23,7 +23,7 @@ AROUND = 3
 """Number of unmarked tokens shown on each side of a marked one."""
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
 """Signs around a token by kind of mark; one token can have several."""
-LEGEND = "<query> [selected] {support}: rivals whose constraints hold the SVM up; … unmarked tokens"
+LEGEND = "<query> [selected] {support}: support vectors among the other tokens; … unmarked tokens"
 
 
 def selections(report: Report) -> Iterator[Section]:
@@ -36,8 +36,9 @@ def selections(report: Report) -> Iterator[Section]:
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
             notes=(
-                f"{queries} posed {WHERE_POSED[selection.space]}; margins are over the best least margin, 1/‖W_mm‖:",
-                "no head's least exceeds 1, a single query's may",
+                f"{queries} posed {WHERE_POSED[selection.space]}; margins are relative to the best least margin, "
+                "1/‖W_mm‖:",
+                "a head's least margin is at most 1; a single query's can exceed 1",
                 LEGEND,
             ),
             passages=tuple(_passages(selection)),

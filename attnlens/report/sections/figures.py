@@ -66,14 +66,16 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
 
 
-def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
-    """Build a column per checkpoint (at most 8) with a cell per measure: `tell(curve, checkpoint index, decimals)`."""
+def _by_step(
+    experiment: Experiment, measures: Sequence[str], format_cell: Callable[[Curve, int, int], str]
+) -> list[Column]:
+    """Build a column per checkpoint (at most 8) with a cell per measure: `format_cell(curve, checkpoint, decimals)`."""
     curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
     steps = curves[0][0].steps if curves else []
     return [
         Column(
             format_number(steps[at], decimals_for(steps)),
-            [tell(curve, at, decimals) for curve, decimals in curves],
+            [format_cell(curve, at, decimals) for curve, decimals in curves],
             group=clean(experiment.axis),
         )
         for at in _select_columns(len(steps))
@@ -106,7 +108,7 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
     if plain:
         table = figure_table(plain) if any(experiment.final for experiment in plain) else None
         yield Section(table=table, notes=tuple(_figure_help(plain)))
-        yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
+        yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
         if experiment.trajectories:
@@ -163,13 +165,13 @@ def _decimals(experiment: Experiment, figure: str) -> int:
 def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
     if any(experiment.errors for experiment in experiments):
         yield (
-            "±: standard error over trials, or over what the experiment's question names; figures without it are "
-            "extremes, medians, counts or single solutions."
+            "±: standard error over trials, or over the units named in the experiment's question; extremes, medians, "
+            "counts and single solutions have none."
         )
     if any(experiment.published for experiment in experiments):
         yield (
-            "published: what the paper, or a reimplementation of it with many seeds, reads; ≥ and ≤ are bounds; "
-            "tolerance: how far ours may be from it."
+            "published: value in the paper, or from a reimplementation with many seeds; ≥ and ≤ are bounds; tolerance: "
+            "largest allowed difference."
         )
     yield from (f"source: {source}" for source in dict.fromkeys(clean(e.source) for e in experiments if e.source))
 

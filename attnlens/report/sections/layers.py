@@ -78,9 +78,9 @@ def _numbers(values: list[float]) -> list[str]:
 
 
 READ_AS = (
-    "A percentile describes, and tests nothing: it is among the heads of a few models, of which each lineage (a model "
-    "and its fine-tunings) counts once, and never the model's own. Models are compared within one part (encoder, "
-    "decoder); weights.* within one kind of form, tokens.* at one length of windows, each model on its own text."
+    "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
+    "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
+    "of form, and tokens.* at one window length, each model on its own text."
 )
 
 
@@ -90,17 +90,17 @@ def typical_line(shapes: Shapes) -> Iterator[Section]:
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
     line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
     if line:
-        yield Section(notes=(f"Beside trained models (a description, no test): {line}.",))
+        yield Section(notes=(f"Compared with trained models (not a test): {line}.",))
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
     items = [
-        (clean(name), f"{part}median {text}; medians there: {medians}")
+        (clean(name), f"{part}median {text}; their medians: {medians}")
         for name, part, text, medians in typical_medians(shapes)
     ]
     if items:
-        yield Section("Beside other trained models", items=items, notes=(READ_AS,))
+        yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
@@ -119,7 +119,7 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return places if any(place is not None for place in places) else []
 
 
-def found_sections(shapes: Shapes) -> Iterator[Section]:
+def finding_sections(shapes: Shapes) -> Iterator[Section]:
     """Yield the headline measures, their places among trained models, and the most extreme heads."""
     if shapes.readings:
         note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
@@ -287,12 +287,12 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
     nulls = [reading.info for reading in readings if reading.null]
-    chance = f"null is {null_words(nulls)},{' as the median of so many heads,' * (not alone)} mean ± sd"
+    chance = f"null is {null_words(nulls)},{' for a median of as many heads,' * (not alone)} mean ± sd"
     over = "heads" if size == 1 else f"the heads of {size} neighbouring layers"
     parts = [
         "" if alone else f"rows are medians over {over}",
         error if summary.median_errors else no_errors(shapes.report),
-        "one window of a text has no spread: no errors in its row" * any(text.reasons for text in summary.texts),
+        "a text with a single window has no errors in its row" * any(text.reasons for text in summary.texts),
         chance if nulls else "",
         "in brackets: number of windows of a text" * bool(summary.texts),
         "“between texts” is the sd of the texts' medians" * bool(summary.between_texts),
@@ -301,7 +301,7 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     sentences = [f"{sentence[:1].upper()}{sentence[1:]}."] if sentence else []
     spaces = dict.fromkeys(reading.info.space for reading in readings if reading.info.space)
     if len(spaces) > 1:
-        sentences.append(f"{' and '.join(spaces)}: two questions, compare within one only.")
+        sentences.append(f"{' and '.join(spaces)}: two different problems; compare only within one.")
     unsure = [reading.name for reading in readings if reading.info.identified == "nowhere"]
     sentences += [f"{join_items(unsure)}: {NOT_IDENTIFIED}"] if unsure else []
     return " ".join(sentences)

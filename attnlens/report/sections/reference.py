@@ -43,7 +43,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
     for analyzer in analyzers:
         prefixes = f"{analyzer.source}.", f"{analyzer.name}."
         names = [_remove_prefix(info.name, prefixes) for info in analyzer.measures]
-        only = "" if analyzer.by_default else f"Runs only where it is named: --analyzer {analyzer.name}"
+        only = "" if analyzer.by_default else f"Runs only with --analyzer {analyzer.name}"
         question = _join_lines(analyzer.question, only, ", ".join(names))
         row = {"analyzer": analyzer.name, "source": analyzer.source, "question": question}
         rows.append(row | {"measures": str(len(names))})
@@ -99,7 +99,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     ]
     lines = (
         f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
-        "A type is read in part where a part is not run, can't be read or has no weights.*, for the reason below.",
+        "“in part”: a part is not run, cannot be read or lacks weights.*, for the reason below.",
     )
     reasons = [
         {"model type": entry.model_type, "what is missing, and why": clean(entry.reason)}
@@ -174,15 +174,15 @@ def bounds(info: MeasureInfo) -> str:
 
 
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
-EXACT = "none: weights are read once, and there is nothing to sample"
-SAMPLED = "standard error of the mean over windows; with five texts or more, over texts like these (intervals)"
-OWN_REASON = "for the reason that stands in its place"
-ONCE = "posed once over all windows: only what is a mean over them has a standard error"
+EXACT = "none: weights are not sampled"
+SAMPLED = "standard error of the mean over windows; over texts with five or more (intervals)"
+OWN_REASON = "the report states the reason"
+ONCE = "posed once over all windows: only means over windows have a standard error"
 CURVE = "none: a curve is the mean over windows"
-PAIRED = "both models read the same windows, and it is over these (intervals='texts': over texts)"
+PAIRED = "over windows, which both models share (intervals='texts': over texts)"
 IDENTIFIED = {
-    "weights": "in every head: no change of basis within it changes the number",
-    "tokens": "in every head: all scores that give the model's attention give this number",
+    "weights": "in every head: independent of the head's basis",
+    "tokens": "in every head: any scores that yield the same attention weights yield the same value",
 }
 
 
@@ -228,7 +228,7 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
         for whole in info.wholes
     ]
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
-    runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
+    runs = f"{'if the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
         "error": error,
         "null": _null(info, analyzer.source),
@@ -243,7 +243,7 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
 def _distance(info: MeasureInfo, source: str) -> Section:
     facts = {
         "error": PAIRED if source == "tokens" else EXACT,
-        "null": "0 between equal heads; what counts is beyond what rounding to the stored number type does",
+        "null": "0 for equal heads; changes count beyond the rounding error of the stored number type",
         "runs": "in compare",
     }
     return _measure_page(info, source, facts)
@@ -252,15 +252,15 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
     """Build the page of a measure or distance; `facts`: those that the two kinds do not share."""
     steps = f"; each {bounds(info)}" if info.curve else ""
-    apart = ", or the head is of cross-attention" if info.self_only else ""
+    apart = ", or for cross-attention" if info.self_only else ""
     first = {
         "formula": info.formula,
         "range": range_of(info) + steps,
         "read from": READ[source],
         "identified": info.caution or IDENTIFIED[source],
-        "no value": (f"where {info.missing}" if info.missing != MeasureInfo.missing else OWN_REASON) + apart,
+        "no value": (f"if {info.missing}" if info.missing != MeasureInfo.missing else OWN_REASON) + apart,
     }
-    last = {"read beside": info.beside, "what to do": info.use, "source": info.paper}
+    last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
 
 
@@ -279,8 +279,8 @@ def _kernel(info: KernelInfo) -> Section:
     facts = {
         "log k(q, k)": info.formula,
         "parameters": "; ".join(describe_parameters(info.parameters)),
-        "k ≥ 0": "yes" if info.positive else "no: rows of attention leave the simplex",
-        "k(x, y) = k(y, x)": "yes, where queries and keys are projected alike" if info.symmetric else "no",
+        "k ≥ 0": "yes" if info.positive else "no: attention weights can be negative",
+        "k(x, y) = k(y, x)": "yes, if queries and keys have the same projection" if info.symmetric else "no",
         "features": kinds[info.features],
         "fit": describe_fit(info),
         "keys of one length": info.equal_lengths,
@@ -295,13 +295,13 @@ def _kernel(info: KernelInfo) -> Section:
 def _modifier(kind: str, modifier: Modifier) -> Section:
     hybrid = {
         "kernels": ", ".join(far_kernels()),
-        "fit": "--fit: γ of each head, at which near keys have as large a share of the weights as in the model itself",
+        "fit": "--fit: γ per head, so that near keys have the same total weight as in the original model",
         "command": f"swap-kernel --kernel elu+{example(modifier.name, modifier.parameters)} --fit",
     }
     facts = {
         {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
         "parameters": "; ".join(describe_parameters(modifier.parameters)),
-        "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
+        "kind": f"{kind}: combines with any kernel{' of positive features' if kind == 'hybrid' else ''}",
         **(hybrid if kind == "hybrid" else {}),
         "caution": modifier.caution,
         "source": modifier.source,

@@ -37,11 +37,11 @@ def swap_sections(report: Report) -> Iterator[Section]:
     single = len(swaps) == 1
     kernels = [f"{clean(each.kernel)}: {words.formula(each)}" for each in swaps]
     yield Section(lines=[*kernels * single, words.reach(report), *_calibration(report)])
-    effect = (words.verdict(swap), words.taken_back(swap)) if single else ()
+    effect = (words.verdict(swap), words.recovery(swap)) if single else ()
     texts = (words.greedy(swap), words.beyond(swap)) if single else ()
     help_ = [] if single and swap.diverged else [_reading_help(report)]
-    lines = _sentences(*effect, *map(words.cheaper_controls, swaps), *texts)
-    yield Section("What it does", lines=lines, table=_outcome_table(swaps), notes=help_)
+    lines = _sentences(*effect, *map(words.better_controls, swaps), *texts)
+    yield Section("Effect", lines=lines, table=_outcome_table(swaps), notes=help_)
     yield from _by_text(swaps)
     if plan is not None:
         yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[plan_terms(plan)])
@@ -69,7 +69,7 @@ def _sentences(*sentences: str) -> tuple[str, ...]:
 def _calibration(report: Report) -> Iterator[str]:
     if (text := report.settings.calibration) is not None:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
-        yield f"calibration text: {clean(where)}, no part of what was evaluated"
+        yield f"calibration text: {clean(where)}, not part of the evaluated text"
 
 
 def _control_name(control: Control) -> str:
@@ -165,13 +165,13 @@ def _reading_help(report: Report) -> str:
     """Explain the columns of the table of outcomes, its intervals, and its rows of controls."""
     swap, none, scope = report.swaps[0], no_errors(report), population(report, "token")
     rows = [row for each in report.swaps for row in (each, *each.stages, *measured_controls(each))]
-    top = "KL(original ‖ changed); top-1: share of the same first choice"
-    states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own"
+    top = "KL(original ‖ changed); top-1: share of equal top predictions"
+    states = "hidden cosine and CKA compare the last hidden states; 1: as in the original"
     rise = "rise: of the perplexity, e^Δ − 1; " * (swap.perplexity is not None)
     unit = UNITS[swap.task]
     columns = {"loss": f"loss and KL in {unit}; {rise}{top}", "kl": f"KL in {unit}; {top}; {states}", "hidden": states}
     intervals = none or f"intervals: paired bootstrap{f' ({scope})' if scope else ''}"
-    greedy = "greedy: tokens that generated texts have in common with the original's, median."
+    greedy = "greedy: median number of generated tokens before the first difference from the original."
     return " ".join(
         _sentences(
             f"{columns[swap.judged_by]}; {intervals}.",
@@ -211,8 +211,8 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
         rows = [{title: text for title, text in cells.get(each.name, {}).items() if title != "loss"} for each in texts]
         columns += build_columns(rows, group=clean(swap.kernel) if len(swaps) > 1 else "")
     what = "Cosine of the last hidden states" if hidden else "Δ of the loss and rise of the perplexity"
-    note = f"{what} with a 95 % interval over that text's windows; one text is not another."
-    note += " One window has no spread: no interval." * any(each.sequences == 1 for each in texts)
+    note = f"{what} with a 95 % interval over that text's windows; it does not apply to other texts."
+    note += " A single window has no interval." * any(each.sequences == 1 for each in texts)
     yield Section("Text by text", table=Table(columns[:2], columns[2:]), notes=(note,))
 
 
@@ -220,7 +220,8 @@ def site_sections(report: Report) -> Iterator[Section]:
     """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
     for swap in report.swaps:
         of = f" of {clean(swap.kernel)}" if len(report.swaps) > 1 else ""
-        error = "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys, values."
+        error = "output error: ‖new − original‖ / ‖original‖ of the output on the original model's queries, keys, "
+        "values."
         yield Section(f"Sites{of}", table=_site_table(swap), notes=(error,))
         if swap.loss_by_position:
             decimals = loss_decimals([part.change for part in swap.loss_by_position])
@@ -235,8 +236,8 @@ def site_sections(report: Report) -> Iterator[Section]:
                 }
                 for part in swap.loss_by_position
             ]
-            note = f"loss in {UNITS[swap.task]} by place in the sequence, counted from 1; Δ with a paired interval."
-            yield Section(f"By place{of}", table=build_table(rows), notes=(note,))
+            note = f"loss in {UNITS[swap.task]} by position in the sequence, counted from 1; Δ with a paired interval."
+            yield Section(f"By position{of}", table=build_table(rows), notes=(note,))
 
 
 def _site_table(swap: Swap) -> Table:
@@ -305,9 +306,9 @@ def _sweep(swaps: Sequence[Swap], report: Report) -> Section:
     note += (
         "; * significant at a false discovery rate of 5 %."
         if tested
-        else ", a distance: it is never negative, and nothing is tested."
+        else ", a distance: never negative, and not tested."
     )
-    note += f" … stands for all but the {most} most and the {most} least harmful." * (len(rows) < len(effects))
+    note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
     kernels = [f"{clean(swap.kernel)}: " * several for swap in swaps]
     lines = [name + _significant(swap.sweep, noun, windows) for name, swap in zip(kernels, swaps, strict=True)]
     table = build_table(rows, {"kernel", "part", "FDR 5 %"}, names=1 + several + heads + parts)
@@ -317,14 +318,14 @@ def _sweep(swaps: Sequence[Swap], report: Report) -> Section:
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
     """State how many units have a significant effect and in which direction, and which diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
-        return "One window has no spread: nothing is tested."
+        return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
-    verdict = f"no {noun} could be shown to matter with {format_count(windows, 'window')} (false discovery rate 5 %)"
+    verdict = f"no {noun} has a significant effect on {format_count(windows, 'window')} (false discovery rate 5 %)"
     if significant:
         harm = sum(delta > 0 for delta in significant)
-        verb = "matters" if len(significant) == 1 else "matter"
-        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} at a false discovery rate of 5 %"
-        verdict += f": {harm} harm, {len(significant) - harm} help"
+        verb = "has a significant effect" if len(significant) == 1 else "have significant effects"
+        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} (false discovery rate 5 %)"
+        verdict += f": {harm} raise the loss, {len(significant) - harm} lower it"
     names = [f"{effect.layer}" if effect.head is None else f"{effect.layer}.{effect.head}" for effect in effects]
     diverged = [name for name, effect in zip(names, effects, strict=True) if effect.delta is None]
     return f"{verdict}.{f' Diverged: {noun} {join_items(diverged, 8)}.' if diverged else ''}"
@@ -351,7 +352,11 @@ def _prediction_section(swaps: Sequence[Swap]) -> Section:
             rows.append(row)
     table = build_table(rows, {"kernel", "measure", "holds"}, names=1 + several) if rows else None
     unmeasured = [clean(swap.kernel) for swap in swaps if not swap.predictors]
-    none = [f"{join_items(unmeasured, 8)}: none differs between heads, or the harm has no value."] if unmeasured else []
+    none = (
+        [f"{join_items(unmeasured, 8)}: no measure differs between heads, or the harm has no value."]
+        if unmeasured
+        else []
+    )
     notes = [_prediction_help(swaps)]
     first = swaps[0].prediction
     if first and first.left_out:
@@ -366,15 +371,15 @@ def _prediction_help(swaps: Sequence[Swap]) -> str:
     predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
     measures = " or ".join(dict.fromkeys(str(prediction.measures) for prediction in predictions))
     text = (
-        "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
-        "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
-        f"{measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation "
-        "is not a cause"
+        "ρ: Spearman correlation over heads between Δ and a measure of the original model on the same windows. 95 % "
+        "intervals: bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, "
+        f"corrected for all {measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of "
+        "0. Correlation is not causation"
     )
     ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
     if ceilings:
         least = " and ".join(dict.fromkeys(ceilings))
-        text += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
+        text += f"; noise in the windows limits a perfect measure to ρ ≈ {least} (split halves)"
     diverged = sum(prediction.diverged for prediction in predictions)
     return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")
 

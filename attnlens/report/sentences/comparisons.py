@@ -24,27 +24,27 @@ def task_lines(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     tried = sizes["rates"]
     rates = [rate for rate in tried if isinstance(rate, int | float)] if isinstance(tried, list) else []
     several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
-    more = f"; of forms, {join_items(several, between='; ')}" if several else ""
+    more = f"; forms: {join_items(several, between='; ')}" if several else ""
     yield clean(
         f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
         f"sequences, {format_count(seeds, 'seed')}; the learning rate is the best of {len(rates) or 1} by validation "
-        f"loss after {sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens a run. "
+        f"loss after {sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens per run. "
         f"Scale: {study.scale}."
     )
     yield from _agreement(study, task)
     yield from _best_cells(study, task, [cell for cell in cells if cell.mean is not None])
     edge = [cell.name for cell in cells if len(rates) > 1 and cell.rate in (min(rates), max(rates))]
     if edge:
-        yield f"At the end of the rates that were tried, so that others may be better: {join_items(edge, 6, '; ')}."
+        yield f"Best at the lowest or highest rate tried, so others may be better: {join_items(edge, 6, '; ')}."
     if seeds < 2:
-        yield "One seed has no error: nothing is compared."
+        yield "With one seed there are no errors and no comparisons."
     if task.form == "translation" and task.left_out:
         counts = join_items(f"{count} of {part}" for part, count in task.left_out.items())
-        yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
+        yield f"Left out because a side exceeds {task.length} tokens: pairs, {counts}."
     elif task.left_out:
         yield f"Texts: {join_items(f'{count} {what}' for what, count in task.left_out.items())}."
     if task.repeated:
-        yield f"Left out of training, as they are held out too: {format_count(task.repeated, 'pair')}."
+        yield f"Left out of training because they are also in the held-out data: {format_count(task.repeated, 'pair')}."
 
 
 def standing(report: Report) -> tuple[str, bool]:
@@ -54,8 +54,8 @@ def standing(report: Report) -> tuple[str, bool]:
     text = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
     if not failed:
         return f"{text}; all converged.", True
-    as_told = all(cell.published_diverged for cell in failed)
-    return f"{text}; did not converge: {join_items((cell.name for cell in failed), between='; ')}.", as_told
+    as_published = all(cell.published_diverged for cell in failed)
+    return f"{text}; did not converge: {join_items((cell.name for cell in failed), between='; ')}.", as_published
 
 
 def title(report: Report) -> str:
@@ -69,8 +69,8 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
         total = order.agree + order.disagree + order.undecided
         yield clean(
             f"By {order.measure}, against {study.source} ({task.published}): of {format_count(total, 'pair')}, "
-            f"{order.agree} decided as published, {order.disagree} the other way, {order.undecided} not told apart by "
-            f"these seeds; Kendall's τ {order.tau:.2f} (95 % {order.low:.2f} to {order.high:.2f})."
+            f"{order.agree} ordered as published, {order.disagree} reversed, {order.undecided} without a significant "
+            f"difference; Kendall's τ {order.tau:.2f} (95 % {order.low:.2f} to {order.high:.2f})."
         )
         against = [pair for pair in significant_pairs(study, task, order.measure) if pair.agrees is False]
         better = []
@@ -92,11 +92,11 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
         behind = {best, *(name for pair in beaten for name in (pair.first, pair.second))}
         level = [cell.name for cell in cells if cell.name not in behind]
         largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
-        others = f"not told apart from it: {join_items(level, 4, '; ')}"
+        others = f"not significantly worse: {join_items(level, 4, '; ')}"
         verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
         yield f"Best by {measure}: {clean(best)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
-        yield f"BLEU below {FEW_WORDS} says that hardly a phrase is translated: the loss is the surer measure here."
+        yield f"At BLEU below {FEW_WORDS} hardly a phrase is translated: the loss is more reliable here."
 
 
 def significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
@@ -111,13 +111,13 @@ ENOUGH_HEADS = 4
 """Least number of heads for which the spread of a measure over heads is used as the unit of changes."""
 
 
-def worth(comparison: Comparison) -> list[str]:
+def rank_distances(comparison: Comparison) -> list[str]:
     """Return the distances that rank the heads, the most informative first, as far as the comparison has them."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
-def discoveries(comparison: Comparison) -> Iterator[str]:
+def change_sentences(comparison: Comparison) -> Iterator[str]:
     """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
@@ -132,9 +132,9 @@ def discoveries(comparison: Comparison) -> Iterator[str]:
     if blocks:
         largest = max(blocks, key=lambda block: block.change or 0.0)
         yield (
-            f"{len(blocks)} of {format_count(len(comparison.blocks), 'block')} make something else of the same hidden "
-            f"states: {join_items([block.path for block in blocks])}, at most by {largest.change or 0.0:.2g} of their "
-            f"size{f' ({largest.path})' if len(blocks) > 1 else ''}."
+            f"{len(blocks)} of {format_count(len(comparison.blocks), 'block')} compute differently on the same hidden "
+            f"states: {join_items([block.path for block in blocks])}, by up to {largest.change or 0.0:.2g} in relative "
+            f"norm{f' ({largest.path})' if len(blocks) > 1 else ''}."
         )
     by_measure = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
     named = {name: heads_of(row for row in rows if row.named) for name, rows in by_measure.items()}
@@ -142,18 +142,18 @@ def discoveries(comparison: Comparison) -> Iterator[str]:
     changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
     forms = named[FORMS] | (by_weights & changed)
     if forms:
-        yield f"The form M of {format_count(len(forms), 'head')} is another one: {_places(forms)}."
+        yield f"The form M of {format_count(len(forms), 'head')} changed: {_places(forms)}."
     local = by_weights - forms
     if local:
         unsure = len(local - named[OWN_ROWS])
         yield (
-            f"{format_count(len(local), 'head')} attend otherwise to the same hidden states, their form being the "
-            f"same: {_places(local)}{f' ({unsure} of them not significantly over these windows)' if unsure else ''}."
+            f"{format_count(len(local), 'head')} attend differently to the same hidden states although their form M is "
+            f"unchanged: {_places(local)}{f' ({unsure} of them not significantly on these windows)' if unsure else ''}."
         )
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
     if lone:
         which = join_items([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
-        yield f"{format_count(len(lone), 'measure')} of a head with a value in one model alone: {which}."
+        yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
     alike = heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding is False)
     inherited = (named[ROWS] & alike) - by_weights - forms
     if inherited:

@@ -16,24 +16,24 @@ STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
 def healing(record: Healing, unit: str) -> list[str]:
     """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
-    of_rank = f", as changes of rank {record.rank}" if record.rank else ""
+    of_rank = f" as updates of rank {record.rank}" if record.rank else ""
     lines = [
-        f"Healing: {_format_amount(record)}, step {record.best} kept; {record.parameters:,} numbers trained{of_rank}, "
-        f"learning rate {rate(record.learning_rate)}"
+        f"Healing: {_format_amount(record)}, best step {record.best}; {record.parameters:,} parameters "
+        f"trained{of_rank}, learning rate {rate(record.learning_rate)}"
     ]
     if record.tokens is not None and record.seconds is not None:
         goal = "the next tokens of the text" if record.goal == "text" else "the original model"
-        peak = f"; {record.peak_memory_bytes / 2**20:,.0f} MiB at most" if record.peak_memory_bytes else ""
-        many = f"{_count(record.tokens, 'token')}, {_count(record.batch or 0, 'sequence')} a step"
-        lines.append(f"Taught by {goal}: {many}, {record.seconds:,.0f} s{peak}")
+        peak = f"; peak {record.peak_memory_bytes / 2**20:,.0f} MiB" if record.peak_memory_bytes else ""
+        many = f"{_count(record.tokens, 'token')}, {_count(record.batch or 0, 'sequence')} per step"
+        lines.append(f"Target: {goal}; {many}, {record.seconds:,.0f} s{peak}")
     if record.eta is not None:
         loss = f"the distance + {record.eta:g} · the KSVD regulariser, as in the {record.ksvd_convention}"
         lines.append(f"Training loss: {loss}")
     lines += map(_stage, record.stages)
     if record.best in distances:
-        name = "Loss on text kept back" if record.goal == "text" else "Validation distance to the original"
+        name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
         first, best = figures(distances[min(distances)]), figures(distances[record.best])
-        lines.append(f"{name}: {first} at first, {best} at its best")
+        lines.append(f"{name}: {first} at first, {best} at the best step")
     return [*lines, *_losses(record, unit), *_control(record)]
 
 
@@ -45,7 +45,7 @@ def _format_amount(record: Healing) -> str:
     for unit, number in (("token", record.tokens), ("second", record.seconds)):
         if amount.rstrip("s").endswith(unit) and number is not None:
             done = f"{number:,.0f} done in {_count(steps, 'step')}"
-    return f"{amount} asked for, {done}" + (", interrupted" if record.interrupted else "")
+    return f"{amount} requested, {done}" + (", interrupted" if record.interrupted else "")
 
 
 def _count(number: int, noun: str) -> str:
@@ -58,9 +58,9 @@ def _stage(stage: HealingTraining) -> str:
     tried = f" (of {', '.join(map(rate, rates))})" if rates else ""
     name = STAGES[stage.stage]
     if not stage.steps:
-        return f"{name}: left out, as no learning rate{tried} led nearer"
+        return f"{name}: skipped because no learning rate{tried} reduced the distance"
     speed = f", {stage.tokens_per_second:,.0f} tokens per second" if stage.tokens_per_second else ""
-    ended = "; ended early, as the last checks gained nothing beyond their interval" if stage.stopped else ""
+    ended = "; stopped early after no significant gain" if stage.stopped else ""
     lowered = "" if stage.lowered_from is None else f", lowered from {rate(stage.lowered_from)}"
     if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # older reports lack `lowered_from`
         lowered = ", lowered later"
@@ -88,9 +88,9 @@ def _control(record: Healing) -> Iterator[str]:
     ends = control.ratio_ci95
     interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
     yield (
-        f"Control, the original trained on the same text for {_count(control.tokens, 'token')}: perplexity "
-        f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed one's is "
-        f"{control.ratio:.3f} times that{interval}"
+        f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
+        f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed model's "
+        f"is {control.ratio:.3f} times the latter{interval}"
     )
 
 
@@ -100,31 +100,30 @@ def rate(value: float) -> str:
 
 
 SAVED = {
-    "parameters": "numbers that make queries and keys",
+    "parameters": "parameters for queries and keys",
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
 """Description of each cost that a plan saves or adds, by field."""
-RANK = "rank: of each key head, for all query heads that share it."
-LATENT = "Latents: numbers cached of each token in the place of the keys of a site."
-ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
+RANK = "rank: one per key head, for all query heads that share it."
+LATENT = "Latents: numbers cached per token instead of a site's keys."
+ESTIMATED = "Estimated: on the calibration text that chose the ranks; biased by that choice."
 PROMISED = (
-    "Promised: on calibration text that neither fitted nor chose; the rise over {population} lies within the interval "
-    "in 95 % of such runs, and above it in 2.5 %."
+    "Promised: on calibration text used neither to fit nor to choose. The rise over {population} lies within the "
+    "interval in 95 % of such runs, and above it in 2.5 %."
 )
 MEASURED = (
-    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: near 0 the "
-    "interval of one can contain 0 where that of the other does not."
+    "Measured: on the evaluation text. A rise is a ratio of two losses, Δ their difference in nats: near 0 only one of "
+    "the intervals may contain 0."
 )
 HELD_OUT = (
-    "Each text's estimate and promise are of maps fitted to the other texts: they cover a kind of text that was not "
-    "fitted on. The maps kept are fitted to all of them."
+    "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text. The "
+    "final maps are fitted to all texts."
 )
 FURTHER = (
-    "One more text: the upper end of the prediction interval of the texts' own rises, for a text of the same "
-    "population and length."
+    "New text: upper end of the prediction interval over the texts' rises, for a text of the same kind and length."
 )
-LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
+LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
 UNITS = {"loss": "loss", "ppl": "perplexity"}
 """Quantity that a budget is a share of, in words."""
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
@@ -146,10 +145,10 @@ def plan_lines(plan: Plan) -> list[str]:
         lines += [f"Text by text: {', '.join(texts)}"] if ranked else []
         if (further := promised.further) is not None:
             verdict = "within the budget" if further <= plan.budget else "beyond the budget"
-            lines.append(f"One more text like these: at most {share(further)} with a chance of 95 %, {verdict}")
+            lines.append(f"New text of this kind: at most {share(further)} (95 % prediction bound), {verdict}")
     if (measured := plan.measured) is not None:
         broken = promised is not None and promised.bound(1) <= plan.budget < measured.share
-        failure = ": the promise does not hold on this text" if broken else ""
+        failure = ": the promise fails on this text" if broken else ""
         lines.append(f"Measured: {rise(measured)} on {text}, {_place_in_budget(plan, measured)}{failure}")
     if plan.healed is not None:
         lines.append(f"Healed: {rise(plan.healed)} on {text}")
@@ -177,21 +176,21 @@ def _form(plan: Plan) -> Iterator[str]:
     keys = "each key head has a latent of its own" if group == "1" else f"{group} key heads share a latent"
     turned = "before" if form.get("rotation") == "before" else "after"
     by = "by the output" if form.get("metric") == "output" else "by attention"
-    yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
+    yield f"Latents: {keys}, of keys {turned} the rotation, pairs weighted {by}"
     if plan.forms:
         ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
         texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
-        yield f"Compared with half of all numbers: {'; '.join(texts)}"
+        yield f"Forms compared at half of all numbers: {'; '.join(texts)}"
 
 
 def _promise(plan: Plan, promised: Rise) -> str:
     """State whether the promised rise, its interval and the rise on each text are within the budget."""
     beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
     if promised.share > plan.budget:
-        return "beyond the budget: it is not kept"
+        return "beyond the budget"
     if promised.high <= plan.budget and beyond:
-        return f"within the budget over all texts, and beyond it on {' and '.join(beyond)}: the budget may not be kept"
-    doubt = ": the budget may not be kept" if promised.high > plan.budget else ""
+        return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
+    doubt = ": the budget is not guaranteed" if promised.high > plan.budget else ""
     return f"{_place_in_budget(plan, promised)}{doubt}"
 
 
@@ -210,17 +209,17 @@ def _format_savings(plan: Plan) -> Iterator[str]:
         if pair.before and pair.after is not None:
             change = share(pair.after / pair.before - 1, 0)
             length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
-            word = "Saving" if pair.after < pair.before else "More" if pair.after > pair.before else "As before"
+            word = "Saving" if pair.after < pair.before else "Added" if pair.after > pair.before else "Unchanged"
             yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
     if plan.rebuilding_flops:
         yield (
-            f"Keys are made of their latents again: {plan.rebuilding_flops:,.0f} operations for each cached token that "
-            "a new one sees, unless keys are kept beside the latents"
+            f"Rebuilding keys from latents costs {plan.rebuilding_flops:,.0f} operations per cached token and new "
+            "token, unless the keys are cached too"
         )
     if plan.keys_to_gain is not None:
         yield (
-            "Maps that are not multiplied into W_Q and W_K cost operations of their own: fewer than they save once a "
-            f"query sees {plan.keys_to_gain:,.0f} keys"
+            "Maps that are not merged into W_Q and W_K cost extra operations; they save compute only if a query sees "
+            f"more than {plan.keys_to_gain:,.0f} keys"
         )
 
 

@@ -52,7 +52,7 @@ def outcome(report: Report) -> tuple[str, bool]:
     if not judged:
         return f"{total}; nothing published to compare with.", True
     some = f"{len(judged)} of {total} compared with published figures"
-    return f"{some}; {f'not met by {join_items(failed)}' if failed else 'all are met'}.", not failed
+    return f"{some}; {f'missed by {join_items(failed)}' if failed else 'all agree'}.", not failed
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
@@ -94,7 +94,7 @@ def null_words(measures: Iterable[MeasureInfo]) -> str:
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]
     rotated = join_items(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
-    return f"{NULLS['factors']}, of {rotated} {NULLS['rotations']}"
+    return f"{NULLS['factors']}, for {rotated} {NULLS['rotations']}"
 
 
 def null_cell(mean: float, sd: float) -> str:
@@ -105,7 +105,7 @@ def null_cell(mean: float, sd: float) -> str:
 
 def no_errors(report: Report) -> str:
     """State that there are no errors and intervals if only one window was read; else empty."""
-    return f"one {_unit(report)} has no spread: no errors" if report.settings.windows == 1 else ""
+    return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
 
 
 def population(report: Report, counted: str = "") -> str:
@@ -116,19 +116,19 @@ def population(report: Report, counted: str = "") -> str:
     """
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
-        return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
+        return f"errors are over the {len(settings.texts)} files and apply to similar files" if settings.texts else ""
     first, names = settings.placement == "first", join_items([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
     if settings.intervals == "texts":
-        scope = f"over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these"
+        scope = f"over {len(texts)} texts and apply to {'beginnings of ' * first}similar texts"
     elif first:
-        scope = f"over the first {sum(counts)} {unit}s and hold for {unit}s like these, not for all of {names}"
+        scope = f"over the first {sum(counts)} {unit}s and apply to similar {unit}s, not to all of {names}"
     else:
-        scope = f"over {unit}s and hold for the {sum(text.available or 0 for text in texts)} {unit}s of {names}"
+        scope = f"over {unit}s and apply to the {sum(text.available or 0 for text in texts)} {unit}s of {names}"
     if len(texts) > 1:
-        scope += f"; every {counted or unit} counts once, and the texts gave {join_items(counts)} {unit}s"
+        scope += f"; every {counted or unit} has equal weight; the texts have {join_items(counts)} {unit}s"
     if len(texts) < len(settings.texts) and settings.noise is None:
-        scope += "; heads that read no text vary by the other input only"
+        scope += "; errors of heads that do not read the text reflect the other input only"
     return f"errors are {scope}"
 
 
@@ -213,15 +213,13 @@ def other_base(report: Report) -> list[str]:
     record, model = report.model.adapter, report.model.id
     if record is None or record.base is None or last(record.base) == last(model):
         return []
-    return [
-        clean(f"The adapter says that its base is {record.base}; it was merged into {model}, whose shapes it fits.")
-    ]
+    return [clean(f"The adapter's base is {record.base}; it was merged into {model}, which has matching shapes.")]
 
 
 def state_unexpected(report: Report) -> list[str]:
     """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
-    unused = f"{format_count(len(names), 'tensor')} of the files not used by {report.model.architecture}"
+    unused = f"{format_count(len(names), 'tensor')} in the files not used by {report.model.architecture}"
     return [f"{unused}: {join_items(names)}."] if names else []
 
 

@@ -11,9 +11,9 @@ from attnlens.records import Agreement, Change, Outcome, Pair, Report, Stage, Sw
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 LEGEND = {
-    "same size": "a sink-window that keeps as much as the kernel (64 tokens and the first 4 where it keeps all)",
+    "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
-    "floor": "all keys alike (uniform)",
+    "floor": "equal weights (uniform)",
 }
 """Explanation of the controls that any kernel can have, by role."""
 
@@ -39,12 +39,12 @@ def rise_interval(loss: Change) -> str:
     return " to ".join(format_number(end, decimals) for end in ends) + " %" * bool(ends)
 
 
-def cheaper_controls(swap: Swap) -> str:
-    """Name the controls that cost less than the kernel, with intervals apart; empty if there are none."""
+def better_controls(swap: Swap) -> str:
+    """Name the controls with a lower loss than the kernel and disjoint intervals; empty if there are none."""
     start = swap.loss.ci95[0] if swap.loss is not None and swap.loss.ci95 else -math.inf
     costs = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
     cheaper = [name for name, cost in costs if cost.ci95 is not None and cost.ci95[1] < start]
-    return f"Cheaper than {clean(swap.kernel)}, intervals apart: {', '.join(cheaper)}." if cheaper else ""
+    return f"Lower loss than {clean(swap.kernel)}, with disjoint intervals: {', '.join(cheaper)}." if cheaper else ""
 
 
 def is_hybrid(swap: Swap) -> bool:
@@ -60,8 +60,8 @@ def legend(swaps: Sequence[Swap]) -> str:
     parted = {is_hybrid(swap) for swap, role in pairs if role == "filter alone"}
     texts += ["a filter and its kernel alone"] * (False in parted)
     texts += ["a hybrid's window and far part alone"] * (True in parted)
-    texts += ["its far part alone as it was healed"] * ("far part, healed" in roles)
-    return f"vs: controls, the same heads without training: {join_items(texts)}." if texts else ""
+    texts += ["its far part alone after healing"] * ("far part, healed" in roles)
+    return f"vs: controls in the same heads, untrained: {join_items(texts)}." if texts else ""
 
 
 def beyond(swap: Swap) -> str:
@@ -71,7 +71,7 @@ def beyond(swap: Swap) -> str:
     change, decimals = record.change, loss_decimals([record.change])
     ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
     return (
-        f"On the {format_count(record.tokens, 'token')} that repeat a pair last seen more than "
+        f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more than "
         f"{format_count(record.window, 'token')} back, the loss changes by "
         f"{format_number(change.delta, decimals)}{ends}."
     )
@@ -82,9 +82,9 @@ def beyond_legend(rows: Sequence[Outcome]) -> str:
     windows = {row.beyond_window.window for row in rows if row.beyond_window is not None}
     if not windows:
         return ""
-    far = "further back than the keys in brackets"
+    far = "further back than the number in brackets"
     far = far if len(windows) > 1 else f"more than {format_count(windows.pop(), 'token')} back"
-    return f"Δ beyond: of the tokens whose evidence lies {far}."
+    return f"Δ beyond: on tokens that repeat a bigram last seen {far}."
 
 
 def greedy(swap: Swap) -> str:
@@ -94,8 +94,8 @@ def greedy(swap: Swap) -> str:
     quartiles = " to ".join(_tokens(number, agreement) for number in agreement.quartiles)
     what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
     return (
-        f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) are the original's for "
-        f"{_tokens(agreement.median, agreement)} of {agreement.tokens} tokens in the median (quartiles {quartiles}); "
+        f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) match the original for "
+        f"{_tokens(agreement.median, agreement)} of {agreement.tokens} tokens (median; quartiles {quartiles}); "
         f"{agreement.never} of {agreement.prompts} never differ."
     )
 
@@ -186,10 +186,10 @@ def verdict(swap: Swap) -> str:
             f"{risen if swap.perplexity is not None else ''}"
         )
     if swap.kl is not None:
-        return f"The predictions are {figures(swap.kl)} {unit} (KL) from the original's."
+        return f"KL divergence of the predictions from the original's: {figures(swap.kl)} {unit}."
     if swap.hidden_cosine is None:
-        return "Nothing could be compared; the reasons stand below."
-    return f"The last hidden states keep a mean cosine of {swap.hidden_cosine:.3f} to the original's."
+        return "Nothing could be compared; the reasons are listed below."
+    return f"Mean cosine between the last hidden states and the original's: {swap.hidden_cosine:.3f}."
 
 
 def cautions(swaps: Sequence[Swap]) -> list[str]:
@@ -198,13 +198,13 @@ def cautions(swaps: Sequence[Swap]) -> list[str]:
     return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
 
 
-def taken_back(swap: Swap) -> str:
-    """State which part of the rise in loss the later stages take back; empty if they take back nothing."""
+def recovery(swap: Swap) -> str:
+    """State which share of the rise in loss the later stages recover; empty if they recover nothing."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if len(losses) < len(swap.stages) or not losses or losses[0].delta <= 0 or losses[-1].delta >= losses[0].delta:
         return ""
     share = percent(min(1.0, 1 - losses[-1].delta / losses[0].delta))
-    return f"Once {swap.stages[-1].name}, {share} of the swap's rise is taken back."
+    return f"Once {swap.stages[-1].name}, {share} of the swap's rise is recovered."
 
 
 def reach(report: Report) -> str:
@@ -233,7 +233,7 @@ def proof(swaps: Sequence[Swap]) -> str:
     for name in ("identity", "causality", "mask"):
         errors: list[float] = [error for swap in swaps if (error := getattr(swap, f"{name}_error")) is not None]
         texts.append(f"{name} error {f'{max(errors):.1e}' if any(errors) else '0' if errors else NO_VALUE}")
-    return f"Proof: {', '.join(texts)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
+    return f"Verification: {', '.join(texts)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
 
 
 def cost(swap: Swap) -> str:
@@ -241,7 +241,7 @@ def cost(swap: Swap) -> str:
     texts = []
     for pair, size, unit in (
         (swap.tokens_per_second, 1.0, "tokens per second"),
-        (swap.peak_memory_bytes, 2.0**20, "MiB at most"),
+        (swap.peak_memory_bytes, 2.0**20, "MiB peak"),
     ):
         before, after = (
             NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after)
@@ -262,7 +262,7 @@ def off_simplex(swap: Swap) -> str:
     if not share:
         return ""
     text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
-    return f"{text} of the attention's mass is negative, outside the simplex."
+    return f"{text} of the attention weight is negative, outside the simplex."
 
 
 def notes(swaps: Sequence[Swap]) -> list[str]:
@@ -281,9 +281,11 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
     for swap in swaps:
         # the fields that only the swap has come after those of its stages
         of_stages = Stage.model_fields if swap.stages else {}
-        own = {name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages}
+        swap_reasons = {
+            name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages
+        }
         stages = [(stage.name * (len(swap.stages) > 1), stage.reasons) for stage in swap.stages]
-        for place, reasons in (*stages, ("", own)):
+        for place, reasons in (*stages, ("", swap_reasons)):
             by_reason = group_pairs(
                 (reason, WORDS.get(name, name.replace("_", " ")))
                 for name, reason in reasons.items()  # without a number, its missing interval needs no mention
