@@ -211,7 +211,7 @@ def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_
     np.testing.assert_array_equal(group.quartiles[1], [3, 3, 3])
     with house_style():
         caption = fan_figure(shapes, "c").texts[-1].get_text()
-    assert "Encoder: those of the 3 of 4 heads with 3 steps or more." in caption
+    assert "Encoder: median and quartiles over 3 of 4 heads with 3 steps or more." in caption
     assert "of 3 of 4 heads, ≥ 3 steps" in short_curve_caption(shapes, "c")
     assert "steps" not in short_curve_caption(with_curves([[1.0, 2.0]] * 3), "c")
 
@@ -398,6 +398,6 @@ def test_the_null_is_said_to_be_on_the_colour_bar_only_where_it_is() -> None:
 
     values = [head.measures["weights.norm"].value or 0.0 for head in report]
     assert mark(sum(values) / 9) == "the black mark on the colour bar"
-    assert mark(-1.0) == "which lies below the colour bar"
-    assert mark(1e3) == "which lies above the colour bar"
+    assert mark(-1.0) == "below the colour bar's range"
+    assert mark(1e3) == "above the colour bar's range"
     assert null_mark(Shapes(report).readings["tokens.entropy"]) == ""
