@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
     for entry in header.tensors:
         if len(entry.shape) > MOST_DIMENSIONS:  # the product of millions of sizes would take hours
             raise ModelError(f"{path} has a tensor of {len(entry.shape)} dimensions.", SAY_AGAIN)
-        if entry.type not in import_module("gguf").GGML_QUANT_SIZES or (prod(entry.shape) and not entry.bytes):
+        if entry.type not in import_module("gguf").GGML_QUANT_SIZES or (all(entry.shape) and not entry.bytes):
             raise ModelError(f"{path} stores {shorten_text(entry.name)} in an unknown type.", "Convert it again.")
         if (last := data + entry.offset + entry.bytes) > len(content):
             problem = f"the data of {shorten_text(entry.name)} end at byte {last}, but the file has {len(content)}"
