@@ -41,7 +41,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
     texts = (words.greedy(swap), words.beyond(swap)) if single else ()
     help_ = [] if single and swap.diverged else [_reading_help(report)]
     lines = _sentences(*effect, *map(words.cheaper_controls, swaps), *texts)
-    yield Section("What it does", lines=lines, table=_outcome_table(swaps), notes=help_)
+    yield Section("What it does" if single else "What they do", lines=lines, table=_outcome_table(swaps), notes=help_)
     yield from _by_text(swaps)
     if plan is not None:
         yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[plan_terms(plan)])
