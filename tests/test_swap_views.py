@@ -239,6 +239,7 @@ def test_kernels_on_noise_are_compared_by_their_predictions() -> None:
 
 def test_several_kernels_are_rows_whatever_their_ties() -> None:
     text = views.summary(several(), 110)
+    assert "Effects\n" in text
     assert row(text, "rbf:gamma=0.5")[1:6] == ["5.71", "3.28", "3.10", "to", "3.46"]
     assert row(text, "rbf:gamma=0.5+symmetric")[1:3] == ["5.33", "2.90"]
     assert row(text, "symmetric")[1:3] == ["4.33", "1.90"]

@@ -86,6 +86,20 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
     assert f"{value:.3f}±{error:.3f}" in rows["2"]
 
 
+def test_the_null_of_a_head_keeps_two_digits_of_its_sd_whatever_the_column_shows() -> None:
+    report = synthetic_report(4, 4, d_model=4096)
+    text = views.all_heads(report, 300)
+    assert re.search(r"null +0\.00024 ", text)
+    assert re.search(r"± sd +±0\.00035 ", text)
+    assert "<0." not in text.split("± sd")[1]
+
+
+def test_what_was_found_explains_chance_only_beside_a_chance() -> None:
+    explained = "above, below: heads that differ from chance"
+    assert explained in views.page(synthetic_report(2, 2))
+    assert explained not in views.page(synthetic_report(2, 2, source="tokens"))
+
+
 def test_measures_that_all_heads_share_are_one_line_and_no_column() -> None:
     text = views.summary(synthetic_report(4, 4), 300)
     assert "The same for every head: weights.inertia_positive 64, weights.inertia_negative 64." in text

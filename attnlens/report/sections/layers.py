@@ -122,8 +122,10 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
 def finding_sections(shapes: Shapes) -> Iterator[Section]:
     """Yield the headline measures, their places among trained models, and the most extreme heads."""
     if shapes.readings:
+        table = _headlines(shapes)
+        compared = table is not None and any(column.title == "chance" for column in table.columns)
         note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
-        yield Section("What was found", table=_headlines(shapes), notes=[note])
+        yield Section("What was found", table=table, notes=[note] * compared)
     yield from typical_list(shapes)
     yield from extreme_heads(shapes.report)
 
@@ -199,9 +201,8 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
         else:
             cells.append(_with_error(value, None if np.isnan(error) else error, decimals))
     reasons = [missing_reason(head, reading.name) for head in heads]
-    null = reading.null
-    ends = (format_number(null[0], decimals), f"±{format_error(null[1], decimals)}") if null else ("", "")
-    foot = ends if nulls else ()
+    mean, _, sd = null_cell(*reading.null).partition(" ± ") if reading.null else ("", "", "")
+    foot = (mean, f"±{sd}" if sd else "") if nulls else ()
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 

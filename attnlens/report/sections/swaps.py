@@ -41,7 +41,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
     texts = (words.greedy(swap), words.beyond(swap)) if single else ()
     help_ = [] if single and swap.diverged else [_reading_help(report)]
     lines = _sentences(*effect, *map(words.better_controls, swaps), *texts)
-    yield Section("Effect", lines=lines, table=_outcome_table(swaps), notes=help_)
+    yield Section("Effect" if single else "Effects", lines=lines, table=_outcome_table(swaps), notes=help_)
     yield from _by_text(swaps)
     if plan is not None:
         yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[plan_terms(plan)])
