@@ -99,7 +99,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     ]
     lines = (
         f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
-        "“in part”: a part is not run, cannot be read or lacks weights.*, for the reason below.",
+        "A type is read in part if a part of it is not run, cannot be read or lacks weights.*, for the reason below.",
     )
     reasons = [
         {"model type": entry.model_type, "what is missing, and why": clean(entry.reason)}
