@@ -365,7 +365,7 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "another width": (_stored(lambda t: t | {A: torch.ones(2, 48)}), ("2 × 48 instead of 2 × 32", "Give its base")),
     "another base": (
         _stored(lambda t: {name.replace("q_proj", "query"): x for name, x in t.items()}),
-        ("self_attn.query", "another base"),
+        ("self_attn.query", "a different base"),
     ),
     "codes": (_stored(lambda t: t | {A: torch.ones(2, 32, dtype=torch.int8)}), ("I8",)),
     "other parts": (_stored(lambda t: t | {"base_model.model.x.lora_bias": torch.ones(2)}), ("not a LoRA parameter",)),
@@ -437,8 +437,8 @@ def test_the_program_ranks_the_heads_that_were_moved(base: Path, tmp_path: Path)
     shown = program(*words, "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--csv", tmp_path / "r.csv")
     assert shown.returncode == 0, shown.stderr
     assert "It changed M in 4 of 8 heads" in shown.stdout
-    assert "its base is org/other" in " ".join(shown.stdout.split())
-    assert "its base is org/other" in (tmp_path / "r.md").read_text()
+    assert "base is org/other" in " ".join(shown.stdout.split())
+    assert "base is org/other" in (tmp_path / "r.md").read_text()
     assert "weights.symmetry.base" in (tmp_path / "r.csv").read_text()
     report = read_report(tmp_path / "r.json")
     assert report.model.adapter is not None

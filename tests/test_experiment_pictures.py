@@ -150,7 +150,7 @@ def test_values_that_span_factors_are_drawn_by_factors(values: list[float], boun
         assert max(values) < high < 2 * max(values)
         assert low > 1e-17
         assert np.nanmin(axes.lines[0].get_ydata()) > 0
-        assert "Not shown: 0" in experiment_panels(report)[0].caption
+        assert "Not shown: values of 0" in experiment_panels(report)[0].caption
 
 
 def test_every_published_figure_has_its_row_or_is_said_to_be_left_out() -> None:

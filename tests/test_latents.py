@@ -318,7 +318,7 @@ def test_what_is_fitted_is_told_without_tables_of_indices():
     told = formula(swap)
     assert told.endswith("fitted per head: key map, offset, query map")
     assert "r·G columns" in told
-    assert "made again" in told
+    assert "rebuilt" in told
 
 
 @pytest.mark.parametrize("form", ["group=all", "group=1,rotation=before"])

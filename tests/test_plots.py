@@ -228,7 +228,7 @@ def test_parts_have_their_own_quartiles() -> None:
         figure = fan_figure(shapes, "c")
     titled = [axes for axes in figure.axes if axes.get_title(loc="left") in [f"c: {part}" for part in parts]]
     assert [len(axes.collections[0].get_segments()) for axes in titled] == [2, 1, 1]
-    assert "each part by itself" in figure.texts[-1].get_text()
+    assert "separately for each part" in figure.texts[-1].get_text()
 
 
 @pytest.mark.parametrize(("steps", "first", "label"), [("index", 1, "index k"), ("distance in tokens", 0, "distance")])

@@ -317,7 +317,7 @@ def test_of_an_encoder_decoder_the_encoder_alone(tie):
     swap = swap_kernel(model, tie, part="encoder", **SMALL).swap
     assert {site.part for site in swap.sites} == {"encoder"}
     assert swap.kl > 1e-4
-    assert any("Whole matrices" in note for note in swap.notes)
+    assert any("whole matrices" in note for note in swap.notes)
 
 
 def test_a_decoder_is_refused_before_any_number():
