@@ -29,7 +29,7 @@ _NAMES = {
     "kernels.registry": ("KernelParameter", "kernel"),
     "models.loading": ("load",),
     "records": ("QueryKey", "read_plan"),
-    "report.export": ("Report", "read_report"),
+    "report.report": ("Report", "read_report"),
     "lab.heal.pipeline": ("heal",),
     "lab.ranks.pipeline": ("find_ranks",),
     "lab.reproduce": ("converge_head", "converge_synthetic", "reproduce"),

@@ -22,7 +22,7 @@ from attnlens.kernels.registry import KernelParameter as KernelParameter
 from attnlens.runs.lens import Lens as Lens
 from attnlens.analyzers.registry import MeasureInfo as MeasureInfo
 from attnlens.records import QueryKey as QueryKey
-from attnlens.report.export import Report as Report
+from attnlens.report.report import Report as Report
 from attnlens.analyzers.registry import analyzer as analyzer
 from attnlens.runs.in_memory import capture as capture
 from attnlens.checks import check as check
@@ -30,7 +30,7 @@ from attnlens.kernels.registry import kernel as kernel
 from attnlens.models.loading import load as load
 from attnlens.runs.swap.saved import load_swapped as load_swapped
 from attnlens.records import read_plan as read_plan
-from attnlens.report.export import read_report as read_report
+from attnlens.report.report import read_report as read_report
 from attnlens.runs.swap.sites import replaced as replaced
 
 __version__: str

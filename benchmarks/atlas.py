@@ -28,7 +28,7 @@ from attnlens.analyzers.registry import find_measure
 from attnlens.files import write_atomically
 from attnlens.report import atlas
 from attnlens.report.atlas import Third
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 
 ANALYZERS = ("symmetry", "spectrum", "selection", "ksvd")
 LINEAGES = {"demo": "demo", "SmolLM2": "SmolLM2", "MiniLM": "MiniLM"} | {

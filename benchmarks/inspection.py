@@ -20,7 +20,7 @@ from attnlens.maths import linalg
 from attnlens.models import hooks, loading
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 TARGETS = {"without spectra": 3, "all analyzers": 10}
 

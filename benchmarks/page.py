@@ -35,7 +35,7 @@ from attnlens.records import (
     Tool,
 )
 from attnlens.report import export
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 SHAPES = {(12, 12): 2_000_000, (80, 64): 8_000_000}
 """Layers and heads → largest size of the page in bytes."""

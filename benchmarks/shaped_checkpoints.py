@@ -1,4 +1,4 @@
-"""Write checkpoints of any shape of which only queries and keys are on disk; the remainder of each file is a hole."""
+"""Write checkpoints of any shape that store only queries and keys; the remainder of each file is a hole."""
 
 from __future__ import annotations
 

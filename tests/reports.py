@@ -25,7 +25,7 @@ from attnlens.records import (
     Text,
     Tool,
 )
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 HIDDEN = "not identified: the model never compares a query with a later key"
 CROSS = "queries and keys live on different domains"

@@ -26,7 +26,7 @@ from attnlens.records import (
     Swap,
     SwapBody,
 )
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 DIVERGED = "the changed model diverged: its predictions are not finite"
 HEADLESS = "the model has no head that predicts a class, a masked token, or a token from those before it alone"

@@ -23,7 +23,7 @@ import attnlens
 from attnlens.errors import ModelError
 from attnlens.kernels import parsed
 from attnlens.models import hooks, loading
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 
 RANK, ALPHA = 2, 6
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,7 +17,7 @@ import attnlens
 from attnlens.analyzers import registry
 from attnlens.report import atlas
 from attnlens.report.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 from attnlens.report.sections import layers as typical
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.shapes import Shapes

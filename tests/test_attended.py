@@ -9,7 +9,7 @@ import attnlens as library
 from attnlens.errors import UsageError
 from attnlens.models import loading
 from attnlens.records import AttentionRows
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 from attnlens.runs.inspect import sequences as attended
 
 

@@ -33,8 +33,8 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
 from attnlens.models.texts.targets import feed
 from attnlens.records import Pair, Plan, Rise, read_plan
-from attnlens.report.export import read_report
 from attnlens.report.pictures.swaps import budget_note
+from attnlens.report.report import read_report
 from attnlens.report.sections.swaps import numbers_kept, plan_rows
 from attnlens.report.sentences.plans import plan_lines
 from attnlens.runs.swap import fit as fit_module

@@ -16,9 +16,9 @@ from test_html import HOSTILE, STEERING, Tags
 import attnlens
 from attnlens.checks.judging import verdict
 from attnlens.checks.rule import parse_table
-from attnlens.report.export import Report
 from attnlens.report.render.html import html
 from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
+from attnlens.report.report import Report
 from attnlens.report.sections import checked
 
 RULES = {"weights.planted": ["min > 0.15", "median < 0.05", "count == 4"], "model.parameters": ["value > 1"]}

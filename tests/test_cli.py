@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import attnlens as library
 from attnlens.errors import UsageError
 from attnlens.records import json_schema
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 
 
 def copied(tmp_path, *, without=()):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from attnlens.cli import analyses
 from attnlens.cli.commands import app
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 
 FAST = ("--source", "weights", "--analyzer", "symmetry", "--no-progress")
 RUNNER = CliRunner()

@@ -18,8 +18,8 @@ from attnlens.cli.outputs import Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site
 from attnlens.report import pictures
-from attnlens.report.export import read_report
 from attnlens.report.render.html import is_file
+from attnlens.report.report import read_report
 from attnlens.runs.inspect.inspection import WorkUnit
 from attnlens.runs.inspect.pipeline import report_stages
 

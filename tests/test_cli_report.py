@@ -12,7 +12,7 @@ from reports import synthetic_report
 from swap_reports import swap_report
 
 from attnlens.records import SiteCheck, Summary
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 
 FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
 

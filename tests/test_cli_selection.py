@@ -8,7 +8,7 @@ from program import DEMO, attnlens, refused, without_torch
 
 from attnlens import inspect
 from attnlens.records import InspectionBody, Pick, Selection, Sentence, json_schema
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 from attnlens.report.sections.explorer import selections
 
 SMALL = ("--windows", "4", "--length", "32", "--no-progress")

@@ -22,7 +22,7 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.models import loading, texts
 from attnlens.records import Comparison
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.report.sentences.comparisons import change_sentences
 
 SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}

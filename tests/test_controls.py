@@ -24,7 +24,7 @@ from attnlens.models import loading
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import NOTHING
 from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Site, Swap
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.runs import differences
 from attnlens.runs.outputs import TokenLosses, evidence
 from attnlens.runs.swap.kernel_run import build_controls, format_spellings

@@ -14,12 +14,12 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_experiment_views import failing
 
 from attnlens.records import Curve, Experiment
-from attnlens.report.export import Report
 from attnlens.report.pictures import experiment_overview, panel_figure
 from attnlens.report.pictures.experiments import draw_trajectories, experiment_panels, groups
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.render import terminal
 from attnlens.report.render.terminal import console
+from attnlens.report.report import Report
 from attnlens.report.sections import documents
 from attnlens.report.sentences.reports import format_label, setting
 
@@ -166,7 +166,7 @@ def test_every_published_figure_has_its_row_or_is_said_to_be_left_out() -> None:
         axes = panel_axes(many(200))
     assert len(axes.get_yticks()) == 80
     assert any(text.get_text().endswith("figure 7") for text in axes.get_yticklabels())
-    assert experiment_panels(many(200))[0].note.endswith("80 of 200, farthest off")
+    assert experiment_panels(many(200))[0].note.endswith("80 of 200, with the largest deviations")
 
 
 def test_where_only_the_published_value_is_allowed_nothing_else_is_shaded() -> None:

@@ -17,10 +17,10 @@ from test_plots_layout import overlapping, settle
 
 from attnlens.errors import UsageError
 from attnlens.records import Experiment
-from attnlens.report.export import Report, read_report
 from attnlens.report.pictures import experiment_overview, panel_figure
 from attnlens.report.pictures.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
 from attnlens.report.pictures.style import house_style, new_figure
+from attnlens.report.report import Report, read_report
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import changed_measures, measures_of
 

@@ -31,7 +31,7 @@ from attnlens.cli.entry import exit_code
 from attnlens.cli.outputs import NO_MODEL
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
 from attnlens.models.loading.locate import Hub, reachable
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 HUGE = 10**5000
 

@@ -38,7 +38,7 @@ from attnlens.models.loading.deferred import LENGTH, is_announced, parse_header
 from attnlens.models.weights import query_key_maps, rows
 from attnlens.models.weights.probe import Probe, float64_weights, linear, norms_inside, smallest
 from attnlens.records import Head
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 ALIKE = 1e-6
 """Largest relative difference between what is read of a file and of the loaded model."""

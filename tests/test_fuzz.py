@@ -21,7 +21,7 @@ from attnlens.cli.parameters import defaults, kinds
 from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.records import read_plan
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
 

@@ -21,7 +21,7 @@ from attnlens.lab.heal import descent as room
 from attnlens.lab.heal.course import Course, shape, split
 from attnlens.lab.heal.healer import Healer, trainable
 from attnlens.models import hooks, texts
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 from attnlens.requests.swap import Amount, HealOptions
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.swap import pipeline as entry

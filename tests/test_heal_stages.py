@@ -35,7 +35,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 from attnlens.report.sentences.plans import healing as healing_sentences
 from attnlens.requests.swap import Amount, HealOptions
 from attnlens.runs.swap.fit import fit
@@ -423,7 +423,7 @@ def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):
     assert list(work.glob("*/*/heal-*.safetensors")), "its state stays"
     swap = read_report(report).swap
     assert swap.healing.interrupted
-    assert any("done, interrupted, step" in line for line in healing_sentences(swap.healing, "nats"))
+    assert any("done, interrupted, best step" in line for line in healing_sentences(swap.healing, "nats"))
 
 
 def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):

@@ -26,7 +26,7 @@ from attnlens.models.loading.gguf import read_header
 from attnlens.models.loading.locate import find
 from attnlens.models.texts import read_each
 from attnlens.records import read_plan
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 
 FEW = settings(
     max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "200")),

@@ -15,7 +15,7 @@ from program import attnlens
 from attnlens import inspect
 from attnlens.errors import ModelError
 from attnlens.models import loading
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 
 
 def _codes(folder: Path, kind: torch.dtype, names: tuple[str, ...] = ("c_attn.weight", "c_fc.weight")) -> None:

@@ -11,7 +11,7 @@ from reports import CROSS, synthetic_report
 from views import Tags
 
 from attnlens.records import AttentionRows, Extreme, File, InspectionBody, Sentence, Skipped, Text, TextSummary
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")

@@ -18,7 +18,7 @@ from attnlens.analyzers.registry import MeasureInfo
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Coverage, Head, Measure, Skipped
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import population
 from attnlens.runs import checks

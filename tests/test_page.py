@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from test_html import HOSTILE, hostile
 
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 pytestmark = chromium.needed
 MB = 1_000_000

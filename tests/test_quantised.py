@@ -15,7 +15,7 @@ from hostile import edited, refused, stored, weights
 import attnlens
 from attnlens.errors import ModelError
 from attnlens.models import loading
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 Tensors = dict[str, torch.Tensor]
 HIDDEN, GROUP = 48, 16

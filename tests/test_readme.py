@@ -10,7 +10,7 @@ from program import attnlens, in_shell, python
 from typer.main import get_command
 
 from attnlens.cli.commands import app
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}

@@ -15,7 +15,7 @@ from swap_reports import planned, several
 
 from attnlens.errors import UsageError
 from attnlens.records import json_schema, read_baseline, read_plan
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 
 OLD = Path(__file__).parent / "data" / "version1"
 """Files that attnlens wrote before version 2, one of each kind, shortened."""

@@ -20,7 +20,7 @@ from attnlens.lab.study.tasks import Reversal, score, translation
 from attnlens.lab.study.tasks.task import Task
 from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train
 from attnlens.models.kernel_transformers import AttentionForm
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 from attnlens.runs.store import Store
 from attnlens.runs.work import NOTHING_KEPT, WorkPlan, run_units
 

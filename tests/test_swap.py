@@ -27,7 +27,7 @@ from attnlens.kernels.registry import KERNELS, kernel
 from attnlens.maths.statistics import Design, paired_difference
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, feed, task_of
-from attnlens.report.export import read_report
+from attnlens.report.report import read_report
 from attnlens.runs import differences as comparing
 from attnlens.runs import outputs as resources
 from attnlens.runs.outputs import divergence

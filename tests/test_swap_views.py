@@ -31,10 +31,10 @@ from test_plots_layout import overlapping, settle
 from attnlens.choices import Part
 from attnlens.kernels import TIES
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Rise, Text, TextCosine
-from attnlens.report.export import Report
 from attnlens.report.pictures import panel_figure, swap_overview, swap_panels
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.pictures.swaps import GREY, draw_healing, draw_kernels, draw_stages, draw_sweep, limit
+from attnlens.report.report import Report
 from attnlens.report.sentences import swaps as effects
 from attnlens.report.sentences.plans import healing as sentences
 from attnlens.report.sentences.plans import plan_lines
@@ -559,7 +559,7 @@ def test_a_healing_is_told_in_the_unit_that_was_asked_for() -> None:
     assert "Healing: 40 steps requested, 40 done, best step 0" in said(amount="40 steps")
     assert "Healing: 1 step requested" in said(amount=str(Amount.of(1)))
     assert "400 steps requested, 40 done, interrupted, best step 0" in said(amount="400 steps", interrupted=True)
-    assert "5,120 tokens, 1 sequence a step, 2 s" in said()
+    assert "5,120 tokens, 1 sequence per step, 2 s" in said()
     assert "39 steps, 5,120 tokens, learning rate 1e-5, lowered from 1e-4 (of 1e-4, 3e-4)" in said()
     assert "Whole model: 1 step, 1 token, learning rate 1e-4 (of 1e-4, 3e-4)" in said()
     assert "1e-5, lowered later (of" in said(stages=[stages[0].model_copy(update={"lowered_from": None})])

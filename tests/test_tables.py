@@ -21,9 +21,9 @@ from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
 from attnlens.records import Settings
-from attnlens.report.export import Report
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escape_text
+from attnlens.report.report import Report
 from attnlens.report.sections import documents
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections.checked import site_checks

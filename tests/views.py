@@ -12,9 +12,9 @@ from rich.console import Console
 
 from attnlens.files import make_folder, write_atomically
 from attnlens.report import export
-from attnlens.report.export import Report
 from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
+from attnlens.report.report import Report
 from attnlens.report.sections import documents
 from attnlens.report.sections.layers import head_table
 from attnlens.report.sections.section import Document, Section

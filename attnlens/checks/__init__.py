@@ -39,7 +39,7 @@ def check(
     from attnlens.checks.judging import verdict
     from attnlens.checks.rule import Tolerance, rules_of
     from attnlens.records import Report, read_baseline
-    from attnlens.report.export import read_report
+    from attnlens.report.report import read_report
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
     parsed = [] if rules in ((), None) and baseline is not None else rules_of(rules)

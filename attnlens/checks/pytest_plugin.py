@@ -68,7 +68,7 @@ def _report(subject: object, options: dict[str, object], rules: object = None) -
     from attnlens.checks.judging import options_for
     from attnlens.checks.rule import rules_of
     from attnlens.records import Report
-    from attnlens.report.export import read_report
+    from attnlens.report.report import read_report
 
     if isinstance(subject, Report):
         return subject

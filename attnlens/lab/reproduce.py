@@ -24,7 +24,7 @@ from attnlens.lab.study.cells import train_table
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import loading, texts
 from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Settings, Skipped
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import Feeding, InspectRequest, reading, takes
 from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyRequest, SyntheticRequest, checked_table
 from attnlens.runs import feeding

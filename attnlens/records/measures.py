@@ -47,7 +47,8 @@ Reasons = dict[str, str]
 class Record(BaseModel):
     """A frozen noun of the report; fields that a newer attnlens added are ignored when reading."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    # validators are built at first use: a command that reads one kind of record must not wait for all
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
     def to_json(self) -> str:
         """Return the record as JSON text with nine significant digits and without terminal control characters."""

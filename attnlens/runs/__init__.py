@@ -7,6 +7,6 @@ model against the original's), `progress.py`, `provenance.py`, `work.py` and `st
 kept in files; the facts that determine the numbers are hashed into the folder's name). `lens.py`: a model loaded once
 for several of them.
 
-Input: a model's name or a loaded model, and checked options (attnlens.requests). Output: attnlens.report.export.Report.
+Input: a model's name or a loaded model, and checked options (attnlens.requests). Output: attnlens.report.report.Report.
 Allowed importers: attnlens.lab, attnlens.cli, and attnlens itself for its public functions.
 """

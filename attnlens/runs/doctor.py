@@ -21,7 +21,7 @@ from attnlens.errors import FAILURES, ModelError, UnreadableError, UsageError
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.records import Check, Coverage, Head, QueryKey, Settings, Site, SiteCheck, Skipped, Summary, Verdict
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.inspect.pipeline import inspect

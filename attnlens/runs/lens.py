@@ -10,7 +10,7 @@ from attnlens.choices import KERNEL
 from attnlens.errors import UsageError
 from attnlens.models import loading
 from attnlens.records import QueryKey
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.runs.compare.pipeline import compare
 from attnlens.runs.in_memory import capture, held_model
 from attnlens.runs.inspect.pipeline import inspect

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 Progress = Callable[[str, int, int], None]
 """Function called with (stage, steps done, total steps)."""

@@ -22,7 +22,7 @@ from attnlens.models import texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Environment, Kind, Tool
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 
 
 def content_of(

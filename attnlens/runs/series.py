@@ -28,7 +28,7 @@ from attnlens.models.loading.locate import DEMO, Location, find, read_json
 from attnlens.models.loading.placement import device_of
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Coverage, Curve, Experiment, File, Measure, Settings, Skipped, Trajectory
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import CheckpointsRequest, reading, takes
 from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding

@@ -178,7 +178,7 @@ def _load_report(
 ) -> Report:
     """Read the report, or make it from a model."""
     if names_report(subject):
-        from attnlens.report.export import read_report
+        from attnlens.report.report import read_report
 
         return read_report(subject)
     from attnlens.checks.judging import options_for

@@ -83,7 +83,7 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
 def report(context: typer.Context) -> None:
     """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""
     outputs, saved = Outputs.of(context.params), context.params["saved"]
-    from attnlens.report.export import read_report  # late, because building the records takes time
+    from attnlens.report.report import read_report  # late, because building the records takes time
 
     loaded = read_report(saved)
     outputs.check({os.path.realpath(saved): "the report"})

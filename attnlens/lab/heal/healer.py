@@ -92,7 +92,7 @@ class Trained:
     rows: Tensor | None = None
     """Row of `start` of each head, if heads share rows; None: each head has its own."""
     right: Tensor | None = None
-    """V (columns, R) of a low-rank change mask ∘ (U Vᵀ), of which `change` is U (Hu et al. 2022, Eq. 3)."""
+    """V (columns, R) of a low-rank change mask ∘ (U Vᵀ), where `change` is U (Hu et al. 2022, Eq. 3)."""
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:

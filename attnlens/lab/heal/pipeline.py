@@ -19,7 +19,7 @@ from attnlens.lab.ranks.pipeline import RankSearch
 from attnlens.maths.statistics import paired_difference
 from attnlens.models import hooks, texts
 from attnlens.records import Healing, HealingControl
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
 from attnlens.requests.swap import HealOptions, heal_options
 from attnlens.runs.differences import Differences, mean_loss

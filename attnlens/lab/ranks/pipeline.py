@@ -21,7 +21,7 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Site
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import RankOptions, rank_options
 from attnlens.runs.differences import DIVERGED

@@ -52,7 +52,7 @@ from attnlens.models import texts
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import Coverage, ModelInfo, Settings, studies
 from attnlens.records.provenance import File
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests.experiments import ALL, StudyRequest
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of

@@ -222,7 +222,7 @@ class TracedSoftmax:
     def scores(self) -> TracedScores:
         """Return the one product of queries and keys in the softmax's argument.
 
-        Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
+        Added terms may contain products with positions, if one factor does not depend on the inputs. Raises
         UnreadableError if several products depend on the inputs on both sides, or if none of several does.
         """
         content, count = [scores for scores in self.carried if scores.content], len(self.carried)

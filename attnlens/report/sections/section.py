@@ -56,7 +56,7 @@ def build_table(
     names: int = 1,
     fit: Literal["blocks", "first", "folded"] = "blocks",
 ) -> Table:
-    """Build a table from rows with the same keys, of which the first `names` name the row."""
+    """Build a table from rows with the same keys; the first `names` columns name the row."""
     columns = build_columns(rows, words)
     return Table(columns[:names], columns[names:], fit)
 

@@ -89,7 +89,7 @@ def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     sharing = len(swaps) > 1 and len({record.window for record in records if record is not None}) < 2
     for swap in swaps:
         stages: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
-        rows += stages if len(swaps) == 1 else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
+        rows += stages if stages and len(swaps) == 1 else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
             if sharing and control.role in SHARED:
                 shared.setdefault(_control_name(control), control)

@@ -38,7 +38,7 @@ def healing(record: Healing, unit: str) -> list[str]:
 
 
 def _format_amount(record: Healing) -> str:
-    """Format the training: `200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`."""
+    """Format the training: `200 steps requested, 200 done`, `5,000 tokens requested, 5,120 done in 40 steps`."""
     steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
     amount = record.amount or _count(record.steps, "step").replace(",", "")
     done = f"{steps} done"

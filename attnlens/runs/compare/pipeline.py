@@ -23,7 +23,7 @@ from attnlens.files import read_bytes, sha256
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading
 from attnlens.records import Comparison, Head, HeadChange, Settings, Shift, Spread, Windows
-from attnlens.report.export import Report, read_report
+from attnlens.report.report import Report, read_report
 from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance

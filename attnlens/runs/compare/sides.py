@@ -15,7 +15,7 @@ from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.records import Measure, QueryKey, Site, Windows
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.runs.in_memory import at_rest
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
 from attnlens.runs.inspect.pipeline import compute, survey

@@ -20,7 +20,7 @@ from attnlens.models import hooks, loading, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import mute_shape_errors
 from attnlens.records import Settings, Site, Skipped
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.in_memory import at_rest, refuse_work, wrap_model

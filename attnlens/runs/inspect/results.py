@@ -31,7 +31,7 @@ from attnlens.records import (
     TextSummary,
     Windows,
 )
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.runs import checks
 from attnlens.runs.feeding import LOSS, guess_notes
 from attnlens.runs.inspect.inspection import (

@@ -23,7 +23,7 @@ from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
 from attnlens.records import Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, SwapOptions, swap_options

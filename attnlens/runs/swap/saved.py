@@ -27,7 +27,7 @@ from attnlens.models.loading import SWAPPED, Loaded, first_line, load
 from attnlens.models.loading.building import quiet
 from attnlens.models.loading.locate import refuse_outside, weight_file
 from attnlens.records import Record, Site
-from attnlens.report.export import Report
+from attnlens.report.report import Report
 from attnlens.requests import Loading
 
 if TYPE_CHECKING:

@@ -1,0 +1,69 @@
+"""The `Report` that commands return: `records.Report` with methods that write and draw it.
+
+Presentation is imported inside the methods, so that commands that only read reports start quickly.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlens import arguments, records
+from attnlens.errors import OutputError, UsageError
+from attnlens.files import local_path, write_atomically
+from attnlens.records.measures import read_record
+from attnlens.records.provenance import convert_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 1px solid #ddd"></iframe>'
+"""Frame of the page in a notebook: sandboxed, so that it runs no scripts and its styles do not affect the notebook."""
+
+
+class Report(records.Report):
+    """The report of a command, which can be saved in every format, drawn, and shown in a notebook."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
+
+        Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
+        """
+        from attnlens.report.export import ENDINGS, WRITERS
+        from attnlens.report.pictures.style import FORMATS
+        from attnlens.report.render.html import encode_picture
+        from attnlens.report.sections import documents
+
+        target = local_path(arguments.path("path", path))
+        suffix = target.suffix.lower()
+        if suffix in FORMATS:
+            write_atomically(target, encode_picture(documents.overview(self), suffix))
+        elif suffix in ENDINGS:
+            write_atomically(target, WRITERS[ENDINGS[suffix]](self).encode())
+        else:
+            raise OutputError(
+                f"{target}: no report has the suffix {suffix!r}.", f"Choose from: {', '.join((*ENDINGS, *FORMATS))}."
+            )
+
+    def plot(self) -> Figure:
+        """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
+        from attnlens.report.pictures.style import house_style
+        from attnlens.report.sections import documents
+
+        with house_style():
+            return documents.overview(self).draw()
+
+    def _repr_html_(self) -> str | None:
+        """Return the HTML page in a frame for notebooks; None if there is nothing to draw: they show the repr then."""
+        from attnlens.report.export import build_page
+
+        try:
+            return FRAME.format(escape(build_page(self)))
+        except UsageError:
+            return None
+
+
+def read_report(path: str | Path) -> Report:
+    """Read a report, validating every field. Raise UsageError if it is missing, is not JSON, or is not a report."""
+    return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)
