@@ -100,7 +100,7 @@ def test_heads_that_leave_the_frame_are_counted() -> None:
     assert high < 50
     assert beyond > 1
     assert panel.note == f"tokens; {beyond} heads cut"
-    assert f"{beyond} heads of 128 partly beyond the frame" in panel.caption
+    assert f"{beyond} heads of 128 extend beyond the frame" in panel.caption
 
 
 def test_curves_share_the_axes_that_they_name_and_of_unknown_quantities_none() -> None:
@@ -166,7 +166,7 @@ def test_every_published_figure_has_its_row_or_is_said_to_be_left_out() -> None:
         axes = panel_axes(many(200))
     assert len(axes.get_yticks()) == 80
     assert any(text.get_text().endswith("figure 7") for text in axes.get_yticklabels())
-    assert experiment_panels(many(200))[0].note.endswith("80 of 200, with the largest deviations")
+    assert experiment_panels(many(200))[0].note.endswith("80 of 200 with the largest deviations")
 
 
 def test_where_only_the_published_value_is_allowed_nothing_else_is_shaded() -> None:

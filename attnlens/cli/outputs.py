@@ -364,14 +364,7 @@ def deliver(
         if annotate is not None:
             with _collect(failures):
                 annotate()
-        if outputs.figure is not None:
-            from attnlens.report.export import drawings
-
-            with _collect(failures):
-                for path, draw in drawings(report, Path(outputs.figure)).items():
-                    with _collect(failures):
-                        _draw(path, draw)
-                        made.append(path)
+        made += _draw_figures(outputs, report, failures)  # one by one: an interruption leaves those drawn so far
         written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
         if outputs.html is not None:
             with _collect(failures):
@@ -424,6 +417,18 @@ def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:
             console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
+
+
+def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError | typer.Exit]) -> Iterator[Path]:
+    """Draw the pictures that --figure requests, yield each file once it is written, and collect failures."""
+    if outputs.figure is not None:
+        from attnlens.report.export import drawings  # late, because it loads matplotlib
+
+        with _collect(failures):
+            for path, draw in drawings(report, Path(outputs.figure)).items():
+                with _collect(failures):
+                    _draw(path, draw)
+                    yield path
 
 
 def _draw(path: Path, draw: Callable[[], bytes]) -> None:
