@@ -19,7 +19,6 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from attnlens import arguments
-from attnlens.analyzers import registry
 from attnlens.arguments import LARGEST, checked_name, format_argument, listed_numbers, path, several, word
 from attnlens.errors import UsageError
 from attnlens.files import local_path
@@ -251,6 +250,8 @@ def _integer(value: object) -> int | None:
 
 
 def _analyzers(name: str, value: object) -> tuple[str, ...]:
+    from attnlens.analyzers import registry  # late, because `--help` needs none
+
     names = words(name, value)
     registry.select_analyzers(names)
     return names
