@@ -191,4 +191,4 @@ class Plan(Record):
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan from --plan. Raise UsageError if the file is missing or is not a plan."""
-    return read_record(Plan, path, "no plan", "Give the path of a plan from --plan.")
+    return read_record(Plan, path, "not a plan", "Give the path of a plan from --plan.")
