@@ -666,7 +666,7 @@ def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
     report.write_json(tmp_path / "report.json")
     assert read_report(tmp_path / "report.json").plan == read
     (tmp_path / "plan.json").write_text(json.dumps({"budget": 1}))
-    with pytest.raises(UsageError, match="is no plan: tool"):
+    with pytest.raises(UsageError, match="is not a plan: tool"):
         read_plan(tmp_path / "plan.json")
     with pytest.raises(UsageError, match="can't be read"):
         read_plan(tmp_path / "none.json")

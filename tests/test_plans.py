@@ -270,7 +270,7 @@ def test_a_plan_that_contradicts_itself_is_refused(report, tmp_path, change):
     for name, value in change.items():
         plan[name] = plan[name] | value if isinstance(value, dict) else value
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(UsageError, match="no plan"):
+    with pytest.raises(UsageError, match="not a plan"):
         attnlens.read_plan(tmp_path / "plan.json")
 
 
