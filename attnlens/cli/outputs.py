@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 Cleanup = Callable[[], None]
 """Function to call once the report is written: it removes the stored units."""
+Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Cleanup]"]
+"""Work of a command: a function of `attnlens.cli.analyses` and progress."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -84,17 +86,11 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
         yield analyses, tell
 
 
-def run_command(
-    params: Mapping[str, Any],
-    models: Sequence[str],
-    request: Request,
-    work: Callable[[ModuleType, ReportProgress], Report | tuple[Report, Cleanup]],
-) -> Report:
+def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
-    `work` is a function of `attnlens.cli.analyses` and progress. After the report is delivered, raise OutputError if
-    the changed model could not be saved. With --strict, exit with PARTLY if something was not analysed, or if the files
-    contain tensors that the model does not use.
+    After the report is delivered, raise OutputError if the changed model could not be saved. With --strict, exit with
+    PARTLY if something was not analysed, or if the files contain tensors that the model does not use.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))

@@ -10,14 +10,11 @@ import typer
 
 import attnlens
 from attnlens.cli import UNUSABLE
+from attnlens.cli.commands.change import heal, ranks, swap_kernel
 from attnlens.cli.commands.check import check
-from attnlens.cli.commands.compare import compare
-from attnlens.cli.commands.converge import converge
-from attnlens.cli.commands.doctor import doctor
-from attnlens.cli.commands.inspect import inspect
+from attnlens.cli.commands.look import compare, doctor, inspect
+from attnlens.cli.commands.papers import converge, reproduce
 from attnlens.cli.commands.reference import explain, list_, report
-from attnlens.cli.commands.reproduce import reproduce
-from attnlens.cli.commands.swap import heal, ranks, swap_kernel
 from attnlens.cli.outputs import check_place
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.cli.show import guard

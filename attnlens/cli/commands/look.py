@@ -1,0 +1,100 @@
+"""The commands that look at models: `inspect`, `compare` and `doctor`."""
+
+from __future__ import annotations
+
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import typer
+
+from attnlens import requests
+from attnlens.choices import SHOWN
+from attnlens.cli import PARTLY
+from attnlens.cli import parameters as opt
+from attnlens.cli.outputs import check_reading, checked_model, named_model, run_command
+from attnlens.cli.show import guard
+from attnlens.errors import IdentityError, UsageError
+from attnlens.requests import CompareRequest, DoctorRequest
+from attnlens.wording import format_count, join_items
+
+if TYPE_CHECKING:
+    from attnlens.records import Report
+
+HEAD = opt.option("--head", str | None, "Only this head, e.g. `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
+
+
+@guard
+@opt.with_options(
+    opt.MODEL | HEAD | opt.WINDOWS_CSV | opt.TABLE | opt.STRICT,
+    opt.parameters(requests.InspectRequest),
+    opt.OUTPUT_OPTIONS,
+)
+def inspect(context: typer.Context) -> None:
+    """Measure symmetry, definiteness and spectrum of each head; with `--analyzer selection`, compare it with an SVM."""
+    params = context.params
+    if params["head"] is None and params["show"] == SHOWN:
+        raise UsageError("--show selection requires a single head.", "Add --head, e.g. --head 3.7.")
+    selected = requests.one_head(params["head"], params["layers"], params["heads"])
+    request = opt.build(requests.InspectRequest, params, **selected)
+    check_reading(request)
+    if params["windows_csv"] is not None and request.source == "weights":
+        raise UsageError("With source=weights no windows are read.", "Leave out --windows-csv, or --source weights.")
+    name = named_model(params)
+    run_command(params, [name], request, lambda analyses, tell: analyses.run_inspect(name, request, progress=tell))
+
+
+NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
+FIRST = opt.argument("first", f"The reference model: {NAMES}.", str, "FIRST")
+SECOND = opt.argument("second", f"The model to compare with it; --adapter applies to this one: {NAMES}.", str, "SECOND")
+
+
+@guard
+@opt.with_options(FIRST | SECOND | opt.TABLE | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
+def compare(context: typer.Context) -> None:
+    """Find the heads that differ between two models, with standard errors, p values and a false-discovery rate."""
+    params = context.params
+    request = opt.build(CompareRequest, params)
+    check_reading(request)
+    names = [checked_model(params[name]) for name in ("first", "second")]
+    models = [name for name in names if not name.endswith(".json")]
+    run_command(
+        params, models, request, lambda analyses, tell: analyses.compare(*names, progress=tell, request=request)
+    )
+
+
+UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")
+"""Options without effect on `doctor`, which compares two sequences of any content in one pass."""
+
+
+@guard
+@opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.REPORT_OPTIONS)
+def doctor(context: typer.Context) -> None:
+    """Verify that attnlens computes attention exactly as this model does; exit 2 if it does not."""
+    params = context.params
+    request, name = opt.build(DoctorRequest, params), named_model(params)
+    report = run_command(
+        params, [name], request, lambda analyses, tell: analyses.doctor(name, progress=tell, request=request)
+    )
+    if report.summary.verdict == "differs":
+        raise failure(report)
+    if params["strict"] and report.summary.verdict != "agrees":
+        raise typer.Exit(PARTLY)
+
+
+def failure(report: Report) -> IdentityError:
+    """Return the error of a failed `doctor`: the sites that failed, and the largest error."""
+    failed = [check for check in report.doctor if not check.passed]
+    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
+    if failed:
+        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without a reported error"
+        sites = format_count(len(report.doctor), "site")
+        problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
+    elif (error := report.summary.identity_error) is None:
+        problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
+    else:
+        problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
+    return IdentityError(
+        problem,
+        f"Do not trust numbers from these sites; `attnlens doctor {quote(report.model.id)} --json FILE` saves all "
+        "errors for a bug report.",
+    )

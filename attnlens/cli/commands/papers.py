@@ -1,0 +1,173 @@
+"""The commands that repeat experiments of the papers: `converge` and `reproduce`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from attnlens import requests
+from attnlens.choices import CLAIMS, STUDIES
+from attnlens.cli import FAILED
+from attnlens.cli import parameters as opt
+from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, option_name, run_command, start_workers
+from attnlens.cli.show import ReportProgress, complain, guard, say
+from attnlens.errors import UsageError
+from attnlens.requests import Request
+from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_table
+from attnlens.requests.run_options import SharedRequest
+from attnlens.wording import join_items
+
+if TYPE_CHECKING:
+    from attnlens.records import Report
+
+COMMON = {*opt.OUTPUT_OPTIONS, "seed", "strict"}
+INPUT = set(requests.Feeding.model_fields) - {"revision", "seed"}
+SYNTHETIC = opt.parameters(SyntheticRequest)
+FOLLOWED = opt.parameters(requests.CheckpointsRequest, without=("adapter", "engine"))
+SYNTHETIC_RUN, HEAD_RUN, SERIES_RUN = "the synthetic experiments", "a head", "checkpoints"
+SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
+CONVERGE_KINDS: dict[str, set[str]] = {
+    SYNTHETIC_RUN: {*SYNTHETIC},
+    HEAD_RUN: {"models", "head", "iterations"} | INPUT,
+    SERIES_RUN: SERIES | {*SharedRequest.model_fields} | INPUT,
+}
+"""Options of each kind of run, in addition to the common ones."""
+TRAINED = "Checkpoints and heads"
+MODELS = opt.argument(
+    "models",
+    "With --head or --revisions: a model. With --checkpoints: folders, files or hub ids, or `demo`. "
+    "If omitted: the synthetic experiments.",
+    list[str] | None,
+    "[MODEL]...",
+    shown=False,
+)
+CHOICES = {
+    **opt.option(
+        "--checkpoints",
+        bool,
+        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`; without names, demo's checkpoints.",
+        panel=TRAINED,
+    ),
+    **opt.option(
+        "--revisions",
+        str | None,
+        "Follow every head through these revisions of a hub model, e.g. `step1000,step2000`.",
+        panel=TRAINED,
+        metavar="NAMES",
+        call_only="read",
+    ),
+    **opt.option(
+        "--head",
+        str | None,
+        "Train on the selection problem of this head, e.g. `3.7`: on the module's inputs if scores are bilinear in "
+        "them, else on queries and keys.",
+        panel=TRAINED,
+        metavar="LAYER.HEAD",
+    ),
+}
+
+
+@guard
+@opt.with_options(MODELS | CHOICES | opt.STRICT, SYNTHETIC | FOLLOWED, opt.OUTPUT_OPTIONS)
+def converge(context: typer.Context) -> None:
+    """Test whether training selects tokens like a max-margin classifier: synthetic, one head, or checkpoints."""
+    params = context.params
+    kind = kind_of(params)
+    refuse_other(kind, context, CONVERGE_KINDS)
+    models = [checked_model(model) for model in params["models"] or []]
+    request, work = {SYNTHETIC_RUN: _synthetic, HEAD_RUN: _one_head, SERIES_RUN: _series}[kind](params, models)
+    if kind != SYNTHETIC_RUN and not models and not params["quiet"]:
+        say(NO_MODEL)
+    run_command(params, models, request, work)
+
+
+def _synthetic(params: Mapping[str, Any], _models: Sequence[str]) -> tuple[Request, Work]:
+    request = opt.build(SyntheticRequest, params)
+    return request, lambda analyses, tell: analyses.converge_synthetic(progress=tell, request=request)
+
+
+def _one_head(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, Work]:
+    if len(models) > 1:
+        raise UsageError(f"--head takes one model, not {len(models)}.", "Name one model, or add --checkpoints.")
+    head, request = requests.head(params["head"]), opt.build(requests.Feeding, params)
+    keywords = {"head": head, **opt.build(DescentRequest, params).explicit()}
+    return request, lambda analyses, tell: analyses.converge_head(*models, progress=tell, request=request, **keywords)
+
+
+def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, Work]:
+    where = requests.one_head(params["head"], params["layers"], params["heads"])
+    request, names = opt.build(requests.CheckpointsRequest, params, **where), params["revisions"]
+    check_reading(request)
+    revisions = [] if names is None else [name.strip() for name in names.split(",")]
+    if not all(revisions):
+        raise UsageError(f"--revisions {names!r} contains an empty name.", "Write e.g. step10,step20.")
+    return request, lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
+
+
+def kind_of(params: Mapping[str, Sequence[str]]) -> str:
+    """Return the kind of run that the parameters request. Raise UsageError for models without a question."""
+    if params["checkpoints"] or params["revisions"] is not None:
+        return SERIES_RUN
+    if params["head"] is not None:
+        return HEAD_RUN
+    if params["models"]:
+        raise UsageError(
+            f"`converge {params['models'][0]}` needs --head, --checkpoints or --revisions.",
+            "Add one of them, or omit the model to run the synthetic experiments.",
+        )
+    return SYNTHETIC_RUN
+
+
+def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]]) -> None:
+    """Raise UsageError for an option of another of the `kinds` of run that this kind would ignore."""
+    for name in opt.command_line_options(context):
+        others = [other for other, names in kinds.items() if name in names]
+        if name not in kinds[kind] | COMMON:
+            option = option_name(name)
+            raise UsageError(f"{option} is an option of {' and '.join(others)}, not of {kind}.", f"Leave out {option}.")
+
+
+CLAIMS_RUN, TABLE_RUN = "claims", "a table"
+REPRODUCE_KINDS = {CLAIMS_RUN: {"table", "quick"}, TABLE_RUN: {"table", *StudyRequest.model_fields}}
+"""Options of each kind of run, in addition to the common ones."""
+TABLE = opt.argument(
+    "table",
+    f"`{CLAIMS}` (small experiments with published values), {', '.join(f'`{name}`' for name in STUDIES)} or `all`.",
+    default=CLAIMS,
+    metavar="TABLE",
+)
+QUICK = opt.option("--quick", bool, "Run fewer trials with wider tolerances (under half a minute).")
+
+
+@guard
+@opt.with_options(TABLE | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
+def reproduce(context: typer.Context) -> None:
+    """Reproduce the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
+    params = context.params
+    request, table = opt.build(StudyRequest, params), checked_table(params["table"])
+    if table == CLAIMS:
+        refuse_other(CLAIMS_RUN, context, REPRODUCE_KINDS)
+    else:
+        start_workers(request.engine, request.jobs or os.cpu_count() or 1)
+
+    def work(analyses: ModuleType, tell: ReportProgress) -> Report:
+        try:
+            report: Report = analyses.reproduce(table, quick=params["quick"], progress=tell, request=request)
+        except KeyboardInterrupt:
+            if table != CLAIMS:
+                say("Finished runs are kept: repeat the command to resume.")
+            raise
+        return report
+
+    report = run_command(params, (), request, work)
+    failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
+    if failed:
+        complain(
+            f"Results that differ from the published ones: {join_items(failed, 12)}.",
+            "The table shows the measured values; --json contains all of them.",
+        )
+        raise typer.Exit(FAILED)
