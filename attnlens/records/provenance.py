@@ -150,6 +150,8 @@ class Settings(Record):
     """Requested layers and heads; None means all."""
     select: str | None = None
     """Tokens that a query selects, `argmax` or `top-p:0.9`; None if selection was not analysed."""
+    options: dict[str, bool | int | float | str] = {}
+    """Other options that were set, except those on files, outputs and work."""
     notes: list[str] = []
     """Notes on the input that a reader must know, one sentence each."""
 

@@ -9,15 +9,20 @@ from attnlens.analyzers.registry import Analyzer, Gathering
 from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UsageError
 from attnlens.records import Settings
-from attnlens.requests.run_options import Feeding
+from attnlens.requests.run_options import Feeding, is_recorded
 
 
 def settings(request: Feeding) -> Settings:
-    """Return the settings of a report that record options."""
+    """Return the settings of a report that record options, those without a field of their own by name."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
-    options = {name: getattr(request, name) for name in type(request).model_fields if name not in later}
-    known = {name: value for name, value in options.items() if name in Settings.model_fields}
-    return Settings(**known if request.pairs is None else known | {"pack": False})
+    fields = type(request).model_fields
+    known = {name: getattr(request, name) for name in Settings.model_fields if name in fields and name not in later}
+    others = {
+        name: value if isinstance(value, bool | int | float) else str(value)
+        for name, value in request.explicit().items()
+        if name not in Settings.model_fields and value != fields[name].default and is_recorded(fields[name])
+    }
+    return Settings(**known | ({} if request.pairs is None else {"pack": False}), options=others)
 
 
 def choose_analyzers(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import model_validator
+from pydantic.fields import FieldInfo
 
 from attnlens.arguments import LARGEST, format_argument
 from attnlens.choices import FDR, RELATIVE, Engine, Intervals, Placement, Sources
@@ -29,6 +30,7 @@ from attnlens.requests.fields import (
     Word,
     Words,
     checks,
+    details,
     keyword,
     option,
     spelled,
@@ -46,6 +48,14 @@ several_files = partial(one_file, default=(), typed=list[Path] | None)
 """Create an option that names one file each time and can be repeated."""
 new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
 """Create an option that names a folder to write."""
+
+
+def is_recorded(field: FieldInfo) -> bool:
+    """Return whether reports record an option: not if it names files, or concerns outputs or the way of working."""
+    about = details(field)
+    return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
+
+
 MOST_JOBS = 4096
 SAY_SHARD = f"Write I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
 ARRAY = "SLURM_ARRAY_TASK_"
@@ -95,7 +105,7 @@ class KeptRequest(Request):
         call_only="written",
         shown="in the user's cache",
     )
-    resume: bool = keyword("Resume from finished units.", True)
+    resume: bool = keyword("Resume from finished units.", True, panel=WORK)
 
 
 class SpreadRequest(Request):
@@ -123,7 +133,7 @@ class EngineRequest(Request):
         "local",
         metavar="NAME",
     )
-    address: Place = keyword("Address of the Ray cluster, HOST:PORT.")
+    address: Place = keyword("Address of the Ray cluster, HOST:PORT.", panel=WORK)
 
 
 class SharedRequest(KeptRequest, EngineRequest):
@@ -233,7 +243,7 @@ class Feeding(Loading):
     )
     length: Whole | None = input_option("Tokens per window.", least=2, shown="128, or the model's limit")
     windows: Whole = windows_option(32)
-    batch_size: Whole = input_option("Sequences per forward pass.", 8, least=1)
+    batch_size: Whole = work_option("Sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "Cut continuous text into windows, or read each line as one sequence.", True, flag="--pack/--no-pack"
     )
