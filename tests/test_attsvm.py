@@ -391,8 +391,7 @@ def test_degenerate_problem_is_solved_without_nnls(seed: int, monkeypatch: pytes
     answer = solve(problem)
     assert asked
     assert answer.status == "optimal"
-    every = np.zeros(len(problem.margins), dtype=bool)
-    reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(every)), every)))
+    reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(problem.margins)))))
     assert reference.status == "optimal"
     assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
 
@@ -412,10 +411,10 @@ def test_damped_step_never_raises_the_objective(damping: float) -> None:
     rows = dense(shared(1))
     gram, bounds = rows @ rows.T, np.ones(len(rows))
     gram /= gram.diagonal().max()
-    free, loads = np.zeros(len(rows), dtype=bool), np.zeros(len(rows))
+    loads = np.zeros(len(rows))
     values = [0.0]
     for _ in range(30):
-        loads, damping = frobenius.damped_step(gram, bounds, free, loads, damping)
+        loads, damping = frobenius.damped_step(gram, bounds, loads, damping)
         assert (loads >= 0.0).all()
         values.append(0.5 * loads @ gram @ loads - bounds @ loads)
     assert values[-1] < -0.1

@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 
 from attnlens.maths.attsvm.frobenius import solve
-from attnlens.maths.attsvm.problem import Problem, Solution, check_limits, check_sizes
+from attnlens.maths.attsvm.problem import Problem, Solution, check_solvable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -288,7 +288,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
     without a norm. Raises the errors of `solve`.
     """
-    check_limits(tolerance, limit)
+    check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
     if frobenius.status == "infeasible":
         return frobenius
@@ -339,8 +339,7 @@ def certify_nuclear(
     of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0 and sizes
     outside [1e-50, 1e50].
     """
-    check_limits(tolerance)
-    check_sizes(problem)
+    check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
     size = float(torch.linalg.matrix_norm(problem.form(multipliers), 2))
     multipliers = multipliers / size if size > 0 else torch.zeros_like(multipliers)

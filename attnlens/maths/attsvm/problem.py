@@ -380,27 +380,24 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     return tensor
 
 
-def check_limits(tolerance: float, limit: int = 1) -> None:
-    """Raise UsageError unless the tolerance is positive and the limit at least 1."""
+def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
+    """Raise UnposedError for a problem without constraints; UsageError for these limits or sizes.
+
+    The tolerance must be positive, the limit at least 1, and the largest |number| of each nonzero difference, query and
+    margin in [1e-50, 1e50]: squares and products of others over- or underflow float64.
+    """
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
     if limit < 1:
         raise UsageError(f"The limit is {limit}, but must be at least 1.", "Give a limit of at least 1.")
-
-
-def check_sizes(problem: Problem) -> None:
-    """Raise UsageError if squares and products of a problem's numbers would over- or underflow float64.
-
-    Each difference, query and margin that is not zero must have its largest |number| in [1e-50, 1e50].
-    """
+    if not len(problem.margins):
+        raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
     parts = {
         "difference of two tokens": problem.differences,
         "query": problem.queries,
         "margin": problem.margins[:, None],
     }
     for name, rows in parts.items():
-        if not rows.numel():
-            continue
         sizes = rows.abs().amax(-1)
         extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
         if len(extreme):
@@ -419,8 +416,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     UsageError if λ has another length or is not finite, for a tolerance ≤ 0, and for sizes outside [1e-50, 1e50], where
     rounding to 0 or ∞ would pass for a proof.
     """
-    check_limits(tolerance)
-    check_sizes(problem)
+    check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
         raise UsageError("The multipliers must be one finite number per constraint.", "Give this problem's λ.")
     bounds = problem.margins
