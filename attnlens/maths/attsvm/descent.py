@@ -251,29 +251,24 @@ def unit(
 def _check(
     instances: Instances, parts: Sequence[Tensor], iterations: int, lr: float, loss: str, normaliser: str
 ) -> None:
-    if iterations < 1:
-        raise UsageError(f"iterations={iterations} means no training.", "Give at least 1.")
-    if not (math.isfinite(lr) and lr > 0):
-        raise UsageError(f"lr={lr} is not a positive number.", "Give a number above 0, such as 0.1.")
+    if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
+        raise UsageError(f"iterations={iterations} with lr={lr} means no training.", "Give numbers above 0.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
             raise UsageError(f"There is no {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
             raise UsageError(f"The {name} contain NaN or Inf.", "Give finite numbers.")
-    trials, d, d_query = len(instances.tokens), instances.tokens.shape[-1], instances.queries.shape[-1]
-    needed = [(trials, d, d_query)]
-    if len(parts) == 2:
-        m = parts[0].shape[-1]
-        needed = [(trials, d, m), (trials, d_query, m)]
-        if any((part == 0).all() for part in parts):
-            raise UsageError(
-                "K = 0 or Q = 0 is a stationary point: training never leaves it.", "Give nonzero initial K and Q."
-            )
+    trials, widths = len(instances.tokens), (instances.tokens.shape[-1], instances.queries.shape[-1])
+    needed = [(trials, *widths)] if len(parts) == 1 else [(trials, width, parts[0].shape[-1]) for width in widths]
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
         raise UsageError(f"The initial factors have the shapes {shapes}.", f"These instances need {needed}.")
-    if len(parts) == 2 and normaliser == "form" and iterations > most_iterations(lr):
+    if len(parts) == 1:
+        return
+    if any((part == 0).all() for part in parts):
+        raise UsageError("K = 0 or Q = 0 is stationary: training never leaves it.", "Give nonzero initial K and Q.")
+    if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
             f"Choose normaliser=own, or at most {most_iterations(lr)} iterations.",

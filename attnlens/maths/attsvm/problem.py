@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Each = Float[Tensor, " constraints"]
 
-MANY = 8
-"""Minimum constraints per query at which products are computed query by query; with fewer, the loop is slower."""
 LEAST, MOST = 1e-50, 1e50
 """Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
 PROOF = 1e-10
@@ -63,14 +61,6 @@ class Problem:
         u, z = self.differences, self.queries
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
-    @cached_property
-    def counts(self) -> list[int] | None:
-        """Number of constraints of each query; None if constraints are not sorted by query."""
-        if not bool((self.query_of.diff() >= 0).all()):
-            return None
-        counts: list[int] = self.query_of.bincount(minlength=len(self.queries)).tolist()
-        return counts
-
     def select(self, rows: Int[Tensor, " rows"]) -> Problem:
         """Return the problem with these constraints only."""
         differences, query_of = self.differences[rows], self.query_of[rows]
@@ -87,11 +77,7 @@ class Problem:
 
     def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
-        if self.counts is None or len(self.query_of) < MANY * len(self.queries):
-            return (self.differences * directions[self.query_of]).sum(-1)
-        # A direction per constraint would take as much memory as the differences.
-        blocks = torch.split(self.differences, self.counts)
-        return torch.cat([block @ direction for block, direction in zip(blocks, directions, strict=True)])
+        return (self.differences * directions[self.query_of]).sum(-1)
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
         """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
@@ -113,22 +99,22 @@ class Solution:
     was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
     multipliers: Float[Tensor, " constraints"]
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
-    W: Float[Tensor, "d d_query"] | None
-    """Solution, scaled so that its least margin is met exactly; None if there is none."""
-    norm: float | None
-    """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
-    gap: float | None
-    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
-    least: float | None
-    """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
-    kkt: float | None
-    """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
-    residual: float | None
-    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof."""
     support: Bool[Tensor, " constraints"]
     """Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding."""
     iterations: int
     """Number of steps of the outer loop."""
+    W: Float[Tensor, "d d_query"] | None = None
+    """Solution, scaled so that its least margin is met exactly; None if there is none."""
+    norm: float | None = None
+    """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
+    gap: float | None = None
+    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
+    least: float | None = None
+    """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
+    kkt: float | None = None
+    """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
+    residual: float | None = None
+    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof."""
 
 
 def selection(
@@ -146,25 +132,20 @@ def selection(
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
-    visible = as_mask("allowed", allowed, samples, length)
-    rows = torch.arange(samples)
-    chosen = require_real("chosen tokens", chosen)
-    if chosen.is_floating_point() or chosen.dtype == torch.bool:
-        raise UsageError(f"The chosen tokens have dtype {chosen.dtype}.", "Give integers, as .long() does.")
-    if chosen.shape != (samples,) or queries.shape[0] != samples:
+    visible, chosen = as_mask("allowed", allowed, samples, length), require_real("chosen tokens", chosen)
+    bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
+    integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
+    if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query and one chosen token.",
-            "Give one query and one chosen token per sample.",
+            f"The queries, chosen tokens (integers) or margins do not fit the {samples} samples.",
+            "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
-    within = (chosen >= 0) & (chosen < length)
+    rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
         raise UsageError("A chosen token is not among the allowed ones.", "Choose tokens that the query sees.")
     rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
-    bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
-    if bounds.shape != (samples,):
-        raise UsageError(f"There are {len(bounds)} margins for {samples} samples.", "Give one margin per sample.")
     return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
@@ -205,16 +186,12 @@ def selection_sets(
     The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
     one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
     """
-    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
-    visible = as_mask("allowed", allowed, *tokens.shape[:2])
-    sets, first = merge_duplicates(tokens, as_sets(tokens, queries, sets, visible), visible)
-    representative = sets.int().argmax(-1)
-    others = first.clone()
-    others[torch.arange(len(tokens)), representative] = False
-    if not (others & ~sets).any():
+    tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
+    sets, first = merge_duplicates(tokens, sets, visible)
+    if not (first & ~sets).any():
         raise UnposedError("Every token is kept.", "Keep fewer tokens, so that there is something to separate.")
-    row, other = others.nonzero(as_tuple=True)
-    inside, differences = sets[row, other], tokens[row, representative[row]] - tokens[row, other]
+    row, representative, other = pair_with_representatives(sets, first)
+    inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
 
 
@@ -229,21 +206,28 @@ def finite_part(
     Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
     Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
     """
-    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
-    sets = as_sets(tokens, queries, sets, torch.ones(tokens.shape[:2], dtype=torch.bool))
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
         raise UsageError("A kept token has no positive weight.", "Give the attention weights, one per token.")
-    sets, first = merge_duplicates(tokens, sets, torch.ones_like(sets))
+    sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()
     logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
-    representative = sets.int().argmax(-1)
-    inside = sets & first
-    inside[torch.arange(len(tokens)), representative] = False
-    row, other = inside.nonzero(as_tuple=True)
-    differences = tokens[row, representative[row]] - tokens[row, other]
-    ratios = logs[row, representative[row]] - logs[row, other]
+    row, representative, other = pair_with_representatives(sets, sets & first)
+    differences = tokens[row, representative] - tokens[row, other]
+    ratios = logs[row, representative] - logs[row, other]
     return build_problem(differences, queries, row, ratios, torch.ones(len(row), dtype=torch.bool))
+
+
+def pair_with_representatives(
+    sets: Bool[Tensor, "n tokens"], candidates: Bool[Tensor, "n tokens"]
+) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+    """Return sample, first token of its set O_i, and candidate, for all other candidates."""
+    representative = sets.int().argmax(-1)
+    others = candidates.clone()
+    others[torch.arange(len(sets)), representative] = False
+    row, other = others.nonzero(as_tuple=True)
+    return row, representative[row], other
 
 
 def build_problem(
@@ -330,12 +314,11 @@ def constrain_graph(edges: Edges, vocabulary: int) -> list[tuple[int, int, bool]
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
     numbers = require_real(name, numbers)
-    if numbers.ndim != axes:
+    if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
-            f"The {name} have {numbers.ndim} axes, not {axes}.", "See the documentation for the expected shape."
+            f"The {name} have axes of sizes {tuple(numbers.shape)}, not {axes} axes with a last dimension above 0.",
+            "See the documentation for the expected shape.",
         )
-    if axes > 1 and not numbers.shape[-1]:
-        raise UsageError(f"The {name} have no dimension (d = 0).", "Give at least one.")
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", "Look for an overflow in the code that computes them.")
     return numbers.detach().double()
@@ -356,10 +339,11 @@ def as_sets(
     tokens: Float[Tensor, "n tokens d"],
     queries: Float[Tensor, "n d_query"],
     sets: Bool[Tensor, "n tokens"],
-    visible: Bool[Tensor, "n tokens"],
-) -> Bool[Tensor, "n tokens"]:
-    """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
-    sets = as_mask("sets", sets, *tokens.shape[:2])
+    allowed: Bool[Tensor, "n tokens"] | None,
+) -> tuple[Float[Tensor, "n tokens d"], Float[Tensor, "n d_query"], Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
+    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they do not fit each other."""
+    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))
     if len(queries) != len(tokens):
         raise UsageError(f"There are {len(queries)} queries for {len(tokens)} samples.", "Give one query per sample.")
     if not sets.any(-1).all() or (sets & ~visible).any():
@@ -367,16 +351,14 @@ def as_sets(
             "A set of kept tokens is empty, or contains a token that its query does not see.",
             "Keep at least one token, and only tokens that the query sees.",
         )
-    return sets
+    return tokens, queries, sets, visible
 
 
 def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
-    if not isinstance(tensor, torch.Tensor):
-        kind = type(tensor).__name__
-        raise UsageError(f"The {name} are {kind}, not a torch tensor.", "Wrap them: torch.as_tensor(…).")
-    if tensor.is_complex():
-        raise UsageError(f"The {name} are complex numbers.", "Give real numbers, for example the real parts.")
+    if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise UsageError(f"The {name} are {kind}, not a torch tensor of real numbers.", "Use torch.as_tensor or .real.")
     return tensor
 
 
@@ -431,11 +413,6 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
         return Solution(
             status="infeasible",
             multipliers=multipliers / total,
-            W=None,
-            norm=None,
-            gap=None,
-            least=None,
-            kkt=None,
             residual=norm / total,
             support=_find_support(multipliers.abs()),
             iterations=iterations,
@@ -472,7 +449,6 @@ def _build_solution(
         gap=gap,
         least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
         kkt=kkt,
-        residual=None,
         support=_find_support(price * lengths),
         iterations=iterations,
     )

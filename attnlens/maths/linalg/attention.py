@@ -189,7 +189,7 @@ EPS = torch.finfo(torch.float64).eps
 GLANCE = 128
 """Tokens of the leading block that is searched for a witness before the whole matrix, which costs more."""
 FACTORED = 8192
-"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
+"""Most tokens of a kernel that is formed and factored whole: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
@@ -207,37 +207,32 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch
 def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return `definite` of the head's own logits of all pairs, without position bias or mask.
 
-    Long logits are searched for a witness in tiles.
+    More than FACTORED tokens are searched for a witness in tiles, without a factorisation.
     """
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide the definiteness of one long head; UNDECIDED if it lacks a witness and exceeds FACTORED tokens."""
+    """Decide the definiteness of one long head; UNDECIDED if it has more than FACTORED tokens and no witness."""
     n = head.query.shape[-2]
+    if n <= FACTORED:
+        return float(definite(head.logits))
     gauge, half, largest = _gauge(head)
-    rounding = EPS * max(largest, n)
-    # Strict: as in `_verdicts`.
-    if any(float(kernel.amax()) > 1 + rounding * n for _, kernel in _kernel_tiles(head, gauge, half)):
-        return INDEFINITE
-    if n > FACTORED:
-        return UNDECIDED
-    whole = gauge.new_empty(1, n, n)
-    for rows, kernel in _kernel_tiles(head, gauge, half):
-        whole[0, rows] = kernel
-    return float(_decide_by_cholesky(whole, gauge.new_tensor([rounding])))
+    border = 1 + EPS * max(largest, n) * n  # strict: as in `_verdicts`
+    has_witness = any(float(kernel.amax()) > border for kernel in _kernel_tiles(head, gauge, half))
+    return INDEFINITE if has_witness else UNDECIDED
 
 
 def _kernel_tiles(
     head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
-) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
+) -> Iterator[Float[Tensor, "rows n"]]:
     """Yield the rows of `_unit_kernel` of one long head."""
     offset = gauge - half
     for rows, tile in split_tiles(head):
         logits, transposed = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
         kernel = (logits + offset[rows, None] - half).clamp_(max=1.0).exp_()
-        yield rows, kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
+        yield kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
 def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:

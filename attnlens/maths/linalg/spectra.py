@@ -154,20 +154,14 @@ def _kernel_error(
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
     """Draw independent normal queries and keys with the mean and covariance of the head's own over the tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    query, key = (_draw_normal(side.double(), generator) for side in (query_key.query, query_key.paired_key))
-    return replace(query_key, query=query, key=key, key_of=tuple(range(len(query_key.heads))), value=None)
-
-
-def _draw_normal(
-    side: Float[Tensor, "*batch heads n head_dim"], generator: torch.Generator
-) -> Float[Tensor, "*batch heads n head_dim"]:
-    """Return mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens."""
-    n = side.shape[-2]
-    mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
-    mean = side.mean(-2, keepdim=True)
-    sample: Tensor = mean + mixing @ (side - mean) / n**0.5
-    return sample
+    generator, draws = torch.Generator().manual_seed(seed), []
+    for side in (query_key.query.double(), query_key.paired_key.double()):
+        # mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens
+        n, mean = side.shape[-2], side.mean(-2, keepdim=True)
+        mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
+        draws.append(mean + mixing @ (side - mean) / n**0.5)
+    key_of = tuple(range(len(query_key.heads)))
+    return replace(query_key, query=draws[0], key=draws[1], key_of=key_of, value=None)
 
 
 def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:

@@ -13,7 +13,7 @@ import torch
 
 from attnlens.lazy import LazyModule
 from attnlens.maths.statistics.design import Design
-from attnlens.maths.statistics.intervals import Interval, student_over_normal
+from attnlens.maths.statistics.intervals import Interval
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -149,7 +149,8 @@ def rank_correlation(
     samples = _correlations(x, y, design.draws(draws, seed))
     samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    widening = math.sqrt(design.units / (design.units - 1)) * student_over_normal(level, design.units - 1)
+    student_over_normal = stats.t.ppf((1 + level) / 2, design.units - 1) / stats.norm.ppf((1 + level) / 2)
+    widening = math.sqrt(design.units / (design.units - 1)) * float(student_over_normal)
     ends = samples.quantile(samples.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
     low, high = (math.tanh(centre + widening * (end - centre)) for end in ends)
     return Interval(value, low, high)

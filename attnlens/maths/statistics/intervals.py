@@ -143,11 +143,6 @@ def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
     return float(draws.mean() + factor * draws.std())
 
 
-def student_over_normal(level: float, freedom: int) -> float:
-    """Return the ratio of Student's quantile to the normal one."""
-    return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
-
-
 def paired_difference(
     before: Float[Tensor, " windows"],
     after: Float[Tensor, " windows"],
