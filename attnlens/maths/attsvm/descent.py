@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
     """(f, γ_t − γ_α)."""
     KeyQueryPair = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
+    PerTrial = Float[Tensor, " trials"]
+    Slope = Float[Tensor, "trials rows columns"]
 
 
 class Anchored(NamedTuple):
@@ -202,7 +204,7 @@ def descend(
 
 def gradient(
     instances: Instances, anchored: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
-) -> tuple[BilinearForm, Float[Tensor, " trials"]]:
+) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
     The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and α's own, which cancels all of them: no digits remain
@@ -225,7 +227,7 @@ def gradient(
 
 
 def _step(
-    parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
+    parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial
 ) -> tuple[Tensor, ...]:
     """Take one descent step in W, or in K and Q (directions D; D Q and Dᵀ K). `floor` has the units of D."""
     if len(parts) == 1:
@@ -237,9 +239,7 @@ def _step(
     return K - lr * unit(D @ Q, floor), Q - lr * unit(D.mT @ K, floor)
 
 
-def unit(
-    slope: Float[Tensor, "trials rows columns"], floor: Float[Tensor, " trials"]
-) -> Float[Tensor, "trials rows columns"]:
+def unit(slope: Slope, floor: PerTrial) -> Slope:
     """Return slope/(‖slope‖ + floor), scaled by the largest entry first so that no square underflows; 0 stays 0."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)

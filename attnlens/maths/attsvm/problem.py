@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Each = Float[Tensor, " constraints"]
+    Tokens = Float[Tensor, "n tokens d"]
+    Queries = Float[Tensor, "n d_query"]
+    Mask = Bool[Tensor, "n tokens"]
+    Pairs = Int[Tensor, " pairs"]
 
 LEAST, MOST = 1e-50, 1e50
 """Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
@@ -118,10 +122,10 @@ class Solution:
 
 
 def selection(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
+    tokens: Tokens,
+    queries: Queries,
     chosen: Int[Tensor, " n"],
-    allowed: Bool[Tensor, "n tokens"] | None = None,
+    allowed: Mask | None = None,
     margins: Float[Tensor, " n"] | None = None,
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
@@ -149,9 +153,7 @@ def selection(
     return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
-def prompt(
-    tokens: Float[Tensor, "n tokens d"], chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None
-) -> Problem:
+def prompt(tokens: Tokens, chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None) -> Problem:
     """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
     Raises the errors of `selection`.
@@ -175,12 +177,7 @@ def causal(
     return selection(tokens.expand(length, *tokens.shape), tokens if queries is None else queries, chosen, past)
 
 
-def selection_sets(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    sets: Bool[Tensor, "n tokens"],
-    allowed: Bool[Tensor, "n tokens"] | None = None,
-) -> Problem:
+def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
     """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
 
     The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
@@ -195,12 +192,7 @@ def selection_sets(
     return build_problem(differences, queries, row, (~inside).double(), inside)
 
 
-def finite_part(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    weights: Float[Tensor, "n tokens"],
-    sets: Bool[Tensor, "n tokens"],
-) -> Problem:
+def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n tokens"], sets: Mask) -> Problem:
     """Build the problem (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i of W_fin, the part that stays finite.
 
     Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
@@ -219,9 +211,7 @@ def finite_part(
     return build_problem(differences, queries, row, ratios, torch.ones(len(row), dtype=torch.bool))
 
 
-def pair_with_representatives(
-    sets: Bool[Tensor, "n tokens"], candidates: Bool[Tensor, "n tokens"]
-) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
     """Return sample, first token of its set O_i, and candidate, for all other candidates."""
     representative = sets.int().argmax(-1)
     others = candidates.clone()
@@ -246,16 +236,14 @@ def build_problem(
     return Problem(differences, queries, query_of, margins, equal)
 
 
-def merge_duplicates(
-    tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], visible: Bool[Tensor, "n tokens"]
-) -> tuple[Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
+def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, Mask]:
     """Return the sets extended by all copies of kept tokens, and which visible tokens are the first of their copies."""
     same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
     first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
 
 
-def find_equal_tokens(tokens: Float[Tensor, "n tokens d"]) -> Bool[Tensor, "n tokens tokens"]:
+def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
     """Return which pairs of tokens of a sample are equal in every number."""
     # Adding 0 makes −0 and 0 the same row; comparing pairs of rows outright would take n · T² · d bytes.
     kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
@@ -324,7 +312,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     return numbers.detach().double()
 
 
-def as_mask(name: str, mask: Bool[Tensor, "n tokens"] | None, samples: int, length: int) -> Bool[Tensor, "n tokens"]:
+def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
     """Return the mask, all true by default; raise UsageError if its shape differs."""
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
@@ -335,12 +323,7 @@ def as_mask(name: str, mask: Bool[Tensor, "n tokens"] | None, samples: int, leng
     return mask.bool()
 
 
-def as_sets(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    sets: Bool[Tensor, "n tokens"],
-    allowed: Bool[Tensor, "n tokens"] | None,
-) -> tuple[Float[Tensor, "n tokens d"], Float[Tensor, "n d_query"], Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
+def as_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None) -> tuple[Tokens, Queries, Mask, Mask]:
     """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they do not fit each other."""
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))

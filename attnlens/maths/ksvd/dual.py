@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from numpy import ndarray
     from torch import Tensor
 
+    Queries = Float[Tensor, "*batch n features"]
+    Keys = Float[Tensor, "*batch m features"]
+    Sampled = Float[Tensor, "*batch sampled features"]
+    PerHead = Float[Tensor, "*batch"]
+
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -41,7 +46,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
     return scaled / torch.where(length > 0, length, 1.0)
 
 
-def centre_rows(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n features"]:
+def centre_rows(x: Queries) -> Queries:
     """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if they differ by rounding alone.
 
     Applied to key features it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
@@ -69,7 +74,7 @@ def random_features(
     return exponent.exp() / math.sqrt(count)
 
 
-def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Tensor, "*batch sampled features"]:
+def sampled_rows(x: Queries, count: int) -> Sampled:
     """Return X', `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
 
     The data-dependent F = X' of Chen et al. 2023 (Eq. 6, f(X)); their code takes min(n, 10·s) rows in this way. Raises
@@ -80,7 +85,7 @@ def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Ten
 
 
 def evenly_spaced(
-    x: Float[Tensor, "*batch n features"], count: int, mask: Bool[Tensor, "*#batch n"] | None = None
+    x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
     """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
 
@@ -158,12 +163,7 @@ class Dual:
         return columns.double().mT @ self.left
 
 
-def dual(
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    s: int,
-    projection: Float[Tensor, "*batch sampled features"] | None = None,
-) -> Dual:
+def dual(query_features: Queries, key_features: Keys, s: int, projection: Sampled | None = None) -> Dual:
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
     `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, because K has no
@@ -202,12 +202,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads with these queries or keys.")
 
 
-def residual(
-    solution: Dual,
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    projection: Float[Tensor, "*batch sampled features"] | None = None,
-) -> Float[Tensor, "*batch"]:
+def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:
     """Return the relative residual of the eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
 
     √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖); NaN if K is zero. K is not formed.
@@ -216,7 +211,7 @@ def residual(
     return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
 
 
-def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
+def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerHead:
     """Return the relative residual of a solution as `residual` does, for a dense K."""
     matrix = matrix.double()
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
@@ -224,7 +219,7 @@ def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Floa
 
 def _residual(
     solution: Dual, through_right: Float[Tensor, "*batch n s"], through_left: Float[Tensor, "*batch m s"]
-) -> Float[Tensor, "*batch"]:
+) -> PerHead:
     """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
@@ -233,9 +228,7 @@ def _residual(
 
 
 def _factors(
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    projection: Float[Tensor, "*batch sampled features"] | None,
+    query_features: Queries, key_features: Keys, projection: Sampled | None
 ) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
     """Return A and B with K = A Bᵀ; an F with more rows than columns is replaced by its root R, RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
@@ -367,14 +360,14 @@ class Primal:
     """W_r = Σ_i Fφ_q(x_i) h_{e,i}ᵀ: the keys' weights are built from the queries."""
     multipliers: Float[Tensor, "*batch s"]
     """Λ = Σ⁻¹, 0 where σ is 0: h_e = Λe and h_r = Λr."""
-    projection: Float[Tensor, "*batch sampled features"] | None = None
+    projection: Sampled | None = None
     """F; None is the identity."""
 
-    def e_scores(self, query_features: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n s"]:
+    def e_scores(self, query_features: Queries) -> Float[Tensor, "*batch n s"]:
         """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
         return query_features.double() @ self._apply_projection(self.query_weight)
 
-    def r_scores(self, key_features: Float[Tensor, "*batch m features"]) -> Float[Tensor, "*batch m s"]:
+    def r_scores(self, key_features: Keys) -> Float[Tensor, "*batch m s"]:
         """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
         return key_features.double() @ self._apply_projection(self.key_weight)
 
@@ -382,12 +375,7 @@ class Primal:
         return weight if self.projection is None else self.projection.double().mT @ weight
 
 
-def primal(
-    solution: Dual,
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    projection: Float[Tensor, "*batch sampled features"] | None = None,
-) -> Primal:
+def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
     """Compute the primal weights of a dual solution from the stationarity of J; e and r agree with the dual's.
 
     `projection` is the F that the solution was computed with; the features are those of the training tokens.
@@ -406,7 +394,7 @@ def objective(
     key_weight: Float[Tensor, "*#batch sampled s"],
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
-) -> Float[Tensor, "*batch"]:
+) -> PerHead:
     """Return J of every head, of any sign, in the kernel's unit, by the convention `paper` (Eq. 6) or `code`.
 
     paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), 0 at every stationary point, each half of the scores being ½Σσ.
@@ -423,9 +411,7 @@ def objective(
     return (spread_e.mean(-1) + spread_r.mean(-1)) / 2 - trace
 
 
-def regulariser(
-    objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper"
-) -> Float[Tensor, "*batch"]:
+def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
     """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
 
     The paper has one J per layer and does not mention heads. Here each head is a problem of its own, so that J < 0 of
@@ -462,7 +448,7 @@ def principal_angles(
 
 def mean_angle(
     left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
-) -> Float[Tensor, "*batch"]:
+) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if that is none.
 
     0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
@@ -475,7 +461,7 @@ def mean_angle(
 
 def share_inside(
     values: Float[Tensor, "*batch n value_dim"], basis: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
-) -> Float[Tensor, "*batch"]:
+) -> PerHead:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
     Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey, Rotation
 
+    Square = Float[Tensor, "some size size"]
+    Distances = Float[Tensor, "*batch positions"]
+    Gram = Float[Tensor, "*batch size size"]
+    Stacked = Float[Tensor, "columns columns"]
+
 LARGEST_CONDITION = 1e5
 """Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
 
@@ -98,32 +103,24 @@ def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
 
-def _divide_over_distances(
-    crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
-) -> Float[Tensor, "*batch"]:
+def _divide_over_distances(crossed: Distances, squared: Distances) -> Float[Tensor, "*batch"]:
     """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
-def _trace_ratio(
-    query: Float[Tensor, "*batch size size"],
-    key: Float[Tensor, "*batch size size"],
-    cross: Float[Tensor, "*batch size size"],
-) -> Float[Tensor, "*batch"]:
+def _trace_ratio(query: Gram, key: Gram, cross: Gram) -> Float[Tensor, "*batch"]:
     """Return tr(CC)/tr(G_Q G_K)."""
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
-def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+def _average_blocks(rotation: Rotation, gram: Stacked) -> Stacked:
     """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return average_rotations(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
-def _block_traces(
-    rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
-) -> Float[Tensor, " positions"]:
+def _block_traces(rotation: Rotation, left: Stacked, right: Stacked) -> Float[Tensor, " positions"]:
     """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`.
 
     One row of blocks at a time, to save memory.
@@ -135,9 +132,7 @@ def _block_traces(
     return torch.stack(rows).sum(0)
 
 
-def cholesky_root(
-    gram: Float[Tensor, "some size size"],
-) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
+def cholesky_root(gram: Square) -> tuple[Square, Bool[Tensor, " some"]]:
     """Return R by Cholesky at unit column lengths, 0 if ill-conditioned, and whether √size / min diag(R) ≤ 1e5."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
@@ -147,13 +142,13 @@ def cholesky_root(
     return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
 
 
-def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
+def factor_root(factor: Float[Tensor, "some n size"]) -> Square:
     """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
     return pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
-def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
+def eigenvalue_root(gram: Square) -> Square:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
     For an ill-conditioned Gram matrix whose factor is too long for QR. Values of R below 1e-8 (√eps) of the largest are
@@ -192,7 +187,7 @@ def rotation_traces(
     rotation: Rotation,
     left: Float[Tensor, "*batch terms head_dim head_dim"],
     right: Float[Tensor, "*batch terms head_dim head_dim"],
-) -> Float[Tensor, "*batch positions"]:
+) -> Distances:
     """Return Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), averaged over ±Δ, for each distance Δ = 0 … positions − 1.
 
     In this mean the products of a cos with a sin cancel.
@@ -344,9 +339,7 @@ class Form:
     def _average(self, gram: Tensor) -> Tensor:
         return gram if self.rotation is None else average_rotations(self.rotation, gram)
 
-    def _root(
-        self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
-    ) -> Float[Tensor, "some size size"]:
+    def _root(self, where: Bool[Tensor, "*batch heads"], gram: Square, *factors: Tensor) -> Square:
         """Return roots of ill-conditioned Gram matrices: by QR of the factors or, under rotation, by eigenvalues."""
         if self.rotation is None:
             return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     Ends = Int[Tensor, "2 heads _"]
     """First index of each interval, and one past its last; equal if the interval is empty."""
+    Sums = Float[Tensor, "heads sums"]
+    PerHead = Float[Tensor, " heads"]
 
 RESIDUAL = 1e-11
 """Residual, relative to ‖L‖, at which conjugate gradients stop. The explained share is then too small by less than
@@ -179,12 +181,12 @@ class IntervalMask:
     """Queries that see each key."""
 
     @property
-    def pairs(self) -> Float[Tensor, "heads sums"]:
+    def pairs(self) -> Sums:
         """Number of visible pairs of each key and of each distance."""
         counts = self.queries[1] - self.queries[0]
         return torch.cat((counts, self._sum_by_distance(torch.ones_like(self.keys[0]), self._distances[0])), 1).double()
 
-    def multiply_normal(self, x: Float[Tensor, "heads sums"]) -> Float[Tensor, "heads sums"]:
+    def multiply_normal(self, x: Sums) -> Sums:
         """Multiply the normal equations of b_j + c_{j−i}, row constants eliminated, with x = (b, c)."""
         b, c = x.tensor_split([self.queries.shape[-1]], 1)
         of_queries, of_keys = self._distances
@@ -231,11 +233,11 @@ class DenseMask:
     visible: Float[Tensor, "heads n m"]
 
     @property
-    def pairs(self) -> Float[Tensor, "heads sums"]:
+    def pairs(self) -> Sums:
         """Number of visible pairs of each key and of each distance."""
         return torch.cat((self.visible.sum(-2), distance_sums(self.visible)), 1)
 
-    def multiply_normal(self, x: Float[Tensor, "heads sums"]) -> Float[Tensor, "heads sums"]:
+    def multiply_normal(self, x: Sums) -> Sums:
         """Multiply the normal equations of b_j + c_{j−i}, row constants eliminated, with x = (b, c)."""
         m = self.visible.shape[-1]
         b, c = x.tensor_split([m], 1)
@@ -246,7 +248,7 @@ class DenseMask:
 
 
 def explained_squares(
-    mask: IntervalMask | DenseMask, keys: int, sums: Float[Tensor, "heads sums"], tolerance: Float[Tensor, " heads"]
+    mask: IntervalMask | DenseMask, keys: int, sums: Sums, tolerance: PerHead
 ) -> Float[Tensor, "heads 2"]:
     """Return the sums of squares explained by b, and by c beyond b, from the scores' sums per key and distance.
 
@@ -261,12 +263,7 @@ def explained_squares(
     return torch.stack((energies[0], energies[1] - energies[0]), 1)
 
 
-def _solve_energy(
-    mask: IntervalMask | DenseMask,
-    right: Float[Tensor, "heads sums"],
-    scale: Float[Tensor, "heads sums"],
-    tolerance: Float[Tensor, " heads"],
-) -> Float[Tensor, " heads"]:
+def _solve_energy(mask: IntervalMask | DenseMask, right: Sums, scale: Sums, tolerance: PerHead) -> PerHead:
     """Return gᵀN⁺g by conjugate gradients on N, scaled on both sides."""
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal, goal
