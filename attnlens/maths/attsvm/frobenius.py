@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,10 +115,10 @@ def separable(problem: Problem, limit: int = 200) -> Separability:
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":
         return Separability(False, answer.residual, answer.multipliers)
-    # Any feasible W is a proof, even if not the shortest: its gap is finite.
-    if answer.gap is None or answer.norm is None or answer.gap == float("inf"):
+    if answer.gap is None or answer.norm is None or answer.gap == math.inf:
         return Separability(None, None, answer.multipliers)
-    return Separability(True, 1.0 / answer.norm if answer.norm > 0.0 else float("inf"), answer.multipliers)
+    # Any feasible W is a proof, even if not the shortest: its gap is finite.
+    return Separability(True, 1.0 / answer.norm if answer.norm > 0.0 else math.inf, answer.multipliers)
 
 
 class UnitConstraints:
@@ -228,7 +229,8 @@ class Constraints(UnitConstraints):
             return large
         whole = compact((u[:, :, None] * z[:, None, :]).reshape(len(both), -1))
         basis = np.linalg.qr(whole[len(rows) :].T)[0]
-        return whole[: len(rows)] - whole[: len(rows)] @ basis @ basis.T
+        outside: Float[ndarray, "k width"] = whole[: len(rows)] - whole[: len(rows)] @ basis @ basis.T
+        return outside
 
     def complete(
         self, rows: Rows, loads: Loads, meet_bounds: bool = True

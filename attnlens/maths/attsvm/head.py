@@ -10,6 +10,7 @@ import torch
 
 from attnlens.errors import UnposedError
 from attnlens.maths.attsvm.frobenius import solve
+from attnlens.maths.attsvm.nuclear import row_basis
 from attnlens.maths.attsvm.problem import build_problem
 
 if TYPE_CHECKING:
@@ -224,9 +225,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
     if not queries:
         raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
     z, equal = torch.stack(queries), torch.cat(inside)
-    _, values, vectors = torch.linalg.svd(z, full_matrices=False)
-    # The queries' span, up to rounding. Strict: zero queries span nothing.
-    basis = vectors[values > torch.finfo(torch.float64).eps * max(z.shape) * values[:1]].mT
+    basis = row_basis(z)
     problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)
     return HeadProblem(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
@@ -329,8 +328,6 @@ def projected_norm(problem: Problem, form: FactoredForm) -> float:
 
 def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
     """Return an orthonormal basis of the rows' span, from their Gram matrix; directions below SPAN are left out."""
-    numbers = rows.numpy()
-    # numpy detects that a matrix times its own transpose is symmetric, which halves the work.
-    values, vectors = torch.linalg.eigh(torch.from_numpy(numbers.T @ numbers))
+    values, vectors = torch.linalg.eigh(rows.mT @ rows)
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: equal tokens span nothing
     return basis

@@ -141,7 +141,7 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"The queries, chosen tokens (integers) or margins do not fit the {samples} samples.",
+            f"Each of the {samples} samples needs one query, one integer of the chosen tokens, and one of any margins.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
@@ -250,9 +250,6 @@ def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
     return kinds[:, :, None] == kinds[:, None]
 
 
-Edges = set[tuple[int, int]]
-
-
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
     """Build the problem (e_i − e_j)ᵀ W e_k = 0 inside cycles of k's graph, ≥ 1 along its other edges (Graph-SVM).
 
@@ -262,19 +259,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
-    graphs = build_priority_graphs(sequences, len(embeddings))
-    rows: list[tuple[int, int, int, bool]] = []
-    for query, edges in enumerate(graphs.values()):
-        rows += [(query, *row) for row in constrain_graph(edges, len(embeddings))]
-    query_of, upper, lower, equal = torch.tensor(rows, dtype=torch.long).reshape(-1, 4).unbind(1)
-    differences = embeddings[upper] - embeddings[lower]
-    queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
-    return build_problem(differences, queries, query_of, 1.0 - equal.double(), equal.bool())
-
-
-def build_priority_graphs(sequences: Sequence[Sequence[int]], vocabulary: int) -> dict[int, Edges]:
-    """Return the edges (label, input token) of every last input token, without loops; raise as `next_token` does."""
-    graphs: dict[int, Edges] = defaultdict(set)
+    vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
@@ -284,19 +269,20 @@ def build_priority_graphs(sequences: Sequence[Sequence[int]], vocabulary: int) -
             )
         *inputs, label = sequence
         graphs[inputs[-1]] |= {(label, token) for token in inputs if token != label}
-    return graphs
-
-
-def constrain_graph(edges: Edges, vocabulary: int) -> list[tuple[int, int, bool]]:
-    """Return (upper, lower, equal) of each component's tokens against its first, then of edges between components."""
-    if not edges:
-        return []
-    upper, lower = np.array(sorted(edges)).T
-    graph = coo_array((np.ones(len(upper)), (upper, lower)), shape=(vocabulary, vocabulary))
-    component = connected_components(graph, connection="strong")[1]
-    first = {component[token]: token for token in range(vocabulary - 1, -1, -1)}
-    tied = [(int(first[component[t]]), t, True) for t in range(vocabulary) if first[component[t]] != t]
-    return tied + [(int(i), int(j), False) for i, j in zip(upper, lower, strict=True) if component[i] != component[j]]
+    rows = [torch.empty(0, 4, dtype=torch.long)]
+    for query, edges in enumerate(graphs.values()):
+        upper, lower = np.array(sorted(edges), dtype=np.int64).reshape(-1, 2).T
+        graph = coo_array((np.ones(len(upper)), (upper, lower)), shape=(vocabulary, vocabulary))
+        component = connected_components(graph, connection="strong")[1]
+        first = np.unique(component, return_index=True)[1][component]  # the first token of each token's component
+        tied, between = np.flatnonzero(first != np.arange(vocabulary)), component[upper] != component[lower]
+        columns = np.r_[first[tied], upper[between]], np.r_[tied, lower[between]]
+        equal = np.arange(len(columns[0])) < len(tied)
+        rows.append(torch.from_numpy(np.stack([np.full(len(equal), query), *columns, equal], 1)).long())
+    query_of, upper_of, lower_of, equal_of = torch.cat(rows).unbind(1)
+    differences = embeddings[upper_of] - embeddings[lower_of]
+    queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
+    return build_problem(differences, queries, query_of, 1.0 - equal_of.double(), equal_of.bool())
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:

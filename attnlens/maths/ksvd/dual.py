@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
     from torch import Tensor
 
+    Packed = Float[Tensor, "some rows core"]
     Queries = Float[Tensor, "*batch n features"]
     Keys = Float[Tensor, "*batch m features"]
     Sampled = Float[Tensor, "*batch sampled features"]
@@ -175,9 +176,7 @@ def dual(query_features: Queries, key_features: Keys, s: int, projection: Sample
         if value is not None:
             require_finite(name, value)
     left, right = _factors(query_features, key_features, projection)
-    n, m = left.shape[-2], right.shape[-2]
-    packed = over_heads(_packed_svd, left, right)
-    return _truncate(packed[..., :n, :], packed[..., n : n + m, :], packed[..., -2, :], packed[..., -1, :1], s)
+    return _truncate(over_heads(_factored_svd, left, right), left.shape[-2], s)
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
@@ -188,11 +187,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     """
     require_positive("s", s)
     require_finite("kernel matrix", matrix)
-    matrix = matrix.double()
-    n, m = matrix.shape[-2:]
-    packed = over_heads(_packed_matrix_svd, matrix)
-    values = packed[..., -1, :]
-    return _truncate(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
+    return _truncate(over_heads(_dense_svd, matrix.double()), matrix.shape[-2], s)
 
 
 def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
@@ -240,38 +235,29 @@ def _factors(
     return left @ projection.mT, right @ projection.mT
 
 
-def _packed_svd(
-    left: Float[Tensor, "some n inner"], right: Float[Tensor, "some m inner"]
-) -> Float[Tensor, "some n+m+2 core"]:
-    """Stack H_e, H_r, σ and the zero threshold in one tensor, because the pool over heads returns a single tensor."""
+def _factored_svd(left: Float[Tensor, "some n inner"], right: Float[Tensor, "some m inner"]) -> Packed:
     (left_basis, left_core), (right_basis, right_core) = torch.linalg.qr(left), torch.linalg.qr(right)
     u, values, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
     norms = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
-    border = (EPS * left.shape[-1] * norms)[:, None, None].expand(-1, 1, values.shape[-1])
-    return torch.cat([left_basis @ u, right_basis @ vh.mT, values[:, None], border], 1)
+    return _pack(left_basis @ u, right_basis @ vh.mT, values, EPS * left.shape[-1] * norms)
 
 
-def _packed_matrix_svd(matrix: Float[Tensor, "some n m"]) -> Float[Tensor, "some n+m+1 least"]:
+def _dense_svd(matrix: Float[Tensor, "some n m"]) -> Packed:
     u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return torch.cat([u, vh.mT, values[:, None]], 1)
+    return _pack(u, vh.mT, values, EPS * max(matrix.shape[1:]) * values[:, 0])
 
 
-def _truncate(
-    left: Float[Tensor, "*batch n least"],
-    right: Float[Tensor, "*batch m least"],
-    values: Float[Tensor, "*batch least"],
-    border: Float[Tensor, "*batch 1"],
-    s: int,
-) -> Dual:
-    """Return the first s components, with those at or below the border set to zero."""
-    # Strict: a zero matrix has border 0, and none of its values is above it.
-    above = (values > border)[..., :s]
-    columns = above[..., None, :]
-    return Dual(
-        left=torch.where(columns, left[..., :s], 0.0),
-        values=torch.where(above, values[..., :s], 0.0),
-        right=torch.where(columns, right[..., :s], 0.0),
-    )
+def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], border: Float[Tensor, " some"]) -> Packed:
+    """Stack singular vectors, σ and the zero threshold, because the pool over heads returns a single tensor."""
+    return torch.cat([left, right, values[:, None], border[:, None, None].expand(-1, 1, values.shape[1])], 1)
+
+
+def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
+    """Return the first s components for n queries, with those at or below the threshold set to zero."""
+    # Strict: a zero matrix has threshold 0, and none of its values is above it.
+    above = packed[..., -2, :s] > packed[..., -1, :s]
+    first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)
+    return Dual(left=first[..., :n, :], values=first[..., -1, :], right=first[..., n:-1, :])
 
 
 def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
@@ -290,25 +276,19 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
         return matrix_dual(matrix, s)
     require_finite("kernel matrix", matrix)
     flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
-    triplets = [_sparse_svd(head, s) for head in flat]
-    left, values, right = (
-        torch.from_numpy(np.stack(part)).reshape(*matrix.shape[:-2], *part[0].shape).to(matrix.device)
-        for part in zip(*triplets, strict=True)
-    )
-    return Dual(left, values, right)
+    packed = torch.from_numpy(np.stack([_sparse_svd(head, s) for head in flat]))
+    return _truncate(packed.reshape(*matrix.shape[:-2], n + m + 2, s).to(matrix.device), n, s)
 
 
-def _sparse_svd(
-    matrix: Float[ndarray, "n m"], s: int
-) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
+def _sparse_svd(matrix: Float[ndarray, "n m"], s: int) -> Float[ndarray, "n+m+2 s"]:
+    """Return the s leading components, packed as by `_pack`."""
     n, m = matrix.shape
     if not matrix.any():
-        return np.zeros((n, s)), np.zeros(s), np.zeros((m, s))
+        return np.zeros((n + m + 2, s))
     start = np.random.default_rng(0).standard_normal(min(n, m))
     u, values, vh = svds(matrix, k=s, v0=start, tol=0)
     order = np.argsort(-values)
-    above = values[order] > EPS * max(n, m) * values.max()
-    return u[:, order] * above, values[order] * above, vh[order].T * above
+    return np.vstack([u[:, order], vh[order].T, values[order], np.full(s, EPS * max(n, m) * values.max())])
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class VisibleShares:
 def visible_shares(query_key: QueryKey) -> VisibleShares:
     """Compute the three shares of every head on one sequence, for any mask; NaN for long heads whose mask has gaps."""
     lead, n, m = query_key.query.shape[:-2], query_key.query.shape[-2], query_key.key.shape[-2]
-    energy, rounding, sums = _sum_scores(query_key).flatten(0, -2).split([1, 1, n + 2 * m - 1], 1)
+    energy, rounding, sums = torch.split(_sum_scores(query_key).flatten(0, -2), [1, 1, n + 2 * m - 1], 1)
     tolerance = (RESIDUAL**2 * energy + rounding)[:, 0]
     masks = query_key.allowed
     if masks is None:

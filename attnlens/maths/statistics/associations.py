@@ -276,13 +276,6 @@ def split_half(harm: Windows, sizes: Float[Tensor, " windows"], design: Design, 
         for windows in groups:
             half[windows[torch.randperm(len(windows), generator=generator)[: len(windows) // 2]]] = True
         means = [sizes[part].double() @ harm[part].double() / sizes[part].sum() for part in (half, ~half)]
-        correlations.append(_spearman(means[0], means[1]))
+        correlations.append(float(torch.corrcoef(rank_values(torch.stack(means)))[0, 1]))
     r = math.nan if np.isnan(correlations).all() else float(np.nanmedian(correlations))
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
-
-
-def _spearman(x: PerHead, y: PerHead) -> float:
-    """Return Spearman's ρ of two sides without NaN; NaN if one is constant."""
-    first, second = (side - side.mean() for side in (rank_values(x), rank_values(y)))
-    scale = float(first.norm() * second.norm())
-    return float(first @ second) / scale if scale > 0 else math.nan
