@@ -391,8 +391,7 @@ def test_degenerate_problem_is_solved_without_nnls(seed: int, monkeypatch: pytes
     answer = solve(problem)
     assert asked
     assert answer.status == "optimal"
-    every = np.zeros(len(problem.margins), dtype=bool)
-    reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(every)), every)))
+    reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(problem.margins)))))
     assert reference.status == "optimal"
     assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
 
@@ -412,24 +411,11 @@ def test_damped_step_never_raises_the_objective(damping: float) -> None:
     rows = dense(shared(1))
     gram, bounds = rows @ rows.T, np.ones(len(rows))
     gram /= gram.diagonal().max()
-    free, loads = np.zeros(len(rows), dtype=bool), np.zeros(len(rows))
+    loads = np.zeros(len(rows))
     values = [0.0]
     for _ in range(30):
-        loads, damping = frobenius.damped_step(gram, bounds, free, loads, damping)
+        loads, damping = frobenius.damped_step(gram, bounds, loads, damping)
         assert (loads >= 0.0).all()
         values.append(0.5 * loads @ gram @ loads - bounds @ loads)
     assert values[-1] < -0.1
     assert all(after <= before + 1e-12 * abs(before) for before, after in itertools.pairwise(values))
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-def test_products_query_by_query_are_the_gathered_ones(grouped: bool) -> None:
-    problem = drawn(3, n=4, length=20)
-    if not grouped:
-        turn = torch.randperm(len(problem.margins), generator=torch.Generator().manual_seed(0))
-        problem = replace(problem, differences=problem.differences[turn], query_of=problem.query_of[turn])
-    assert (problem.counts is not None) == grouped
-    v = torch.randn(4, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    naive = torch.stack([u @ v[q] for u, q in zip(problem.differences, problem.query_of.tolist(), strict=True)])
-    assert torch.allclose(problem.components(v), naive, rtol=1e-13, atol=1e-13)
-    assert not torch.allclose(problem.components(v.roll(1, 0)), naive, rtol=1e-2)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
     """(f, γ_t − γ_α)."""
     KeyQueryPair = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
+    PerTrial = Float[Tensor, " trials"]
+    Slope = Float[Tensor, "trials rows columns"]
 
 
 class Anchored(NamedTuple):
@@ -202,7 +204,7 @@ def descend(
 
 def gradient(
     instances: Instances, anchored: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
-) -> tuple[BilinearForm, Float[Tensor, " trials"]]:
+) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
     The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and α's own, which cancels all of them: no digits remain
@@ -225,7 +227,7 @@ def gradient(
 
 
 def _step(
-    parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
+    parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial
 ) -> tuple[Tensor, ...]:
     """Take one descent step in W, or in K and Q (directions D; D Q and Dᵀ K). `floor` has the units of D."""
     if len(parts) == 1:
@@ -237,9 +239,7 @@ def _step(
     return K - lr * unit(D @ Q, floor), Q - lr * unit(D.mT @ K, floor)
 
 
-def unit(
-    slope: Float[Tensor, "trials rows columns"], floor: Float[Tensor, " trials"]
-) -> Float[Tensor, "trials rows columns"]:
+def unit(slope: Slope, floor: PerTrial) -> Slope:
     """Return slope/(‖slope‖ + floor), scaled by the largest entry first so that no square underflows; 0 stays 0."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
@@ -251,29 +251,24 @@ def unit(
 def _check(
     instances: Instances, parts: Sequence[Tensor], iterations: int, lr: float, loss: str, normaliser: str
 ) -> None:
-    if iterations < 1:
-        raise UsageError(f"iterations={iterations} means no training.", "Give at least 1.")
-    if not (math.isfinite(lr) and lr > 0):
-        raise UsageError(f"lr={lr} is not a positive number.", "Give a number above 0, such as 0.1.")
+    if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
+        raise UsageError(f"iterations={iterations} with lr={lr} means no training.", "Give numbers above 0.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
             raise UsageError(f"There is no {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
             raise UsageError(f"The {name} contain NaN or Inf.", "Give finite numbers.")
-    trials, d, d_query = len(instances.tokens), instances.tokens.shape[-1], instances.queries.shape[-1]
-    needed = [(trials, d, d_query)]
-    if len(parts) == 2:
-        m = parts[0].shape[-1]
-        needed = [(trials, d, m), (trials, d_query, m)]
-        if any((part == 0).all() for part in parts):
-            raise UsageError(
-                "K = 0 or Q = 0 is a stationary point: training never leaves it.", "Give nonzero initial K and Q."
-            )
+    trials, widths = len(instances.tokens), (instances.tokens.shape[-1], instances.queries.shape[-1])
+    needed = [(trials, *widths)] if len(parts) == 1 else [(trials, width, parts[0].shape[-1]) for width in widths]
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
         raise UsageError(f"The initial factors have the shapes {shapes}.", f"These instances need {needed}.")
-    if len(parts) == 2 and normaliser == "form" and iterations > most_iterations(lr):
+    if len(parts) == 1:
+        return
+    if any((part == 0).all() for part in parts):
+        raise UsageError("K = 0 or Q = 0 is stationary: training never leaves it.", "Give nonzero initial K and Q.")
+    if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
             f"Choose normaliser=own, or at most {most_iterations(lr)} iterations.",

@@ -10,6 +10,7 @@ import torch
 
 from attnlens.errors import UnposedError
 from attnlens.maths.attsvm.frobenius import solve
+from attnlens.maths.attsvm.nuclear import row_basis
 from attnlens.maths.attsvm.problem import build_problem
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.maths.attsvm.problem import Problem, Solution
+
+    Scores = Float[Tensor, "queries keys"]
 
 TIE = 1e-6
 """Scores closer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
@@ -39,9 +42,7 @@ class FactoredForm:
     right: Float[Tensor, "d_query rank"]
     """R, on the queries' side, including the scale."""
 
-    def scores(
-        self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]
-    ) -> Float[Tensor, "queries keys"]:
+    def scores(self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]) -> Scores:
         """Return xᵀ M z of every query and token."""
         return (queries @ self.right) @ (tokens @ self.left).mT
 
@@ -64,7 +65,7 @@ class Scene:
     """Tokens x that are selected among."""
     queries: Float[Tensor, "queries d_query"]
     """Queries z that select."""
-    log_copies: Float[Tensor, "queries keys"]
+    log_copies: Scores
     """Log of the number of copies of a token that a query may see, at the first of them; −∞ at other copies and if
     hidden."""
 
@@ -83,7 +84,7 @@ class Softmax:
     sink: float | None = None
     """Logit that takes weight without a token, or None."""
 
-    def cap_scores(self, scores: Float[Tensor, "queries keys"]) -> Float[Tensor, "queries keys"]:
+    def cap_scores(self, scores: Scores) -> Scores:
         """Return the scores after softcapping, as the softmax uses them."""
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
@@ -188,9 +189,7 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
-def log_odds(
-    masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax
-) -> Float[Tensor, " queries"]:
+def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation: +∞ without other tokens, NaN without any.
 
     `masked` are the scores, and `log_weights` the softmax's logits plus the logarithm of the copies; both are −∞ for
@@ -226,22 +225,18 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
     if not queries:
         raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
     z, equal = torch.stack(queries), torch.cat(inside)
-    _, values, vectors = torch.linalg.svd(z, full_matrices=False)
-    # The queries' span, up to rounding. Strict: zero queries span nothing.
-    basis = vectors[values > torch.finfo(torch.float64).eps * max(z.shape) * values[:1]].mT
+    basis = row_basis(z)
     problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)
     return HeadProblem(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
 
-def _select_largest(masked: Float[Tensor, "queries keys"]) -> Bool[Tensor, "queries keys"]:
+def _select_largest(masked: Scores) -> Bool[Tensor, "queries keys"]:
     """Return which visible token has the largest score; none if none is visible."""
     best = masked.argmax(-1, keepdim=True)
     return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
 
 
-def _select_top_p(
-    masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax, top_p: float
-) -> Bool[Tensor, "queries keys"]:
+def _select_top_p(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float) -> Bool[Tensor, "queries keys"]:
     """Return which tokens are the fewest with a share `top_p` of a query's weight."""
     total = log_weights.logsumexp(-1, keepdim=True)
     if softmax.sink is not None:
@@ -333,8 +328,6 @@ def projected_norm(problem: Problem, form: FactoredForm) -> float:
 
 def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
     """Return an orthonormal basis of the rows' span, from their Gram matrix; directions below SPAN are left out."""
-    numbers = rows.numpy()
-    # numpy detects that a matrix times its own transpose is symmetric, which halves the work.
-    values, vectors = torch.linalg.eigh(torch.from_numpy(numbers.T @ numbers))
+    values, vectors = torch.linalg.eigh(rows.mT @ rows)
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: equal tokens span nothing
     return basis

@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 
 from attnlens.maths.attsvm.frobenius import solve
-from attnlens.maths.attsvm.problem import Problem, Solution, check_limits, check_sizes
+from attnlens.maths.attsvm.problem import Problem, Solution, check_solvable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -123,7 +123,10 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
-    point = start_inside(constraints, size)
+    # Well inside: X = size · I, λ equal and so small that ‖M‖ = ½; 0 with equalities only, where M is 0.
+    inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
+    flat = inequal * (0.5 / max(float(np.linalg.norm(constraints.form(inequal.astype(float)), 2)), EPS))
+    point = Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
     best, upper, lower = Iterate(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
     for step in range(1, limit + 1):
         try:
@@ -143,16 +146,6 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
         if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > best.iterations + PATIENCE:
             break
     return best
-
-
-def start_inside(constraints: Constraints, size: float) -> Point:
-    """Return a point well inside: X = size · I, λ equal and so small that ‖M‖ = ½."""
-    inequal = ~constraints.equal
-    flat = inequal.astype(float)
-    # with equalities only, Σ u zᵀ is empty and has norm 0; λ = 0 is then inside
-    flat *= 0.5 / max(float(np.linalg.norm(constraints.form(flat), 2)), EPS)
-    order = constraints.u.shape[1] + constraints.z.shape[1]
-    return Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
@@ -252,31 +245,25 @@ def refine_on_face(
     if rank * sum(W.shape) + len(rows) > MOST_UNKNOWNS:
         return None
     A, B = left[:, :rank] * values[:rank].sqrt(), right[:rank].mT * values[:rank].sqrt()
-    face, active = problem.select(rows), multipliers[rows]
+    face, active, eye = problem.select(rows), multipliers[rows], torch.eye(rank).double()
+    u, z = face.differences, face.paired_queries
     for _ in range(NEWTON_STEPS):
-        before = A @ B.mT
-        A, B, active = step_on_face(face, A, B, active)
+        M, before = face.form(active), A @ B.mT
+        by_a = (u[:, :, None] * (z @ B)[:, None, :]).flatten(1)
+        by_b = (z[:, :, None] * (u @ A)[:, None, :]).flatten(1)
+        system = [
+            torch.cat([torch.eye(A.numel()), -torch.kron(M, eye), -by_a.mT], 1),
+            torch.cat([-torch.kron(M.mT.contiguous(), eye), torch.eye(B.numel()), -by_b.mT], 1),
+            torch.cat([by_a, by_b, torch.zeros(len(u), len(u))], 1),
+        ]
+        missing = torch.cat([(M @ B - A).flatten(), (M.mT @ A - B).flatten(), face.margins - face.scores(before)])
+        # The shortest step, because A and B can be rotated together.
+        step = torch.linalg.lstsq(torch.cat(system), missing[:, None], driver="gelsd").solution[:, 0]
+        a, b, change = step.split([A.numel(), B.numel(), len(u)])
+        A, B, active = A + a.view_as(A), B + b.view_as(B), active + change
         if (A @ B.mT - before).norm() <= CONVERGED * before.norm():
             break
     return torch.zeros_like(multipliers).index_add(0, rows, active), A @ B.mT
-
-
-def step_on_face(
-    face: Problem, A: Float[Tensor, "d rank"], B: Float[Tensor, "d_query rank"], multipliers: Multipliers
-) -> tuple[Float[Tensor, "d rank"], Float[Tensor, "d_query rank"], Multipliers]:
-    """Take one step towards A = M B, B = Mᵀ A, u A Bᵀ z = b: the shortest, as A and B can be rotated together."""
-    u, z, M, eye = face.differences, face.paired_queries, face.form(multipliers), torch.eye(A.shape[1]).double()
-    by_a = (u[:, :, None] * (z @ B)[:, None, :]).flatten(1)
-    by_b = (z[:, :, None] * (u @ A)[:, None, :]).flatten(1)
-    rows = [
-        torch.cat([torch.eye(A.numel()), -torch.kron(M, eye), -by_a.mT], 1),
-        torch.cat([-torch.kron(M.mT.contiguous(), eye), torch.eye(B.numel()), -by_b.mT], 1),
-        torch.cat([by_a, by_b, torch.zeros(len(u), len(u))], 1),
-    ]
-    missing = torch.cat([(M @ B - A).flatten(), (M.mT @ A - B).flatten(), face.margins - face.scores(A @ B.mT)])
-    step = torch.linalg.lstsq(torch.cat(rows), missing[:, None], driver="gelsd").solution[:, 0]
-    a, b, change = step.split([A.numel(), B.numel(), len(u)])
-    return A + a.view_as(A), B + b.view_as(B), multipliers + change
 
 
 def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -> Solution:
@@ -288,7 +275,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
     without a norm. Raises the errors of `solve`.
     """
-    check_limits(tolerance, limit)
+    check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
     if frobenius.status == "infeasible":
         return frobenius
@@ -339,15 +326,14 @@ def certify_nuclear(
     of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0 and sizes
     outside [1e-50, 1e50].
     """
-    check_limits(tolerance)
-    check_sizes(problem)
+    check_solvable(problem, tolerance)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
     size = float(torch.linalg.matrix_norm(problem.form(multipliers), 2))
     multipliers = multipliers / size if size > 0 else torch.zeros_like(multipliers)
     feasible, least = scale_to_feasible(problem, W)
     if feasible is None:
-        nothing = torch.zeros_like(problem.equal)
-        return Solution("inaccurate", multipliers, None, None, math.inf, least, None, None, nothing, iterations)
+        answer = Solution("inaccurate", multipliers, torch.zeros_like(problem.equal), iterations)
+        return replace(answer, gap=math.inf, least=least)
     norm = float(torch.linalg.matrix_norm(feasible, "nuc"))
     dual = max(0.0, float(problem.margins @ multipliers))
     gap = max(0.0, (norm - dual) / norm) if norm > 0 else 0.0
@@ -370,7 +356,6 @@ def certify_nuclear(
         gap=gap,
         least=least,
         kkt=float(torch.cat(kkt).max()),
-        residual=None,
         support=support,
         iterations=iterations,
     )

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Each = Float[Tensor, " constraints"]
+    Tokens = Float[Tensor, "n tokens d"]
+    Queries = Float[Tensor, "n d_query"]
+    Mask = Bool[Tensor, "n tokens"]
+    Pairs = Int[Tensor, " pairs"]
 
-MANY = 8
-"""Minimum constraints per query at which products are computed query by query; with fewer, the loop is slower."""
 LEAST, MOST = 1e-50, 1e50
 """Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
 PROOF = 1e-10
@@ -63,14 +65,6 @@ class Problem:
         u, z = self.differences, self.queries
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
-    @cached_property
-    def counts(self) -> list[int] | None:
-        """Number of constraints of each query; None if constraints are not sorted by query."""
-        if not bool((self.query_of.diff() >= 0).all()):
-            return None
-        counts: list[int] = self.query_of.bincount(minlength=len(self.queries)).tolist()
-        return counts
-
     def select(self, rows: Int[Tensor, " rows"]) -> Problem:
         """Return the problem with these constraints only."""
         differences, query_of = self.differences[rows], self.query_of[rows]
@@ -87,11 +81,7 @@ class Problem:
 
     def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
-        if self.counts is None or len(self.query_of) < MANY * len(self.queries):
-            return (self.differences * directions[self.query_of]).sum(-1)
-        # A direction per constraint would take as much memory as the differences.
-        blocks = torch.split(self.differences, self.counts)
-        return torch.cat([block @ direction for block, direction in zip(blocks, directions, strict=True)])
+        return (self.differences * directions[self.query_of]).sum(-1)
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
         """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
@@ -113,29 +103,29 @@ class Solution:
     was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
     multipliers: Float[Tensor, " constraints"]
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
-    W: Float[Tensor, "d d_query"] | None
-    """Solution, scaled so that its least margin is met exactly; None if there is none."""
-    norm: float | None
-    """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
-    gap: float | None
-    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
-    least: float | None
-    """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
-    kkt: float | None
-    """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
-    residual: float | None
-    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof."""
     support: Bool[Tensor, " constraints"]
     """Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding."""
     iterations: int
     """Number of steps of the outer loop."""
+    W: Float[Tensor, "d d_query"] | None = None
+    """Solution, scaled so that its least margin is met exactly; None if there is none."""
+    norm: float | None = None
+    """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
+    gap: float | None = None
+    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
+    least: float | None = None
+    """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
+    kkt: float | None = None
+    """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
+    residual: float | None = None
+    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof."""
 
 
 def selection(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
+    tokens: Tokens,
+    queries: Queries,
     chosen: Int[Tensor, " n"],
-    allowed: Bool[Tensor, "n tokens"] | None = None,
+    allowed: Mask | None = None,
     margins: Float[Tensor, " n"] | None = None,
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
@@ -146,31 +136,24 @@ def selection(
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
-    visible = as_mask("allowed", allowed, samples, length)
-    rows = torch.arange(samples)
-    chosen = require_real("chosen tokens", chosen)
-    if chosen.is_floating_point() or chosen.dtype == torch.bool:
-        raise UsageError(f"The chosen tokens have dtype {chosen.dtype}.", "Give integers, as .long() does.")
-    if chosen.shape != (samples,) or queries.shape[0] != samples:
+    visible, chosen = as_mask("allowed", allowed, samples, length), require_real("chosen tokens", chosen)
+    bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
+    integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
+    if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query and one chosen token.",
-            "Give one query and one chosen token per sample.",
+            f"Each of the {samples} samples needs one query, one integer of the chosen tokens, and one of any margins.",
+            "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
-    within = (chosen >= 0) & (chosen < length)
+    rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
         raise UsageError("A chosen token is not among the allowed ones.", "Choose tokens that the query sees.")
     rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
-    bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
-    if bounds.shape != (samples,):
-        raise UsageError(f"There are {len(bounds)} margins for {samples} samples.", "Give one margin per sample.")
     return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
-def prompt(
-    tokens: Float[Tensor, "n tokens d"], chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None
-) -> Problem:
+def prompt(tokens: Tokens, chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None) -> Problem:
     """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
     Raises the errors of `selection`.
@@ -194,56 +177,47 @@ def causal(
     return selection(tokens.expand(length, *tokens.shape), tokens if queries is None else queries, chosen, past)
 
 
-def selection_sets(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    sets: Bool[Tensor, "n tokens"],
-    allowed: Bool[Tensor, "n tokens"] | None = None,
-) -> Problem:
+def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
     """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
 
     The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
     one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
     """
-    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
-    visible = as_mask("allowed", allowed, *tokens.shape[:2])
-    sets, first = merge_duplicates(tokens, as_sets(tokens, queries, sets, visible), visible)
-    representative = sets.int().argmax(-1)
-    others = first.clone()
-    others[torch.arange(len(tokens)), representative] = False
-    if not (others & ~sets).any():
+    tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
+    sets, first = merge_duplicates(tokens, sets, visible)
+    if not (first & ~sets).any():
         raise UnposedError("Every token is kept.", "Keep fewer tokens, so that there is something to separate.")
-    row, other = others.nonzero(as_tuple=True)
-    inside, differences = sets[row, other], tokens[row, representative[row]] - tokens[row, other]
+    row, representative, other = pair_with_representatives(sets, first)
+    inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
 
 
-def finite_part(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    weights: Float[Tensor, "n tokens"],
-    sets: Bool[Tensor, "n tokens"],
-) -> Problem:
+def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n tokens"], sets: Mask) -> Problem:
     """Build the problem (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i of W_fin, the part that stays finite.
 
     Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
     Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
     """
-    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
-    sets = as_sets(tokens, queries, sets, torch.ones(tokens.shape[:2], dtype=torch.bool))
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
         raise UsageError("A kept token has no positive weight.", "Give the attention weights, one per token.")
-    sets, first = merge_duplicates(tokens, sets, torch.ones_like(sets))
+    sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()
     logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
-    representative = sets.int().argmax(-1)
-    inside = sets & first
-    inside[torch.arange(len(tokens)), representative] = False
-    row, other = inside.nonzero(as_tuple=True)
-    differences = tokens[row, representative[row]] - tokens[row, other]
-    ratios = logs[row, representative[row]] - logs[row, other]
+    row, representative, other = pair_with_representatives(sets, sets & first)
+    differences = tokens[row, representative] - tokens[row, other]
+    ratios = logs[row, representative] - logs[row, other]
     return build_problem(differences, queries, row, ratios, torch.ones(len(row), dtype=torch.bool))
+
+
+def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
+    """Return sample, first token of its set O_i, and candidate, for all other candidates."""
+    representative = sets.int().argmax(-1)
+    others = candidates.clone()
+    others[torch.arange(len(sets)), representative] = False
+    row, other = others.nonzero(as_tuple=True)
+    return row, representative[row], other
 
 
 def build_problem(
@@ -262,23 +236,18 @@ def build_problem(
     return Problem(differences, queries, query_of, margins, equal)
 
 
-def merge_duplicates(
-    tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], visible: Bool[Tensor, "n tokens"]
-) -> tuple[Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
+def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, Mask]:
     """Return the sets extended by all copies of kept tokens, and which visible tokens are the first of their copies."""
     same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
     first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
 
 
-def find_equal_tokens(tokens: Float[Tensor, "n tokens d"]) -> Bool[Tensor, "n tokens tokens"]:
+def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
     """Return which pairs of tokens of a sample are equal in every number."""
     # Adding 0 makes −0 and 0 the same row; comparing pairs of rows outright would take n · T² · d bytes.
     kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
     return kinds[:, :, None] == kinds[:, None]
-
-
-Edges = set[tuple[int, int]]
 
 
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
@@ -290,19 +259,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
-    graphs = build_priority_graphs(sequences, len(embeddings))
-    rows: list[tuple[int, int, int, bool]] = []
-    for query, edges in enumerate(graphs.values()):
-        rows += [(query, *row) for row in constrain_graph(edges, len(embeddings))]
-    query_of, upper, lower, equal = torch.tensor(rows, dtype=torch.long).reshape(-1, 4).unbind(1)
-    differences = embeddings[upper] - embeddings[lower]
-    queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
-    return build_problem(differences, queries, query_of, 1.0 - equal.double(), equal.bool())
-
-
-def build_priority_graphs(sequences: Sequence[Sequence[int]], vocabulary: int) -> dict[int, Edges]:
-    """Return the edges (label, input token) of every last input token, without loops; raise as `next_token` does."""
-    graphs: dict[int, Edges] = defaultdict(set)
+    vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
@@ -312,36 +269,36 @@ def build_priority_graphs(sequences: Sequence[Sequence[int]], vocabulary: int) -
             )
         *inputs, label = sequence
         graphs[inputs[-1]] |= {(label, token) for token in inputs if token != label}
-    return graphs
-
-
-def constrain_graph(edges: Edges, vocabulary: int) -> list[tuple[int, int, bool]]:
-    """Return (upper, lower, equal) of each component's tokens against its first, then of edges between components."""
-    if not edges:
-        return []
-    upper, lower = np.array(sorted(edges)).T
-    graph = coo_array((np.ones(len(upper)), (upper, lower)), shape=(vocabulary, vocabulary))
-    component = connected_components(graph, connection="strong")[1]
-    first = {component[token]: token for token in range(vocabulary - 1, -1, -1)}
-    tied = [(int(first[component[t]]), t, True) for t in range(vocabulary) if first[component[t]] != t]
-    return tied + [(int(i), int(j), False) for i, j in zip(upper, lower, strict=True) if component[i] != component[j]]
+    rows = [torch.empty(0, 4, dtype=torch.long)]
+    for query, edges in enumerate(graphs.values()):
+        upper, lower = np.array(sorted(edges), dtype=np.int64).reshape(-1, 2).T
+        graph = coo_array((np.ones(len(upper)), (upper, lower)), shape=(vocabulary, vocabulary))
+        component = connected_components(graph, connection="strong")[1]
+        first = np.unique(component, return_index=True)[1][component]  # the first token of each token's component
+        tied, between = np.flatnonzero(first != np.arange(vocabulary)), component[upper] != component[lower]
+        columns = np.r_[first[tied], upper[between]], np.r_[tied, lower[between]]
+        equal = np.arange(len(columns[0])) < len(tied)
+        rows.append(torch.from_numpy(np.stack([np.full(len(equal), query), *columns, equal], 1)).long())
+    query_of, upper_of, lower_of, equal_of = torch.cat(rows).unbind(1)
+    differences = embeddings[upper_of] - embeddings[lower_of]
+    queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
+    return build_problem(differences, queries, query_of, 1.0 - equal_of.double(), equal_of.bool())
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
     numbers = require_real(name, numbers)
-    if numbers.ndim != axes:
+    if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
-            f"The {name} have {numbers.ndim} axes, not {axes}.", "See the documentation for the expected shape."
+            f"The {name} have axes of sizes {tuple(numbers.shape)}, not {axes} axes with a last dimension above 0.",
+            "See the documentation for the expected shape.",
         )
-    if axes > 1 and not numbers.shape[-1]:
-        raise UsageError(f"The {name} have no dimension (d = 0).", "Give at least one.")
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", "Look for an overflow in the code that computes them.")
     return numbers.detach().double()
 
 
-def as_mask(name: str, mask: Bool[Tensor, "n tokens"] | None, samples: int, length: int) -> Bool[Tensor, "n tokens"]:
+def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
     """Return the mask, all true by default; raise UsageError if its shape differs."""
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
@@ -352,14 +309,10 @@ def as_mask(name: str, mask: Bool[Tensor, "n tokens"] | None, samples: int, leng
     return mask.bool()
 
 
-def as_sets(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    sets: Bool[Tensor, "n tokens"],
-    visible: Bool[Tensor, "n tokens"],
-) -> Bool[Tensor, "n tokens"]:
-    """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
-    sets = as_mask("sets", sets, *tokens.shape[:2])
+def as_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None) -> tuple[Tokens, Queries, Mask, Mask]:
+    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they do not fit each other."""
+    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))
     if len(queries) != len(tokens):
         raise UsageError(f"There are {len(queries)} queries for {len(tokens)} samples.", "Give one query per sample.")
     if not sets.any(-1).all() or (sets & ~visible).any():
@@ -367,40 +320,35 @@ def as_sets(
             "A set of kept tokens is empty, or contains a token that its query does not see.",
             "Keep at least one token, and only tokens that the query sees.",
         )
-    return sets
+    return tokens, queries, sets, visible
 
 
 def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
-    if not isinstance(tensor, torch.Tensor):
-        kind = type(tensor).__name__
-        raise UsageError(f"The {name} are {kind}, not a torch tensor.", "Wrap them: torch.as_tensor(…).")
-    if tensor.is_complex():
-        raise UsageError(f"The {name} are complex numbers.", "Give real numbers, for example the real parts.")
+    if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise UsageError(f"The {name} are {kind}, not a torch tensor of real numbers.", "Use torch.as_tensor or .real.")
     return tensor
 
 
-def check_limits(tolerance: float, limit: int = 1) -> None:
-    """Raise UsageError unless the tolerance is positive and the limit at least 1."""
+def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
+    """Raise UnposedError for a problem without constraints; UsageError for these limits or sizes.
+
+    The tolerance must be positive, the limit at least 1, and the largest |number| of each nonzero difference, query and
+    margin in [1e-50, 1e50]: squares and products of others over- or underflow float64.
+    """
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
     if limit < 1:
         raise UsageError(f"The limit is {limit}, but must be at least 1.", "Give a limit of at least 1.")
-
-
-def check_sizes(problem: Problem) -> None:
-    """Raise UsageError if squares and products of a problem's numbers would over- or underflow float64.
-
-    Each difference, query and margin that is not zero must have its largest |number| in [1e-50, 1e50].
-    """
+    if not len(problem.margins):
+        raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
     parts = {
         "difference of two tokens": problem.differences,
         "query": problem.queries,
         "margin": problem.margins[:, None],
     }
     for name, rows in parts.items():
-        if not rows.numel():
-            continue
         sizes = rows.abs().amax(-1)
         extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
         if len(extreme):
@@ -419,8 +367,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     UsageError if λ has another length or is not finite, for a tolerance ≤ 0, and for sizes outside [1e-50, 1e50], where
     rounding to 0 or ∞ would pass for a proof.
     """
-    check_limits(tolerance)
-    check_sizes(problem)
+    check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
         raise UsageError("The multipliers must be one finite number per constraint.", "Give this problem's λ.")
     bounds = problem.margins
@@ -435,11 +382,6 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
         return Solution(
             status="infeasible",
             multipliers=multipliers / total,
-            W=None,
-            norm=None,
-            gap=None,
-            least=None,
-            kkt=None,
             residual=norm / total,
             support=_find_support(multipliers.abs()),
             iterations=iterations,
@@ -476,7 +418,6 @@ def _build_solution(
         gap=gap,
         least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
         kkt=kkt,
-        residual=None,
         support=_find_support(price * lengths),
         iterations=iterations,
     )

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from scipy.linalg.lapack import dposv
+from scipy.optimize import Bounds, minimize
 
-from attnlens.errors import UnposedError, UsageError
+from attnlens.errors import UsageError
 from attnlens.maths.attsvm.frobenius import UnitConstraints, solve
-from attnlens.maths.attsvm.problem import check_limits, check_sizes
+from attnlens.maths.attsvm.problem import check_solvable
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -27,15 +28,11 @@ if TYPE_CHECKING:
     Gram = Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]]
 
 BETWEEN = 25
-"""Gradient steps between two polishings."""
-POWERS = 50
-"""Products that estimate the largest eigenvalue of G."""
+"""L-BFGS-B steps between two polishings."""
 NEWTON, WIDEST = 30, 1000
 """Newton steps of one polishing, and the most λ that a step solves for: its cost grows with their cube."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
 """Added to the diagonal of G, which is 1: if G is singular, steps would otherwise be too long for the bounds."""
-ABOVE = 1.1
-"""Factor by which the step is shortened, because the eigenvalue estimate is slightly too low."""
 NOTICED = 1e-6
 """Slack, relative to |b| + |score|, that counts as a violation: λ is known to the duality gap, not to rounding."""
 
@@ -55,32 +52,29 @@ class SoftMargin:
     gap: float
     """Relative duality gap (P − D)/P of the objective."""
     iterations: int
-    """Gradient steps."""
+    """L-BFGS-B steps."""
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
-    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by accelerated projected gradient and Newton steps.
+    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by L-BFGS-B and Newton steps.
 
     Stops at a gap of `tolerance` or after `limit` steps; the result has the gap. Raises UsageError unless C is finite
     and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
     constraints.
     """
-    check_limits(tolerance, limit)
-    check_sizes(problem)
+    check_solvable(problem, tolerance, limit)
     if not (C > 0.0 and math.isfinite(C)):
         raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
-    if not len(problem.margins):
-        raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
     constraints = UnitConstraints(problem)
     all_rows = np.arange(len(constraints.u))
     # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
     high = C * constraints.scale
-    low = np.where(constraints.free, -high, 0.0)
-    products, gram = partial(constraints.scores, all_rows), lambda face: constraints.gram(face, face)
-    box = Box(products, gram, constraints.bounds, low, high)
+    low = np.where(constraints.equal, -high, 0.0)
+    products, gram = partial(constraints.unit_scores, all_rows), lambda face: constraints.unit_gram(face, face)
+    box = Box(products, gram, constraints.unit_bounds, low, high)
     # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
     start = solve(problem).multipliers.numpy() * constraints.scale
-    loads, steps = box.climb(np.clip(start, low, high), tolerance, limit)
+    loads, steps = box.minimise(np.clip(start, low, high), tolerance, limit)
     return _build_solution(problem, torch.from_numpy(loads / constraints.scale), C, steps)
 
 
@@ -105,7 +99,7 @@ def _build_solution(problem: Problem, multipliers: Float[Tensor, " constraints"]
 
 @dataclass(frozen=True)
 class Box:
-    """The problem max bᵀλ − ½λᵀGλ over low ≤ λ ≤ high."""
+    """The problem min ½λᵀGλ − bᵀλ over low ≤ λ ≤ high."""
 
     product: Callable[[Loads], Loads]
     """λ → Gλ."""
@@ -121,38 +115,22 @@ class Box:
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.bounds + uphill)))
 
-    def climb(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
-        """Return λ and the number of steps, by Nesterov's method with restarts and periodic Newton steps on free λ."""
-        if self.is_optimal(loads, tolerance):
-            return loads, 0
-        rate = 1.0 / (ABOVE * self.largest_eigenvalue())
-        ahead, momentum, step = loads, 1.0, 0
-        while step < limit:
-            if step % BETWEEN == 0:
-                loads = self.polish(loads)
-                ahead, momentum = loads, 1.0
-                if self.is_optimal(loads, tolerance):
-                    break
-            uphill = self.bounds - self.product(ahead)
-            moved = np.clip(ahead + rate * uphill, self.low, self.high)
-            if uphill @ (moved - loads) < 0.0:  # the step goes downhill: restart without momentum
-                momentum = 1.0
-            next_momentum = 0.5 * (1.0 + math.sqrt(1.0 + 4.0 * momentum**2))
-            ahead = moved + (momentum - 1.0) / next_momentum * (moved - loads)
-            loads, momentum, step = moved, next_momentum, step + 1
-        return loads, step
+    def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
+        """Return λ and the number of steps, by L-BFGS-B and, every few steps, Newton steps on the free λ."""
 
-    def largest_eigenvalue(self) -> float:
-        """Estimate the largest eigenvalue of G by power iteration; 1 for a zero G."""
-        direction = np.random.default_rng(0).standard_normal(len(self.bounds))
-        largest = 0.0
-        for _ in range(POWERS):
-            size = float(np.linalg.norm(direction))
-            if size == 0.0:
+        def objective(loads: Loads) -> tuple[float, Loads]:
+            downhill = self.product(loads) - self.bounds
+            return 0.5 * float(loads @ (downhill - self.bounds)), downhill
+
+        steps, box = 0, Bounds(self.low, self.high)
+        while not self.is_optimal(loads, tolerance):
+            loads = self.polish(loads)
+            if steps >= limit or self.is_optimal(loads, tolerance):
                 break
-            direction = self.product(direction / size)
-            largest = float(np.linalg.norm(direction))
-        return largest or 1.0
+            options = {"maxiter": min(BETWEEN, limit - steps), "ftol": 0.0, "gtol": 0.0}
+            answer = minimize(objective, loads, jac=True, method="L-BFGS-B", bounds=box, options=options)
+            loads, steps = answer.x, steps + max(answer.nit, 1)
+        return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
         """Return λ after projected Newton steps (Bertsekas 1982) on the λ not stopped by a bound, while they gain."""

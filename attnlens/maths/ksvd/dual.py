@@ -1,23 +1,30 @@
-"""Dual kernel SVD of attention, K H_r = H_e Σ and Kᵀ H_e = H_r Σ: from features, from a dense K, or by Nyström."""
+"""Kernel SVD of attention, K H_r = H_e Σ and Kᵀ H_e = H_r Σ: dual, primal, its objective J, angles between spaces."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import svds
 
+from attnlens.choices import Convention
 from attnlens.errors import UsageError
-from attnlens.maths.linalg import over_heads
+from attnlens.maths.linalg import over_heads, singular_values
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Real
     from numpy import ndarray
     from torch import Tensor
+
+    Packed = Float[Tensor, "some rows core"]
+    Queries = Float[Tensor, "*batch n features"]
+    Keys = Float[Tensor, "*batch m features"]
+    Sampled = Float[Tensor, "*batch sampled features"]
+    PerHead = Float[Tensor, "*batch"]
 
 
 EPS = torch.finfo(torch.float64).eps
@@ -40,7 +47,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
     return scaled / torch.where(length > 0, length, 1.0)
 
 
-def centre_rows(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n features"]:
+def centre_rows(x: Queries) -> Queries:
     """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if they differ by rounding alone.
 
     Applied to key features it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
@@ -68,7 +75,7 @@ def random_features(
     return exponent.exp() / math.sqrt(count)
 
 
-def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Tensor, "*batch sampled features"]:
+def sampled_rows(x: Queries, count: int) -> Sampled:
     """Return X', `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
 
     The data-dependent F = X' of Chen et al. 2023 (Eq. 6, f(X)); their code takes min(n, 10·s) rows in this way. Raises
@@ -79,7 +86,7 @@ def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Ten
 
 
 def evenly_spaced(
-    x: Float[Tensor, "*batch n features"], count: int, mask: Bool[Tensor, "*#batch n"] | None = None
+    x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
     """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
 
@@ -127,21 +134,11 @@ class Dual:
     """σ, descending, in the kernel's unit."""
     right: Float[Tensor, "*batch m s"]
     """H_r, one row per key; its non-zero columns are orthonormal."""
-    requested: int
-    """Requested number of components s; K can have fewer."""
 
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
         """Number of non-zero components."""
         return (self.values > 0).sum(-1)
-
-    @property
-    def shortfall(self) -> str | None:
-        """Sentence saying why there are fewer components than requested; None if there are as many."""
-        s = self.values.shape[-1]
-        if s >= self.requested:
-            return None
-        return f"s = {self.requested} was requested, but the rank of K is at most {s}: s is {s}"
 
     @property
     def multipliers(self) -> Float[Tensor, "*batch s"]:
@@ -167,12 +164,7 @@ class Dual:
         return columns.double().mT @ self.left
 
 
-def dual(
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    s: int,
-    projection: Float[Tensor, "*batch sampled features"] | None = None,
-) -> Dual:
+def dual(query_features: Queries, key_features: Keys, s: int, projection: Sampled | None = None) -> Dual:
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
     `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, because K has no
@@ -184,9 +176,7 @@ def dual(
         if value is not None:
             require_finite(name, value)
     left, right = _factors(query_features, key_features, projection)
-    n, m = left.shape[-2], right.shape[-2]
-    packed = over_heads(_packed_svd, left, right)
-    return _truncate(packed[..., :n, :], packed[..., n : n + m, :], packed[..., -2, :], packed[..., -1, :1], s)
+    return _truncate(over_heads(_factored_svd, left, right), left.shape[-2], s)
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
@@ -197,11 +187,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     """
     require_positive("s", s)
     require_finite("kernel matrix", matrix)
-    matrix = matrix.double()
-    n, m = matrix.shape[-2:]
-    packed = over_heads(_packed_matrix_svd, matrix)
-    values = packed[..., -1, :]
-    return _truncate(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
+    return _truncate(over_heads(_dense_svd, matrix.double()), matrix.shape[-2], s)
 
 
 def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
@@ -211,12 +197,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads with these queries or keys.")
 
 
-def residual(
-    solution: Dual,
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    projection: Float[Tensor, "*batch sampled features"] | None = None,
-) -> Float[Tensor, "*batch"]:
+def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:
     """Return the relative residual of the eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
 
     √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖); NaN if K is zero. K is not formed.
@@ -225,7 +206,7 @@ def residual(
     return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
 
 
-def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
+def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerHead:
     """Return the relative residual of a solution as `residual` does, for a dense K."""
     matrix = matrix.double()
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
@@ -233,7 +214,7 @@ def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Floa
 
 def _residual(
     solution: Dual, through_right: Float[Tensor, "*batch n s"], through_left: Float[Tensor, "*batch m s"]
-) -> Float[Tensor, "*batch"]:
+) -> PerHead:
     """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
@@ -242,9 +223,7 @@ def _residual(
 
 
 def _factors(
-    query_features: Float[Tensor, "*batch n features"],
-    key_features: Float[Tensor, "*batch m features"],
-    projection: Float[Tensor, "*batch sampled features"] | None,
+    query_features: Queries, key_features: Keys, projection: Sampled | None
 ) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
     """Return A and B with K = A Bᵀ; an F with more rows than columns is replaced by its root R, RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
@@ -256,48 +235,35 @@ def _factors(
     return left @ projection.mT, right @ projection.mT
 
 
-def _packed_svd(
-    left: Float[Tensor, "some n inner"], right: Float[Tensor, "some m inner"]
-) -> Float[Tensor, "some n+m+2 core"]:
-    """Stack H_e, H_r, σ and the zero threshold in one tensor, because the pool over heads returns a single tensor."""
+def _factored_svd(left: Float[Tensor, "some n inner"], right: Float[Tensor, "some m inner"]) -> Packed:
     (left_basis, left_core), (right_basis, right_core) = torch.linalg.qr(left), torch.linalg.qr(right)
     u, values, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
     norms = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
-    border = (EPS * left.shape[-1] * norms)[:, None, None].expand(-1, 1, values.shape[-1])
-    return torch.cat([left_basis @ u, right_basis @ vh.mT, values[:, None], border], 1)
+    return _pack(left_basis @ u, right_basis @ vh.mT, values, EPS * left.shape[-1] * norms)
 
 
-def _packed_matrix_svd(matrix: Float[Tensor, "some n m"]) -> Float[Tensor, "some n+m+1 least"]:
+def _dense_svd(matrix: Float[Tensor, "some n m"]) -> Packed:
     u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return torch.cat([u, vh.mT, values[:, None]], 1)
+    return _pack(u, vh.mT, values, EPS * max(matrix.shape[1:]) * values[:, 0])
 
 
-def _truncate(
-    left: Float[Tensor, "*batch n least"],
-    right: Float[Tensor, "*batch m least"],
-    values: Float[Tensor, "*batch least"],
-    border: Float[Tensor, "*batch 1"],
-    s: int,
-) -> Dual:
-    """Return the first s components, with those at or below the border set to zero."""
-    # Strict: a zero matrix has border 0, and none of its values is above it.
-    above = (values > border)[..., :s]
-    columns = above[..., None, :]
-    return Dual(
-        left=torch.where(columns, left[..., :s], 0.0),
-        values=torch.where(above, values[..., :s], 0.0),
-        right=torch.where(columns, right[..., :s], 0.0),
-        requested=s,
-    )
+def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], border: Float[Tensor, " some"]) -> Packed:
+    """Stack singular vectors, σ and the zero threshold, because the pool over heads returns a single tensor."""
+    return torch.cat([left, right, values[:, None], border[:, None, None].expand(-1, 1, values.shape[1])], 1)
 
 
-SparseSolver = Literal["arpack", "propack"]
-"""arpack: restarted Lanczos on KᵀK; residuals near 1e-15, but directions with σ below 1e-8·σ₁ are lost. propack:
-Lanczos bidiagonalisation of K itself; about 1.5 times as fast, residuals near 1e-10."""
+def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
+    """Return the first s components for n queries, with those at or below the threshold set to zero."""
+    # Strict: a zero matrix has threshold 0, and none of its values is above it.
+    above = packed[..., -2, :s] > packed[..., -1, :s]
+    first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)
+    return Dual(left=first[..., :n, :], values=first[..., -1, :], right=first[..., n:-1, :])
 
 
-def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver = "arpack") -> Dual:
+def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     """Compute the s leading singular triplets of a dense K head by head, by Lanczos with a fixed start vector.
+
+    ARPACK's restarted Lanczos on KᵀK: residuals are near 1e-15, but directions with σ below 1e-8·σ₁ are lost.
 
     A library function that no command calls: `truncated(attention, s=8)` for attention matrices (heads, n, m). Use it
     if s is far below min(n, m), such as for attention over more than a thousand tokens. If 4s ≥ min(n, m), the full SVD
@@ -310,25 +276,19 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver 
         return matrix_dual(matrix, s)
     require_finite("kernel matrix", matrix)
     flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
-    triplets = [_sparse_svd(head, s, solver) for head in flat]
-    left, values, right = (
-        torch.from_numpy(np.stack(part)).reshape(*matrix.shape[:-2], *part[0].shape).to(matrix.device)
-        for part in zip(*triplets, strict=True)
-    )
-    return Dual(left, values, right, requested=s)
+    packed = torch.from_numpy(np.stack([_sparse_svd(head, s) for head in flat]))
+    return _truncate(packed.reshape(*matrix.shape[:-2], n + m + 2, s).to(matrix.device), n, s)
 
 
-def _sparse_svd(
-    matrix: Float[ndarray, "n m"], s: int, solver: SparseSolver
-) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
+def _sparse_svd(matrix: Float[ndarray, "n m"], s: int) -> Float[ndarray, "n+m+2 s"]:
+    """Return the s leading components, packed as by `_pack`."""
     n, m = matrix.shape
     if not matrix.any():
-        return np.zeros((n, s)), np.zeros(s), np.zeros((m, s))
-    start = np.random.default_rng(0).standard_normal(n if solver == "propack" else min(n, m))
-    u, values, vh = svds(matrix, k=s, solver=solver, v0=start, tol=0)
+        return np.zeros((n + m + 2, s))
+    start = np.random.default_rng(0).standard_normal(min(n, m))
+    u, values, vh = svds(matrix, k=s, v0=start, tol=0)
     order = np.argsort(-values)
-    above = values[order] > EPS * max(n, m) * values.max()
-    return u[:, order] * above, values[order] * above, vh[order].T * above
+    return np.vstack([u[:, order], vh[order].T, values[order], np.full(s, EPS * max(n, m) * values.max())])
 
 
 @dataclass(frozen=True)
@@ -368,3 +328,127 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]
     return Nystrom(through_keys=solution.right * half, through_queries=solution.left * half)
+
+
+@dataclass(frozen=True)
+class Primal:
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head; scores cost O(n·s) and need no training tokens except F."""
+
+    query_weight: Float[Tensor, "*batch sampled s"]
+    """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
+    key_weight: Float[Tensor, "*batch sampled s"]
+    """W_r = Σ_i Fφ_q(x_i) h_{e,i}ᵀ: the keys' weights are built from the queries."""
+    multipliers: Float[Tensor, "*batch s"]
+    """Λ = Σ⁻¹, 0 where σ is 0: h_e = Λe and h_r = Λr."""
+    projection: Sampled | None = None
+    """F; None is the identity."""
+
+    def e_scores(self, query_features: Queries) -> Float[Tensor, "*batch n s"]:
+        """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
+        return query_features.double() @ self._apply_projection(self.query_weight)
+
+    def r_scores(self, key_features: Keys) -> Float[Tensor, "*batch m s"]:
+        """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
+        return key_features.double() @ self._apply_projection(self.key_weight)
+
+    def _apply_projection(self, weight: Float[Tensor, "*batch sampled s"]) -> Float[Tensor, "*batch features s"]:
+        return weight if self.projection is None else self.projection.double().mT @ weight
+
+
+def primal(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> Primal:
+    """Compute the primal weights of a dual solution from the stationarity of J; e and r agree with the dual's.
+
+    `projection` is the F that the solution was computed with; the features are those of the training tokens.
+    """
+    through_keys = key_features.double().mT @ solution.right
+    through_queries = query_features.double().mT @ solution.left
+    if projection is not None:
+        through_keys, through_queries = projection.double() @ through_keys, projection.double() @ through_queries
+    return Primal(through_keys, through_queries, solution.multipliers, projection)
+
+
+def objective(
+    e: Float[Tensor, "*batch n s"],
+    r: Float[Tensor, "*batch m s"],
+    query_weight: Float[Tensor, "*#batch sampled s"],
+    key_weight: Float[Tensor, "*#batch sampled s"],
+    multipliers: Float[Tensor, "*#batch s"],
+    convention: Convention = "paper",
+) -> PerHead:
+    """Return J of every head, of any sign, in the kernel's unit, by the convention `paper` (Eq. 6) or `code`.
+
+    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), 0 at every stationary point, each half of the scores being ½Σσ.
+    That is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
+    tr(W_eᵀW_r), 0 if Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError for another
+    convention.
+    """
+    _check_convention(convention)
+    trace = (query_weight * key_weight).sum((-2, -1))
+    weight = (multipliers if convention == "paper" else multipliers.square())[..., None, :]
+    spread_e, spread_r = ((scores.square() * weight).sum(-1) for scores in (e, r))
+    if convention == "paper":
+        return (spread_e.sum(-1) + spread_r.sum(-1)) / 2 - trace
+    return (spread_e.mean(-1) + spread_r.mean(-1)) / 2 - trace
+
+
+def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
+    """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
+
+    The paper has one J per layer and does not mention heads. Here each head is a problem of its own, so that J < 0 of
+    one head cannot cancel J > 0 of another, as it can in the code's mean. Raises UsageError for another convention.
+    """
+    _check_convention(convention)
+    if convention == "paper":
+        return objectives.square().sum((-2, -1))
+    return objectives.mean(-1).square().mean(-1)
+
+
+def _check_convention(convention: str) -> None:
+    if convention not in get_args(Convention):
+        raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Write "paper" or "code".')
+
+
+def principal_angles(
+    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"]
+) -> Float[Tensor, "*batch s"]:
+    """Return the angles between two spaces given by orthonormal columns, ascending, in [0, π/2].
+
+    Zero columns span nothing and count as π/2 at the end. Small angles are computed from the sines, large ones from the
+    cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
+    """
+    overlap = left.mT @ right
+    cosines = singular_values(overlap).clamp(max=1.0)  # rounding can leave a cosine above 1
+    # parts outside the left space, ascending like the angles, except that zero columns come first
+    sines = singular_values(right - left @ overlap).clamp(max=1.0).flip(-1)
+    empty = (right == 0).all(-2).sum(-1, keepdim=True)
+    places = (torch.arange(sines.shape[-1], device=sines.device) + empty).clamp(max=sines.shape[-1] - 1)
+    # At 45° both are as exact; the acos of a cosine near 1 would lose half of the digits.
+    return torch.where(cosines > 0.5**0.5, sines.gather(-1, places).asin(), cosines.acos())
+
+
+def mean_angle(
+    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
+) -> PerHead:
+    """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if that is none.
+
+    0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
+    border, the span is arbitrary.
+    """
+    first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
+    angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))
+    return torch.where(first, angles, 0.0).sum(-1) / first.sum(-1)
+
+
+def share_inside(
+    values: Float[Tensor, "*batch n value_dim"], basis: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
+) -> PerHead:
+    """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
+
+    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V
+    with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
+    (sizes − 1)/(n − 1), as that of K itself if its first mode is near-constant. NaN if all tokens have the same value.
+    """
+    centred = centre_rows(values)
+    first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]
+    inside = ((basis.mT @ centred).square().sum(-1) * first).sum(-1)
+    return inside / centred.square().sum((-2, -1))

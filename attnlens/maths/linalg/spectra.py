@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    Matrix = Float[Tensor, "n m"]
+    Matrices = Float[Tensor, "*batch heads n m"]
+
 
 EPS = torch.finfo(torch.float64).eps
 STEPS = 20
@@ -89,7 +92,7 @@ def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch hea
     return over_heads(ranks, query_key.attention, _visible_pairs(query_key).double())[..., 0]
 
 
-def _bisect_rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error: float) -> float:
+def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
     """Find the least m of one head by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
@@ -106,7 +109,7 @@ def _bisect_rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"],
     return float(high)
 
 
-def _fit_by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
     """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
 
     Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b.
@@ -125,11 +128,7 @@ def _fit_by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) 
 
 
 def _can_fit(
-    attention: Float[Tensor, "n m"],
-    visible: Float[Tensor, "n m"],
-    start: Float[Tensor, "n m"],
-    directions: Float[Tensor, "m rank"],
-    error: float,
+    attention: Matrix, visible: Matrix, start: Matrix, directions: Float[Tensor, "m rank"], error: float
 ) -> bool:
     """Return whether subspace iteration finds a matrix of that rank within the error."""
     filled = start
@@ -143,9 +142,7 @@ def _can_fit(
     return False
 
 
-def _kernel_error(
-    kernel: Float[Tensor, "n m"], attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]
-) -> float:
+def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
     """Return the error of a kernel whose rows are scaled like attention, with the sink's weight as in attention."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
@@ -154,20 +151,14 @@ def _kernel_error(
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
     """Draw independent normal queries and keys with the mean and covariance of the head's own over the tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    query, key = (_draw_normal(side.double(), generator) for side in (query_key.query, query_key.paired_key))
-    return replace(query_key, query=query, key=key, key_of=tuple(range(len(query_key.heads))), value=None)
-
-
-def _draw_normal(
-    side: Float[Tensor, "*batch heads n head_dim"], generator: torch.Generator
-) -> Float[Tensor, "*batch heads n head_dim"]:
-    """Return mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens."""
-    n = side.shape[-2]
-    mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
-    mean = side.mean(-2, keepdim=True)
-    sample: Tensor = mean + mixing @ (side - mean) / n**0.5
-    return sample
+    generator, draws = torch.Generator().manual_seed(seed), []
+    for side in (query_key.query.double(), query_key.paired_key.double()):
+        # mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens
+        n, mean = side.shape[-2], side.mean(-2, keepdim=True)
+        mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
+        draws.append(mean + mixing @ (side - mean) / n**0.5)
+    key_of = tuple(range(len(query_key.heads)))
+    return replace(query_key, query=draws[0], key=draws[1], key_of=key_of, value=None)
 
 
 def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
@@ -176,9 +167,7 @@ def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
     return query_key.allowed.expand_as(query_key.logits)
 
 
-def _normalise_kernel(
-    kernel: Float[Tensor, "*batch heads n m"], unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey
-) -> Float[Tensor, "*batch heads n m"]:
+def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey) -> Matrices:
     """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees, if kernel_ij = e^unit_i · k_ij.
 
     NaN in rows whose sum is not positive.

@@ -13,12 +13,17 @@ import torch
 
 from attnlens.lazy import LazyModule
 from attnlens.maths.statistics.design import Design
-from attnlens.maths.statistics.intervals import Interval, student_over_normal
+from attnlens.maths.statistics.intervals import Interval
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from numpy import ndarray
     from torch import Tensor
+
+    PerHead = Float[Tensor, " heads"]
+    Draws = Float[Tensor, "draws heads"]
+    Measures = Float[Tensor, "measures heads"]
+    Windows = Float[Tensor, "windows heads"]
 
 optimize = LazyModule("scipy.optimize")
 special = LazyModule("scipy.special")
@@ -124,8 +129,8 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
 
 
 def rank_correlation(
-    x: Float[Tensor, " heads"],
-    y: Float[Tensor, " heads"],
+    x: PerHead,
+    y: PerHead,
     groups: Sequence[object] | None = None,
     draws: int = 2000,
     level: float = 0.95,
@@ -149,15 +154,14 @@ def rank_correlation(
     samples = _correlations(x, y, design.draws(draws, seed))
     samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    widening = math.sqrt(design.units / (design.units - 1)) * student_over_normal(level, design.units - 1)
+    student_over_normal = stats.t.ppf((1 + level) / 2, design.units - 1) / stats.norm.ppf((1 + level) / 2)
+    widening = math.sqrt(design.units / (design.units - 1)) * float(student_over_normal)
     ends = samples.quantile(samples.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
     low, high = (math.tanh(centre + widening * (end - centre)) for end in ends)
     return Interval(value, low, high)
 
 
-def _correlations(
-    x: Float[Tensor, " heads"], y: Float[Tensor, " heads"], times: Float[Tensor, "draws heads"]
-) -> Float[Tensor, " draws"]:
+def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws"]:
     """Return ρ of each sample, in which each head occurs `times`."""
     total = times.sum(1, keepdim=True)
     centred = []
@@ -181,9 +185,7 @@ def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch 
     return torch.from_numpy(np.asarray(stats.rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
 
 
-def permutation_tests(
-    measures: Float[Tensor, "measures heads"], harm: Float[Tensor, " heads"], draws: int = PERMUTATIONS, seed: int = 0
-) -> PermutationTests:
+def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIONS, seed: int = 0) -> PermutationTests:
     """Return p = (1 + #{t* ≥ t})/(1 + draws), t = |ρ|√(n − 1), ρ Spearman's over the n heads that have both values.
 
     Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
@@ -213,11 +215,7 @@ def permutation_tests(
     return PermutationTests(p_value, corrected)
 
 
-def _permutation_scores(
-    centred: Float[Tensor, "measures heads"],
-    present: Float[Tensor, "measures heads"],
-    ranks: Float[Tensor, "draws heads"],
-) -> Float[Tensor, "draws measures"]:
+def _permutation_scores(centred: Measures, present: Measures, ranks: Draws) -> Float[Tensor, "draws measures"]:
     """Return |ρ|√(n − 1) of each measure with each row of ranks; NaN if one side is constant."""
     count = present.sum(1)
     spread = ranks.square() @ present.mT - (ranks @ present.mT).square() / count.clamp(min=1)
@@ -228,8 +226,8 @@ def _permutation_scores(
 
 
 def windows_interval(
-    measure: Float[Tensor, " heads"] | Float[Tensor, "windows heads"],
-    harm: Float[Tensor, "windows heads"],
+    measure: PerHead | Windows,
+    harm: Windows,
     sizes: Float[Tensor, " windows"],
     design: Design,
     value: float,
@@ -262,9 +260,7 @@ def windows_interval(
     return Interval(value, math.tanh(centre - half_width), math.tanh(centre + half_width))
 
 
-def split_half(
-    harm: Float[Tensor, "windows heads"], sizes: Float[Tensor, " windows"], design: Design, seed: int = 0
-) -> float:
+def split_half(harm: Windows, sizes: Float[Tensor, " windows"], design: Design, seed: int = 0) -> float:
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms, r Spearman's ρ between two halves of the windows.
 
     The median over random halvings, within each text if all have two windows (Spearman 1910, Brown 1910). Its root is
@@ -280,13 +276,6 @@ def split_half(
         for windows in groups:
             half[windows[torch.randperm(len(windows), generator=generator)[: len(windows) // 2]]] = True
         means = [sizes[part].double() @ harm[part].double() / sizes[part].sum() for part in (half, ~half)]
-        correlations.append(_spearman(means[0], means[1]))
+        correlations.append(float(torch.corrcoef(rank_values(torch.stack(means)))[0, 1]))
     r = math.nan if np.isnan(correlations).all() else float(np.nanmedian(correlations))
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
-
-
-def _spearman(x: Float[Tensor, " heads"], y: Float[Tensor, " heads"]) -> float:
-    """Return Spearman's ρ of two sides without NaN; NaN if one is constant."""
-    first, second = (side - side.mean() for side in (rank_values(x), rank_values(y)))
-    scale = float(first.norm() * second.norm())
-    return float(first @ second) / scale if scale > 0 else math.nan

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    PerWindow = Float[Tensor, "*batch windows"]
+    Draws = Float[Tensor, "draws units"]
+
 
 class Stream:
     """Mean of values that arrive in batches, entry by entry, without storing them (Welford, Chan).
@@ -188,9 +191,7 @@ class Design:
         counts = [self.units if self.clustered else sizes[stratum] for stratum in self.strata]
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
-    def variance(
-        self, residuals: Float[Tensor, "*batch windows"], times: Float[Tensor, "*batch windows"]
-    ) -> Float[Tensor, "*batch"]:
+    def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
         """Return the variance of Σ times · residuals, each window drawn `times` (0: it has no value).
 
         Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals
@@ -214,7 +215,7 @@ class Design:
         values: Float[Tensor, "units windows"],
         size: Float[Tensor, " windows"],
         times: Float[Tensor, "draws windows"],
-    ) -> tuple[Float[Tensor, "draws units"], Float[Tensor, "draws units"]]:
+    ) -> tuple[Draws, Draws]:
         """Return each sample's means over tokens, `size` per window, and their standard errors (Cochran 1977, ratios).
 
         √variance of the residuals size · (value − mean)/Σ times · size, from matrix products: the residuals of every

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    PerWindow = Float[Tensor, " windows"]
+    PerUnit = Float[Tensor, " units"]
+
 stats = LazyModule("scipy.stats")
 
 
@@ -143,17 +146,12 @@ def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
     return float(draws.mean() + factor * draws.std())
 
 
-def student_over_normal(level: float, freedom: int) -> float:
-    """Return the ratio of Student's quantile to the normal one."""
-    return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
-
-
 def paired_difference(
-    before: Float[Tensor, " windows"],
-    after: Float[Tensor, " windows"],
+    before: PerWindow,
+    after: PerWindow,
     design: Design | None = None,
     *,
-    weights: Float[Tensor, " windows"] | None = None,
+    weights: PerWindow | None = None,
     of: Callable[[Tensor], Tensor] | None = None,
     draws: int = 2000,
     level: float = 0.95,
@@ -185,7 +183,7 @@ def paired_difference(
 
 def _contrast(
     pair: Float[Tensor, "2 windows"],
-    weight: Float[Tensor, " windows"],
+    weight: PerWindow,
     times: Float[Tensor, "*draws windows"],
     design: Design,
     of: Callable[[Tensor], Tensor] | None,
@@ -240,9 +238,7 @@ def median_error(
     return [float(means[:, list(group)].nanquantile(0.5, dim=1).std()) for group in groups]
 
 
-def p_values(
-    differences: Float[Tensor, "units windows"], design: Design, weights: Float[Tensor, " windows"], seed: int = 0
-) -> Float[Tensor, " units"]:
+def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
     """Return the two-sided p of a mean difference of 0 over windows, weighted by their numbers of tokens, per unit.
 
     (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap. Differences of heads are skewed, for which
@@ -272,15 +268,13 @@ def p_values(
     return torch.where(beyond < ENOUGH, _tail_p(scores, largest[:, -1], samples, design.freedom), counted)
 
 
-def _tail_p(
-    scores: Float[Tensor, " units"], largest: Float[Tensor, " units"], samples: Float[Tensor, " units"], freedom: int
-) -> Float[Tensor, " units"]:
+def _tail_p(scores: PerUnit, largest: PerUnit, samples: PerUnit, freedom: int) -> PerUnit:
     """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth `largest` score."""
     quantile = torch.from_numpy(stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), freedom))
     return _student_p(scores / (largest / quantile).clamp(min=1), freedom)
 
 
-def _student_p(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " units"]:
+def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
