@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -79,22 +78,19 @@ def read_side(path: Path) -> Report:
 def _read_windows(path: Path, report: Report) -> Windows:
     """Read the values per window and head from a --windows-csv file."""
     content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
+    rows = list(csv.DictReader(io.StringIO(content)))
+    windows = [(row["text"], int(row["window"])) for row in rows]
+    numbers = {window: number for number, window in enumerate(dict.fromkeys(windows))}
     places = {(head.layer, head.head): place for place, head in enumerate(report.heads)}
-    windows: dict[tuple[str, int], int] = {}
-    values: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
-    names = report.measure_names()
-    for row in csv.DictReader(io.StringIO(content)):
-        window = windows.setdefault((row["text"], int(row["window"])), len(windows))
-        place = places[int(row["layer"]), int(row["head"])]
-        for name in names:
-            if row.get(name):
-                values[name][window, place] = float(row[name])
+    heads = torch.tensor([places[int(row["layer"]), int(row["head"])] for row in rows])
+    cells = torch.tensor([numbers[window] for window in windows]), heads
     tables = {}
-    for name, entries in values.items():
-        tables[name] = torch.full((len(windows), len(places)), math.nan, dtype=torch.float64)
-        for entry, value in entries.items():
-            tables[name][entry] = value
-    return Windows(list(windows), [{"layer": layer, "head": head} for layer, head in places], tables)
+    for name in report.measure_names():
+        values = torch.tensor([float(row.get(name) or math.nan) for row in rows], dtype=torch.float64)
+        if not bool(values.isnan().all()):
+            empty = torch.full((len(numbers), len(places)), math.nan, dtype=torch.float64)
+            tables[name] = empty.index_put_(cells, values)
+    return Windows(list(numbers), [{"layer": layer, "head": head} for layer, head in places], tables)
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
@@ -217,9 +213,9 @@ def compare(
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    paths = [Path(side).expanduser() for side in (first, second) if isinstance(side, str | PathLike)]
     same = first is second
-    if len(paths) == 2:
+    if isinstance(first, str | PathLike) and isinstance(second, str | PathLike):
+        paths = Path(first).expanduser(), Path(second).expanduser()
         same = str(first) == str(second) or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
         same = same and all(options.get(name) is None for name in SECOND)
     if same:
@@ -241,15 +237,10 @@ def compare(
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
     """Raise UsageError for options that no side uses, because a report already contains its settings."""
-    fields, reports = CompareRequest.model_fields, [isinstance(side, Report) for side in subjects]
-    ignored = [
-        name
-        for name, value in options.items()
-        if value != fields[name].default
-        and (name, value) != ("dtype", "float32")
-        and (all(reports) or (name in SECOND and reports[1]))
-    ]
-    if ignored:
+    reports = [isinstance(side, Report) for side in subjects]
+    changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
+    ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
+    if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
         raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Omit them.")
 
 
@@ -289,9 +280,9 @@ def _inspect_sides(
 ) -> tuple[ComparedModel, ComparedModel]:
     """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
-    swaps: hooks.Swaps
     for number, subject in enumerate(models):
-        side_options, swaps = _select_options(subject, options, number), {}
+        swaps: hooks.Swaps = {}
+        side_options = _select_options(subject, options, number)
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
             saved = restore_saved(Path(subject).expanduser(), **load_options)
@@ -300,7 +291,7 @@ def _inspect_sides(
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)
         if sides:
-            run = replace(run, contents=sides[0].run.contents)
+            run = replace(run, contents=sides[0].inspection.contents)
         sides.append(ComparedModel.of(run, swaps))
     return sides[0], sides[1]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)  # measures of the distance between two forms
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
 distance to the head in its own place. The distance of unrelated heads is about 1, and that of fine-tuned ones is small:
@@ -40,7 +39,7 @@ def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
     distances = pairwise_distances(first, second)
     numbers = torch.arange(len(distances))
     if not bool(distances.isfinite().all()):
-        return tuple(numbers.tolist())
+        return tuple(range(len(distances)))
     partners = torch.from_numpy(linear_sum_assignment(distances.numpy())[1])
     moved = partners != numbers
     before, after = distances.diagonal()[moved], distances[numbers, partners][moved]
@@ -72,22 +71,16 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     If only M is 0, all of M' is new and the change is 1.
     """
     finite = sorted(set(finite_heads(first)) & set(finite_heads(second)))
-    table = torch.full((len(FORM_DISTANCES), len(first.heads)), torch.nan, dtype=torch.float64)
-    if not finite:
-        return dict(zip(FORM_DISTANCES, table, strict=True))
-    first, second = first.select(finite), second.select(finite)
-    rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
-    change, _ = linalg.change(rescaled, first)
-    if first.key_of == second.key_of:  # computed once per key head
-        key_heads = sorted(set(first.key_of))
-        angles = linalg.largest_angle(first.key[key_heads], second.key[key_heads])
-        key_angles = angles[[key_heads.index(number) for number in first.key_of]]
-    else:
+    table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
+    if finite:
+        first, second = first.select(finite), second.select(finite)
+        rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
+        change, _ = linalg.change(rescaled, first)
+        query_angles = linalg.largest_angle(first.query, second.query)
         key_angles = linalg.largest_angle(first.paired_key, second.paired_key)
-    query_angles = linalg.largest_angle(first.query, second.query)
-    rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
-    table[:, finite] = torch.stack([values.double().cpu() for values in rows])
-    return dict(zip(FORM_DISTANCES, table, strict=True))
+        rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
+        table[:, finite] = torch.stack([values.double().cpu() for values in rows])
+    return dict(zip((FORMS, QUERY_ANGLE, KEY_ANGLE), table, strict=True))
 
 
 Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
@@ -97,7 +90,6 @@ Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 class ComparedModel:
     """One model of a comparison with its inspection."""
 
-    run: PreparedRun
     inspection: Inspection
     report: Report
     design: Design  # sampling design of the windows
@@ -110,12 +102,12 @@ class ComparedModel:
             inspection = survey(run, factors={})
             report, results = compute(inspection)
         report = _remove_token_measures(report) if swaps else report
-        return cls(run, inspection, report, results.design, swaps)
+        return cls(inspection, report, results.design, swaps)
 
     @property
     def loaded(self) -> Loaded:
         """The loaded model."""
-        return self.run.loaded
+        return self.inspection.loaded
 
     @property
     def sites(self) -> tuple[Site, ...]:
