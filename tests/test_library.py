@@ -306,7 +306,7 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
             attnlens.capture(other, batch)
     with pytest.raises(ModelError, match="can't run on pixels"):
         attnlens.capture(demo.model, {"pixels": torch.zeros(1)})
-    with pytest.raises(UsageError, match="the key 0, which is not a name"):
+    with pytest.raises(UsageError, match=r"batch\[0\] is a .*, not a tensor of values under the name of an input"):
         attnlens.capture(demo.model, {0: batch["input_ids"]})
     with pytest.raises(UsageError, match="meta device"):
         attnlens.capture(demo.model, {"input_ids": batch["input_ids"].to("meta")})

@@ -100,8 +100,7 @@ def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
     return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed)
 
 
-TOLERANCE = hooks.IDENTITY_TOLERANCE
-"""Largest relative error of an attention matrix."""
+TOLERANCE = hooks.IDENTITY_TOLERANCE  # largest relative error of an attention matrix
 EAGER_TOLERANCE = 1e-3
 """Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
 stays well below, another mask or scale well above."""

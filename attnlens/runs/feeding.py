@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-LOSS = "loss"
-"""Name of what is skipped if a model's predictions depend on weights that its checkpoint lacks."""
+LOSS = "loss"  # name of what is skipped if a model's predictions depend on weights that its checkpoint lacks
 
 
 def predicts_text(loaded: Loaded) -> bool:
@@ -83,8 +82,7 @@ def recorded_options(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}
-"""Options of `load`."""
+LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # options of `load`
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:

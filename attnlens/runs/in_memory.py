@@ -58,20 +58,11 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
         )
     inputs = {}
     for name, value in batch.items():
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
+            kind = "tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
             raise UsageError(
-                f"batch has the key {format_argument(name)}, which is not a name.",
-                "Pass a dict from input names to tensors.",
-            )
-        if not isinstance(value, Tensor):
-            raise UsageError(
-                f"batch[{name!r}] is a {type(value).__name__}, not a tensor.",
-                'Pass tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
-            )
-        if value.is_meta:
-            raise UsageError(
-                f"batch[{name!r}] is on the meta device, where it has no values.",
-                "Move the batch to a device with data.",
+                f"batch[{format_argument(name)}] is a {kind}, not a tensor of values under the name of an input.",
+                'Pass names and tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
             )
         inputs[name] = value.to(loading.device_of_inputs(model))
     return inputs

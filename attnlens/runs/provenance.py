@@ -56,8 +56,7 @@ def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
-STATUS = Path("/proc/self/status")
-"""File of Linux with this process's high-water mark of memory."""
+STATUS = Path("/proc/self/status")  # file of Linux with this process's high-water mark of memory
 
 
 def report_of(command: str, kind: Kind, **results: Any) -> Report:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypedDict
 
-from pydantic import BaseModel, ConfigDict
-
-from attnlens import requests
+from attnlens import records, requests
 from attnlens.analyzers import registry
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
@@ -35,7 +32,7 @@ from attnlens.runs import checks, feeding
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, survey
-from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling, time_stage
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
@@ -51,19 +48,13 @@ def digest_of(place: Location) -> str:
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
 
 
-class CheckpointReading(BaseModel):
+class CheckpointReading(TypedDict):
     """Results of one checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    report: Report
-    """Report of `inspect`."""
-    loss: float | None
-    """Loss on the same text in nats per predicted token."""
-    no_loss: str | None = None
-    """Reason for a missing loss."""
-    complete: bool = True
-    """True if every part of it could be read."""
+    report: records.Report  # report of `inspect`
+    loss: float | None  # loss on the same text in nats per predicted token
+    no_loss: str | None  # reason for a missing loss
+    complete: bool  # True if every part of it could be read
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
@@ -89,9 +80,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
-    reports = [reading.report for reading in readings]
+    reports, losses = [reading["report"] for reading in readings], [reading["loss"] for reading in readings]
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
-    losses = [reading.loss for reading in readings]
     if any(loss is not None for loss in losses):
         curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
     for name in dict.fromkeys(name for report in reports for name in report.measure_names()):
@@ -110,8 +100,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
         trajectories += _trajectories(name, columns)
     final = {"loss": None} | {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
     reasons = {name: "no head has a value at the last checkpoint" for name, value in final.items() if value is None}
-    if "loss" in reasons and readings[-1].no_loss:
-        reasons["loss"] = readings[-1].no_loss
+    if "loss" in reasons and (why := readings[-1]["no_loss"]):
+        reasons["loss"] = why
     return Experiment(
         name="training",
         question="How do the heads change while the model is trained?",
@@ -124,10 +114,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     )
 
 
-HeadMeasures = dict[tuple[int, int], Measure]
-"""Values of one measure at one checkpoint, by (layer, head)."""
-Band = tuple[float | None, ...]
-"""Lower quartile, median and upper quartile, or their analogues."""
+HeadMeasures = dict[tuple[int, int], Measure]  # values of one measure at one checkpoint, by (layer, head)
+Band = tuple[float | None, ...]  # lower quartile, median and upper quartile, or their analogues
 
 
 def _curve(bands: Iterable[Band], steps: list[float], null_of: str | None = None) -> Curve:
@@ -228,8 +216,7 @@ def find_checkpoints(
     return sorted(checkpoints, key=lambda each: each.step or 0)
 
 
-READ = ("text", "pairs", "image", "audio", "adapter")
-"""Options that name files whose content affects the results."""
+READ = ("text", "pairs", "image", "audio", "adapter")  # options that name files whose content affects the results
 
 
 @public
@@ -248,10 +235,9 @@ def converge_checkpoints(
     several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
     By default, the analyzers of `inspect` run, and `selection` with its own `select`.
     One tokenizer, the last one found, splits the same text for all. `head` = (layer, head), or `3.7`, restricts the
-    series to it.
-    Finished units are kept as in `inspect`, and the
-    same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or shapes differ),
-    TextError, and Interrupted, which contains the finished checkpoints.
+    series to it. Finished units are kept as in `inspect`, and the same call resumes from them. Raise UsageError,
+    ModelError (a checkpoint is missing, or shapes differ), TextError, and Interrupted, which contains the finished
+    checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -348,28 +334,20 @@ class Series:
             self.store,
             elsewhere=(open_in_worker, (self.names, self.revisions, self.request)),
             tell=lambda _name: tell(1),
-            usable=lambda value: bool(value["complete"]),
+            usable=lambda value: value["complete"],
         )
-        readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
+        readings = outcome.values
         if not readings:
             raise KeyboardInterrupt
         report = self._build_report(readings, outcome.missing)
         if outcome.stopped:
             raise Interrupted(report)
-        complete = not outcome.missing and all(reading.complete for reading in readings.values())
+        complete = not outcome.missing and all(reading["complete"] for reading in readings.values())
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report. Units without a reading have a reason, or none yet. Raise ModelError if heads differ."""
-        done, reports = [self.units[unit] for unit in readings], [reading.report for reading in readings.values()]
-        heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
-        for other, other_heads in zip(done, heads, strict=True):
-            if other_heads != heads[0]:
-                raise ModelError(
-                    f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
-                    f"{other.name} has {len(other_heads)}.",
-                    "Give checkpoints of one model.",
-                )
+        """Build the report. Units without a reading have a reason, or none yet."""
+        done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
         unread = [
             Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
             for unit, each in self.units.items()
@@ -405,29 +383,25 @@ class Series:
     def _load(self, checkpoint: Checkpoint) -> loading.Loaded:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
-    def read_unit(self, name: str) -> dict[str, object]:
+    def read_unit(self, name: str) -> CheckpointReading:
         """Read one checkpoint; its parts are kept until it is finished."""
-        checkpoint, start = self.units[name], time.perf_counter()
+        checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:
             self.progress(f"{checkpoint.name}, {stage}", done, total)
 
-        loaded = replace(self._load(checkpoint), **self.tokenizer)
-        settings = feeding.of_model(self.settings, loaded)
-        parts = None if self.store is None else self.store.inside(name)
-        try:
-            run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
-            report, results = compute(survey(run), store=parts)
-        except ModelError as error:
-            raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
-        loss = self._loss(loaded, settings)
-        self.timings[checkpoint.name] = time.perf_counter() - start
-        return CheckpointReading(
-            report=report,
-            loss=None if isinstance(loss, str) else loss,
-            no_loss=loss if isinstance(loss, str) else None,
-            complete=not results.missing,
-        ).model_dump()
+        with time_stage(self.timings, checkpoint.name):
+            loaded = replace(self._load(checkpoint), **self.tokenizer)
+            settings = feeding.of_model(self.settings, loaded)
+            parts = None if self.store is None else self.store.inside(name)
+            try:
+                run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
+                report, results = compute(survey(run), store=parts)
+            except ModelError as error:
+                raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
+            loss = self._loss(loaded, settings)
+        number, why = (None, loss) if isinstance(loss, str) else (loss, None)
+        return {"report": report, "loss": number, "no_loss": why, "complete": not results.missing}
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""

@@ -1,6 +1,6 @@
 """Keep the results of a run's units in one safetensors file each, which a later run can reuse.
 
-A unit's value is a nested list or dictionary of tensors and JSON values. It is kept as
+A unit's value is a nested list or dictionary of tensors, records and JSON values. It is kept as
 `<work>/<key>/<name>.safetensors`, written under a temporary name and renamed. The key hashes the facts that determine
 the run's numbers, so that only the same command finds the file again. torch is imported late, because the
 command line imports this module before it needs torch.
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG = logging.getLogger("attnlens")
-RUN = "run.json"
-"""File in a run's folder with the facts that its key hashes."""
+RUN = "run.json"  # file in a run's folder with the facts that its key hashes
 SUFFIX = ".safetensors"
 OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
 """Names of the files of units, and of the folders with their parts."""
@@ -225,18 +224,21 @@ def difference(first: object, second: object, where: str = "") -> str | None:
 def _serialise(value: object, stamp: str) -> bytes:
     """Serialise a value as safetensors: its tensors, and the rest as JSON in the metadata, with a hash of both."""
     from safetensors.torch import save
+    from torch import Tensor
 
     tensors: dict[str, Tensor] = {}
 
-    def add_tensor(tensor: Tensor) -> dict[str, str]:
-        tensors[str(len(tensors))] = tensor.detach().cpu().contiguous().clone()
+    def encode(part: object) -> dict[str, object]:
+        if not isinstance(part, Tensor):
+            return {"record": type(part).__name__, "pairs": _list_pairs(vars(part))["pairs"]}
+        tensors[str(len(tensors))] = part.detach().cpu().contiguous().clone()
         return {"tensor": str(len(tensors) - 1)}
 
-    text = json.dumps([stamp, _list_pairs(value)], default=add_tensor)
+    text = json.dumps([stamp, _list_pairs(value)], default=encode)
     return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
 
 
-def _list_pairs(value: object) -> object:
+def _list_pairs(value: Any) -> Any:
     """Return a value with dictionaries as pairs, because JSON only has keys of one type."""
     if isinstance(value, Mapping):
         return {"pairs": [[_list_pairs(key), _list_pairs(part)] for key, part in value.items()]}
@@ -251,7 +253,8 @@ def _parse(content: bytes, stamp: str) -> object:
     def restore(fields: dict[str, Any]) -> object:
         if "tensor" in fields:
             return tensors[fields["tensor"]]
-        return {_hashable(key): part for key, part in fields["pairs"]}
+        content = {_hashable(key): part for key, part in fields["pairs"]}
+        return _build_record(fields["record"], content) if "record" in fields else content
 
     try:
         tensors = load(content)
@@ -264,6 +267,17 @@ def _parse(content: bytes, stamp: str) -> object:
     if not whole:
         raise ValueError(stamp)
     return value
+
+
+def _build_record(name: str, content: dict[str, Any]) -> object:
+    """Build a record of attnlens from its fields. Raise TypeError or AttributeError for any other type."""
+    from attnlens import records
+    from attnlens.analyzers.registry import Answer
+
+    kind = Answer if name == "Answer" else getattr(records, name)
+    if not issubclass(kind, records.Record | Answer):
+        raise TypeError(name)
+    return kind(**content)
 
 
 def _hashable(key: object) -> object:

@@ -41,12 +41,10 @@ from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, key_of
 from attnlens.wording import clean
 
 V = TypeVar("V")
-Compute = Callable[[str], Any]
-"""Function that computes the unit of a given name."""
+Compute = Callable[[str], Any]  # function that computes the unit of a given name
 Opener = Callable[..., tuple[Mapping[str, object], Compute]]
 """Function that prepares a run in another process: picklable arguments → the run's facts and its Compute."""
-Elsewhere = tuple[Opener, tuple[object, ...]]
-"""An Opener and its arguments."""
+Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
 """Exceptions of a unit that may not recur at a second try."""
 LOST = (
@@ -56,8 +54,7 @@ LOST = (
 UNSEEN = "its file is missing in this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Environment variables that libraries read when they are first imported."""
-RAY_HERE = "local"
-"""Address that starts a Ray cluster on this machine alone."""
+RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Connection preface of HTTP/2, which Ray's protocol uses, with empty settings (RFC 9113, section 3.4)."""
 ACCELERATORS = ("nvidiactl", "kfd", "dxg")
@@ -165,8 +162,7 @@ class WorkPlan:
         return Store(self.root / key_of(facts), facts, resume=self.resume)
 
 
-NOTHING_KEPT = WorkPlan()
-"""Default plan: a run in this process."""
+NOTHING_KEPT = WorkPlan()  # default plan: a run in this process
 
 
 def run_units(
@@ -322,8 +318,7 @@ def start_server(jobs: int, module: str) -> None:
     _server_started = True
 
 
-Work = Callable[[str], Failure | None]
-"""Function that computes a unit in another process."""
+Work = Callable[[str], Failure | None]  # function that computes a unit in another process
 
 
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:

@@ -81,7 +81,7 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]
 def _explain_unread(pairing: Pairing, site: Site) -> str:
     """Explain why the forms of a site cannot be compared."""
     for which, side, place in (("first", pairing.first, site), ("second", pairing.second, pairing.sites[site])):
-        factors = side.factors(place)
+        factors = side.factors_of(place)
         if isinstance(factors, UnreadableError):
             return f"the form M of the {which} model can't be computed: {factors.problem}"
     return "the forms have different sizes"
@@ -185,7 +185,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 def compare_predictions(pairing: Pairing) -> tuple[Outcome | None, list[str]]:
     """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
     sides = pairing.first, pairing.second
-    batches, seed = pairing.first.inspection.inputs, pairing.first.inspection.settings.seed
+    batches, seed = pairing.first.inputs, pairing.first.settings.seed
     if batches is None:
         return None, []
     inputs = batches.batches[0].inputs
@@ -203,7 +203,7 @@ def compare_predictions(pairing: Pairing) -> tuple[Outcome | None, list[str]]:
         passes = []
         for side in sides:
             model = side.loaded.model
-            with hooks.replace(model, side.inspection.all_sites, side.swaps) if side.swaps else nullcontext():
+            with hooks.replace(model, side.all_sites, side.swaps) if side.swaps else nullcontext():
                 passes.append(run(model, batch, tasks[0]))
         before, after = passes
         for states, others in ((before.logits, after.logits), (before.hidden, after.hidden)):
@@ -251,7 +251,7 @@ class Changes:
     @property
     def seed(self) -> int:
         """Random seed."""
-        return self.pairing.first.inspection.settings.seed
+        return self.pairing.first.settings.seed
 
     @cached_property
     def heads(self) -> tuple[list[Head], list[Head]]:
@@ -344,7 +344,7 @@ class Changes:
             generator = torch.Generator().manual_seed(self.seed + number)
             drawn.append(draws.draw_weights(side, generator))
             if tell is not None:
-                cut = replace(side.inspection.cut, sequences=min(draws.FEW, self.design.count))
+                cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
                 drawn[-1] |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():

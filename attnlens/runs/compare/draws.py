@@ -131,7 +131,7 @@ def _run_pass(
     kwargs), or None. The states of a block are its output or the first element; blocks without a tensor there are left
     out.
     """
-    model, sites = side.loaded.model, side.inspection.all_sites
+    model, sites = side.loaded.model, side.all_sites
     watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
     handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
     with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
@@ -265,10 +265,10 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
     """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
-    analyzers = side.inspection.analyzers_of("weights")
+    analyzers = side.analyzers_of("weights")
     tables: dict[tuple[str, str], Tensor] = {}
     for site in side.sites:
-        factors = side.factors(site)
+        factors = side.factors_of(site)
         if isinstance(factors, weights.Factors):
             changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
             tables |= {(site.name, name): values for name, values in changes.items()}
@@ -310,11 +310,11 @@ def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
 ) -> dict[str, Tensor]:
     """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
-    batches = texts.batches(side.loaded, side.inspection.contents, cut)
-    count = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), batches).count
+    batches = texts.batches(side.loaded, side.contents, cut)
+    count = feeding.design_of(side.settings.model_copy(update={"intervals": "windows"}), batches).count
     recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
     before = _measure_calls(side, count, batches, [each.calls for each in recorded], {})
-    order = {each.site: tuple(range(each.call.query.shape[1])) for each in side.inspection.reached}
+    order = {each.site: tuple(range(each.call.query.shape[1])) for each in side.reached}
     alone = Pairing(side, side, {site: site for site in side.sites}, order, [])
 
     def compare_passes(replaced_blocks: Sequence[Block] = ()) -> list[ComparedPass]:
@@ -355,7 +355,7 @@ def _measure_calls(
     distances: Mapping[str, Sequence[ComparedPass]],
 ) -> dict[str, Tensor]:
     """Compute tokens.* on `count` windows and add the distances of rows: each measure as (windows, heads)."""
-    values, analyzers, start = SequenceValues(count), side.inspection.analyzers_of("tokens"), 0
+    values, analyzers, start = SequenceValues(count), side.analyzers_of("tokens"), 0
     for number, batch in enumerate(batches):
         for site, call in calls[number].items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)

@@ -291,7 +291,7 @@ def _inspect_sides(
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)
         if sides:
-            run = replace(run, contents=sides[0].inspection.contents)
+            run = replace(run, contents=sides[0].contents)
         sides.append(ComparedModel.of(run, swaps))
     return sides[0], sides[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +12,7 @@ from torch import nn
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, measure_sources
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design
-from attnlens.models import hooks, texts, weights
-from attnlens.models.loading import Loaded
+from attnlens.models import hooks, weights
 from attnlens.records import Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
 from attnlens.runs.in_memory import at_rest
@@ -86,11 +85,10 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
 Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 
-@dataclass(frozen=True)
-class ComparedModel:
-    """One model of a comparison with its inspection."""
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel(Inspection):
+    """One model of a comparison: its inspection, and the results of that."""
 
-    inspection: Inspection
     report: Report
     design: Design  # sampling design of the windows
     swaps: hooks.Swaps  # kernels of a model saved with --save, by site
@@ -102,36 +100,27 @@ class ComparedModel:
             inspection = survey(run, factors={})
             report, results = compute(inspection)
         report = _remove_token_measures(report) if swaps else report
-        return cls(inspection, report, results.design, swaps)
-
-    @property
-    def loaded(self) -> Loaded:
-        """The loaded model."""
-        return self.inspection.loaded
+        parts = {each.name: getattr(inspection, each.name) for each in fields(inspection)}
+        return cls(**parts, report=report, design=results.design, swaps=swaps)
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Inspected sites, in the order of layers."""
-        return tuple(self.inspection.key_heads)
+        return tuple(self.key_heads)
 
     @property
     def heads(self) -> list[tuple[str, int]]:
         """Site and number of each head of the report."""
         return [(head.site, head.head) for head in self.report.heads]
 
-    @property
-    def batches(self) -> tuple[texts.Batch, ...]:
-        """Batches that the model reads; empty if only weights were inspected."""
-        return self.inspection.batches
-
     def without_text(self) -> ComparedModel:
         """Return a copy without batches and windows, of which only the weights are compared."""
         report = self.report.model_copy().with_windows(Windows([], [], {}))
-        return replace(self, inspection=replace(self.inspection, inputs=None), report=report)
+        return replace(self, inputs=None, report=report)
 
-    def factors(self, site: Site) -> SiteFactors | None:
+    def factors_of(self, site: Site) -> SiteFactors | None:
         """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
-        return (self.inspection.factors or {}).get(site)
+        return (self.factors or {}).get(site)
 
     def blocks(self) -> list[Block]:
         """Return the model's blocks that run once per forward pass; none without a text."""
@@ -167,9 +156,9 @@ class Pairing:
         order, unmoved = dict[Site, tuple[int, ...]](), list[Site]()
         for site, other in sites.items():
             forms = _forms(first, second, site, other)
-            by_number = tuple(range(len(first.inspection.key_heads[site])))
+            by_number = tuple(range(len(first.key_heads[site])))
             best = match_heads(*forms) if forms else by_number
-            all_heads = first.inspection.settings.heads is None
+            all_heads = first.settings.heads is None
             order[site] = best if all_heads else by_number
             unmoved += [site] if best != order[site] else []
         return cls(first, second, sites, order, unmoved)
@@ -192,7 +181,7 @@ class Pairing:
 
 def _forms(first: ComparedModel, second: ComparedModel, site: Site, other: Site) -> tuple[QueryKey, QueryKey] | None:
     """Return the forms of both models, heads in their own order; None if one cannot be read or shapes differ."""
-    factors, other_factors = first.factors(site), second.factors(other)
+    factors, other_factors = first.factors_of(site), second.factors_of(other)
     if not isinstance(factors, weights.Factors) or not isinstance(other_factors, weights.Factors):
         return None
     pair = factors.query_key, other_factors.query_key
@@ -204,7 +193,7 @@ def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Return True if the models have the same sites with equal numbers of heads and key heads; masks may differ."""
     shapes, other_shapes = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
-        for side in (first.inspection, second.inspection)
+        for side in (first, second)
     )
     return shapes == other_shapes
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
 """Reason why a site of a meta-device model is not read."""
-ALL = "units"
-"""Name of the progress over the units of all stages."""
+ALL = "units"  # name of the progress over the units of all stages
 
 
 @public

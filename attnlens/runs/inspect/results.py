@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sources
+from attnlens.analyzers.registry import Answer, MeasureInfo, measure_infos, measure_sources
 from attnlens.maths.statistics import Design, Stream, median_error, null_of_median, robust_z, standard_error
 from attnlens.models.weights import Traits
 from attnlens.records import (
-    AttentionRows,
     Coverage,
     Extreme,
     Head,
@@ -24,7 +23,6 @@ from attnlens.records import (
     InspectionBody,
     Measure,
     Null,
-    Selection,
     Site,
     Skipped,
     Summary,
@@ -34,15 +32,7 @@ from attnlens.records import (
 from attnlens.report.report import Report
 from attnlens.runs import checks
 from attnlens.runs.feeding import LOSS, guess_notes
-from attnlens.runs.inspect.inspection import (
-    TWO_DOMAINS,
-    HeadValues,
-    Inspection,
-    Unit,
-    WorkUnit,
-    build_measure,
-    merge_skipped,
-)
+from attnlens.runs.inspect.inspection import TWO_DOMAINS, Inspection, Unit, WorkUnit, build_measure, merge_skipped
 from attnlens.runs.inspect.sequences import Place, arrange_by_measure
 from attnlens.runs.progress import INTERRUPTED
 from attnlens.runs.provenance import report_of
@@ -53,8 +43,6 @@ if TYPE_CHECKING:
 
 ONE_WINDOW = "one window has no spread"
 ALONE = "only one window or one text has a value, so its spread is unknown"
-NamedValue = tuple[str, Measure | list[float]]
-"""Name and value of a scalar, or of a curve."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +97,7 @@ class Results:
         """What could not be measured, and why."""
         skipped = list(self.inspection.skipped)
         for _, value in [*self._units("weights"), *self._units("tokens")]:
-            skipped += [Skipped.model_validate(entry) for entry in value.get("skipped", ())]
+            skipped += value.get("skipped", ())
         units = self.inspection.units
         for name, reason in self.missing.items():
             skipped += [Skipped(site=site.name, reason=f"{name}: {reason}") for site in units[name].sites]
@@ -127,8 +115,7 @@ class Results:
         records = []
         for site, heads in self.inspection.requested.items():
             for head in heads:
-                values = dict(self._read_head(site, head))
-                curves = {name: value for name, value in values.items() if isinstance(value, list)}
+                values = self._read_head(site, head)
                 records.append(
                     Head(
                         site=site.name,
@@ -136,8 +123,10 @@ class Results:
                         head=head,
                         kv_head=self.inspection.key_heads[site][head],
                         part=site.part,
-                        measures={name: value for name, value in values.items() if isinstance(value, Measure)},
-                        curves={name: curve for name, curve in curves.items() if not any(map(math.isnan, curve))},
+                        measures=values.measures,
+                        curves={
+                            name: curve for name, curve in values.curves.items() if not any(map(math.isnan, curve))
+                        },
                     )
                 )
         return sorted(records, key=lambda record: (record.layer, record.head))
@@ -160,7 +149,7 @@ class Results:
             start += unit["sequences"]
         for (site, _), by_head in self._answers.items():
             for head, answer in by_head.items():
-                for name, by_sequence in answer["windows"].items():
+                for name, by_sequence in answer.windows.items():
                     for sequence, value in by_sequence.items():
                         table((site, name))[sequence, head] = value
         return tables
@@ -186,8 +175,8 @@ class Results:
         traits = [Traits(**value["traits"]) for _, value in self._units("weights") if "traits" in value]
         how = checks.conventions(inspection.reached, traits) if inspection.analyzers_of("weights") else None
         body = InspectionBody(
-            selections=[Selection.model_validate(fields) for unit in self._gathered for fields in unit["selections"]],
-            attention=[AttentionRows.model_validate(fields) for unit in self._tokens for fields in unit["rows"]],
+            selections=[each.shown for part in self._answers.values() for each in part.values() if each.shown],
+            attention=[rows for unit in self._tokens for rows in unit["rows"]],
         )
         # values of each head per window; for noise, each input is one window
         places = [(text.name, number) for text in settings.texts for number in text.windows]
@@ -254,35 +243,41 @@ class Results:
         return {place: stream.mean for place, stream in streams.items()}
 
     @cached_property
-    def _answers(self) -> dict[Place, dict[int, HeadValues]]:
+    def _answers(self) -> dict[Place, dict[int, Answer]]:
         units = [*(value for _, value in self._units("weights")), *self._gathered]
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
-    def _read_head(self, site: Site, head: int) -> Iterator[NamedValue]:
-        """Yield the measures of a head from analyzers and gatherers."""
-        weights = self._answers.get((site.name, "weights"), {})
-        if head in weights:
-            yield from _validate(weights[head])
+    def _read_head(self, site: Site, head: int) -> Answer:
+        """Return the measures and curves of a head from analyzers and gatherers."""
+        values = Answer({})
+
+        def add(answer: Answer | None) -> None:
+            if answer is not None:
+                values.measures.update(answer.measures)
+                values.curves.update(answer.curves)
+
+        add(self._answers.get((site.name, "weights"), {}).get(head))
         analyzers = self.inspection.analyzers_of("tokens") if self.inspection.batches else ()
         for info in (info for analyzer in analyzers for info in analyzer.measures):
             place = site.name, info.name
             if place in self._curves:
-                yield info.name, self._curves[place][head].tolist()
+                values.curves[info.name] = self._curves[place][head].tolist()
             elif place in self._errors:
-                yield info.name, self._average(info, site, head, self._errors[place][head])
+                values.measures[info.name] = self._average(info, site, head, self._errors[place][head])
             elif site.part == "cross" and info.self_only and not info.curve:
-                yield info.name, Measure(value=None, reason=TWO_DOMAINS)
+                values.measures[info.name] = Measure(value=None, reason=TWO_DOMAINS)
         for gathering in self.inspection.gatherings:
             by_head = self._answers.get((site.name, gathering.name))
             if by_head is not None and head in by_head:
-                yield from _validate(by_head[head])
+                add(by_head[head])
                 for info in gathering.measures:
-                    if info.name in by_head[head]["windows"]:
+                    if info.name in by_head[head].windows:
                         error = standard_error(self.windows[site.name, info.name][:, head], self.design)
-                        yield info.name, self._average(info, site, head, error)
+                        values.measures[info.name] = self._average(info, site, head, error)
             elif by_head is not None and (site.name, head) in self._reasons:  # the gatherer never saw the head
                 missing = Measure(value=None, reason=self._reasons[site.name, head])
-                yield from ((info.name, missing) for info in gathering.measures if not info.curve)
+                values.measures.update({info.name: missing for info in gathering.measures if not info.curve})
+        return values
 
     def _average(self, info: MeasureInfo, site: Site, head: int, error: Tensor) -> Measure:
         """Return a head's mean over windows with its standard error, or why there is none."""
@@ -296,17 +291,9 @@ class Results:
         return build_measure(info, site, values.mean(), n=len(values), se=se, se_reason=why)
 
 
-def _validate(values: HeadValues) -> Iterator[NamedValue]:
-    yield from ((name, Measure.model_validate(fields)) for name, fields in values["measures"].items())
-    yield from values["curves"].items()
-
-
-FEWEST_HEADS = 12
-"""Minimum number of heads for naming the most extreme one: the median and spread of fewer say little."""
-MOST = 8
-"""Maximum number of named heads."""
-DEEP = 3
-"""Number of heads at each end of a measure that can be named."""
+FEWEST_HEADS = 12  # minimum number of heads for naming the most extreme one: the median and spread of fewer say little
+MOST = 8  # maximum number of named heads
+DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
