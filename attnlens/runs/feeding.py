@@ -35,10 +35,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return the mean loss and the number of predicted tokens of each sequence, and the size of the vocabulary.
-
-    `result` are the outputs for a single batch. For models that are not causal language models: [] and 0.
-    """
+    """Return each sequence's mean loss and number of predictions, and the vocabulary's size; [] and 0 if not causal."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0

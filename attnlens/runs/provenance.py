@@ -77,10 +77,7 @@ def tool() -> Tool:
 
 
 def peak_memory() -> int:
-    """Return the largest resident memory of this process so far, in bytes.
-
-    Linux's own high-water mark is preferred: getrusage also counts the process that started this one.
-    """
+    """Return this process's largest resident memory so far; getrusage on Linux also counts the parent's."""
     for line in STATUS.read_text().splitlines() if STATUS.is_file() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -185,10 +185,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], *, offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints, ordered by step, or as named if steps are missing or equal.
-
-    `names` None, or `demo` alone, are the checkpoints of the demo model.
-    """
+    """Find the checkpoints (None: those of demo), ordered by step, or as named if steps are missing or equal."""
     if names is not None and not names:
         raise UsageError("checkpoints=[] is empty.", "Give at least two, or omit the option to use demo's checkpoints.")
     if revisions and (names is None or len(names) != 1):

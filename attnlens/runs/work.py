@@ -42,8 +42,7 @@ from attnlens.wording import clean
 
 V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
-Opener = Callable[..., tuple[Mapping[str, object], Compute]]
-"""Function that prepares a run in another process: picklable arguments → the run's facts and its Compute."""
+Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
 Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
 """Exceptions of a unit that may not recur at a second try."""
@@ -124,11 +123,9 @@ class WorkPlan:
             from upath import UPath
 
             return cast("Path", UPath(os.fspath(self.work)))
-        except ImportError as error:
-            install = 'Run: pip install "attnlens[ray]"' if find_spec("upath") is None else "Install that package."
-            raise UsageError(f"--work {self.work}: {error}.", install) from None
-        except ValueError as error:
-            raise UsageError(f"--work {self.work}: {error}.", "Give a folder, or e.g. s3://BUCKET/FOLDER.") from None
+        except (ImportError, ValueError) as error:
+            remedy = 'Give a folder, or e.g. s3://BUCKET/FOLDER; addresses need: pip install "attnlens[ray]"'
+            raise UsageError(f"--work {self.work}: {error}.", remedy) from None
 
     def select_units(self, names: Sequence[str]) -> Sequence[str]:
         """Return the units of this shard; all of them without one."""
@@ -182,9 +179,7 @@ def run_units(
     whether a kept value is complete. Raise ShardFinished at the end of a shard; the error of a unit if it is one of
     attnlens's own, because those concern all units; and the first unit's error if no unit could be computed.
     """
-    values: dict[str, V] = {}
-    failures: dict[str, Failure] = {}
-    stopped = False
+    values, failures, stopped = dict[str, V](), dict[str, Failure](), False
     try:
         for name, value in _compute_units(plan.select_units(names), compute, plan, store, elsewhere, usable):
             if not isinstance(value, Failure):
@@ -218,36 +213,37 @@ def _compute_units(
     usable: Callable[[V], bool],
 ) -> Iterator[tuple[str, V | Failure]]:
     """Yield each unit's value, or its Failure, in the order of completion."""
+    if store is None:
+        yield from ((name, try_twice(compute, name)) for name in names)
+        return
 
     def compute_and_keep(name: str) -> V:
         value = compute(name)
-        if store is not None:
-            (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
-            clear_parts(name, value)
-        return value
+        (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
+        return clear_parts(name, value)
 
-    def clear_parts(name: str, value: V) -> None:
-        if store is not None and usable(value):
+    def clear_parts(name: str, value: V) -> V:
+        if usable(value):
             store.inside(name).clear()
+        return value
 
     waiting = []
     for name in names:  # another run that shares the folder may finish a unit before its turn
-        value: V | None = store.load(name) if store is not None and store.resume else None
+        value: V | None = store.load(name) if store.resume else None
         if value is not None and usable(value):
             yield name, value
-        elif plan.elsewhere and elsewhere is not None and store is not None:
+        elif plan.elsewhere and elsewhere is not None:
             waiting.append(name)
         else:
             yield name, try_twice(compute_and_keep, name)
-    if not waiting or elsewhere is None or store is None:
+    if not waiting or elsewhere is None:
         return
     engine = _in_processes if plan.engine == "local" else _on_ray
     for name, failure in engine(waiting, partial(_compute_in_worker, *elsewhere, store), plan):
         if failure is not None:
             yield name, failure
         elif (value := store.load(name)) is not None:
-            clear_parts(name, value)
-            yield name, value
+            yield name, clear_parts(name, value)
         elif plan.engine == "local":  # another run has written its report, and cleared the folder
             yield name, try_twice(compute, name)
         else:
@@ -295,10 +291,7 @@ _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that the workers of `--jobs` are forked from, before the program imports torch.
-
-    Otherwise (not on Linux, or an accelerator could be open in the forked process), workers import the library.
-    """
+    """Start the process that `--jobs` forks from on Linux without accelerators; call this before importing torch."""
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
         return
@@ -319,10 +312,7 @@ Work = Callable[[str], Failure | None]  # function that computes a unit in anoth
 
 
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function on every name in `plan.jobs` processes of one thread each; yield names and results.
-
-    Each has its own pool: one that is killed only takes its own unit with it, which is then tried once more.
-    """
+    """Yield names and results from `plan.jobs` pools of one process each: a killed one only loses its own unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.errors import AttnlensError, UnreadableError
-from attnlens.maths.statistics import Design, adjust_p_values
+from attnlens.maths.statistics import adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.records import (
@@ -165,10 +165,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose M agrees only at equal positions, because the rotation acts on other coordinates.
-
-    All queries are turned to the last position, where forms under different rotations differ.
-    """
+    """Yield heads whose M agrees at equal positions, but not with all queries turned to the last one (RoPE differs)."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
         rotation = None if pair is None else pair[0].rotation
@@ -243,16 +240,6 @@ class Changes:
             notes=[*describe(self.pairing, heads, rows), *why],
         )
 
-    @property
-    def design(self) -> Design:
-        """Sampling design of the windows."""
-        return self.pairing.first.design
-
-    @property
-    def seed(self) -> int:
-        """Random seed."""
-        return self.pairing.first.settings.seed
-
     @cached_property
     def heads(self) -> tuple[list[Head], list[Head]]:
         """Heads of the first report, and their partners in the second."""
@@ -265,11 +252,15 @@ class Changes:
         first, second = self.pairing.first.blocks(), self.pairing.second.blocks()
         return (first, second) if list(dict(first)) == list(dict(second)) else ([], [])
 
+    def _test_windows(self, changes: Tensor, rounding: Rounding | None) -> ChangeTest:
+        first = self.pairing.first
+        return significance.test_windows(changes, first.design, rounding, first.settings.seed)
+
     def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
         """Test the change of each block's output for the first model's input states."""
         if BLOCKS not in distances:
             return []
-        test = significance.test_windows(distances[BLOCKS], self.design, rounding.get(BLOCKS), self.seed)
+        test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
         q = adjust_p_values(test.p).tolist()
         return [
             BlockChange(
@@ -302,7 +293,7 @@ class Changes:
             if before is not None and after is not None:
                 changes[name] = after[:, self.pairing.partners] - before
             if name in changes:
-                tests[name] = significance.test_windows(changes[name], self.design, rounding.get(name), self.seed)
+                tests[name] = self._test_windows(changes[name], rounding.get(name))
             elif name not in rounding or is_category(self.heads, name):
                 tests[name] = None
             else:  # measures of weights: p is that of rounding
@@ -320,7 +311,7 @@ class Changes:
 
     def _row_distances(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
-        first, total, start = self.pairing.first, self.design.count, 0
+        first, total, start = self.pairing.first, self.pairing.first.design.count, 0
         values, block_changes = SequenceValues(total), list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
@@ -341,10 +332,10 @@ class Changes:
         tell = telling(self.progress, "rounding", 2 * draws.DRAWS) if self.pairing.first.batches else None
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
-            generator = torch.Generator().manual_seed(self.seed + number)
+            generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)
             drawn.append(draws.draw_weights(side, generator))
             if tell is not None:
-                cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
+                cut = replace(side.cut, sequences=min(draws.FEW, self.pairing.first.design.count))
                 drawn[-1] |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():

@@ -79,10 +79,7 @@ def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Seque
 def compare_pass(
     recorded: RecordedPass, pairing: Pairing, inputs: Mapping[str, Tensor], blocks: Sequence[Block] = ()
 ) -> ComparedPass:
-    """Run the second model and compare the pass with a recorded one of the first, by sites of the first model.
-
-    Each of `blocks` is given the recorded input states, so that differences stem from that block alone.
-    """
+    """Run the second model, its `blocks` on the recorded input states, and compare the pass with the recorded one."""
     compared, firsts = ComparedPass(), {other: site for site, other in pairing.sites.items()}
 
     def visit(site: Site, call: Call) -> None:
@@ -149,10 +146,7 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights by the model's own kernel or that of a saved swap, with the share of a sink appended.
-
-    NaN for the heads of a swap whose kernel has no attention matrix, or can be negative.
-    """
+    """Compute attention weights, with a sink's share appended; NaN for a swap's heads without weights of at least 0."""
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)
@@ -162,10 +156,7 @@ def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
 
 
 def divergence(pairing: Pairing, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute KL(P ‖ P') = Σ_j p log(p/p'), mean over real queries, of each sequence and head; (sequences, heads).
-
-    `calls` are those of a site of the first model and its counterpart.
-    """
+    """Compute KL(P ‖ P') = Σ_j p log(p/p') of a site's two calls, mean over real queries: (sequences, heads)."""
     parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
     wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
     calls = [hiding_padding(call, inputs) for call in wide]
@@ -207,10 +198,7 @@ MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance 
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
-    """Return the coarsest number type that represents all values of a weight exactly, whatever its loaded type.
-
-    A weight with few distinct values (gains of 1, zeros) is inconclusive and counts as float32.
-    """
+    """Return the coarsest number type that holds all values exactly; float32 for few distinct values (gains of 1)."""
     sample = weight.flatten()[:MANY]
     if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32

@@ -31,10 +31,7 @@ heads that are merely similar to several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match the heads of the second model to those of the first at one site, by the distances between forms.
-
-    Heads are reordered only if every moved head is much more similar to its partner than to the head in its own place.
-    """
+    """Match the second model's heads to the first's by the distances of their forms; they stay in place if in doubt."""
     distances = pairwise_distances(first, second)
     numbers = torch.arange(len(distances))
     if not bool(distances.isfinite().all()):
@@ -65,10 +62,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute the distances between corresponding heads' forms; NaN if both M are 0 or a factor is not finite.
-
-    If only M is 0, all of M' is new and the change is 1.
-    """
+    """Compute the distances of heads' forms; NaN if both M are 0 or a factor is not finite, and 1 if only M is 0."""
     finite = sorted(set(finite_heads(first)) & set(finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:

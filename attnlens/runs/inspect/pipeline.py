@@ -129,10 +129,7 @@ def compute(
     store: Store | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Report, Results]:
-    """Read the units of an inspection; return the report, and the results that it is made from.
-
-    Raise Interrupted, which contains the finished part, and ModelError if no head has a value.
-    """
+    """Read the units; return the report and its results. Raise Interrupted with the finished part, and ModelError."""
     units = plan.select_units(list(inspection.units))
     sizes = [batch.size for batch in inspection.batches]
     outcome = run_units(
@@ -189,10 +186,7 @@ def read_sites(
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the model's sites, and verify that recomputed attention changes nothing.
-
-    `factors` is filled with the factors of each site's weights when they are read.
-    """
+    """Cut the texts, find the sites, verify that recomputed attention changes nothing; `factors` is filled later."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model

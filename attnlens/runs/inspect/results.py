@@ -64,11 +64,6 @@ class Results:
         return [value for _, value in self._units("tokens")]
 
     @cached_property
-    def _gathered(self) -> list[Unit]:
-        # their values cover every sequence
-        return [value for _, value in self._units("gathered") if len(self.finished) == self.total]
-
-    @cached_property
     def finished(self) -> list[int]:
         """Numbers of the sequences whose batches have a value."""
         starts = list(accumulate((batch.size for batch in self.inspection.batches), initial=0))
@@ -244,7 +239,9 @@ class Results:
 
     @cached_property
     def _answers(self) -> dict[Place, dict[int, Answer]]:
-        units = [*(value for _, value in self._units("weights")), *self._gathered]
+        # the values of gatherers cover every sequence
+        gathered = self._units("gathered") if len(self.finished) == self.total else []
+        units = [value for _, value in [*self._units("weights"), *gathered]]
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
     def _read_head(self, site: Site, head: int) -> Answer:

@@ -28,11 +28,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield a batch without padding, in pieces with score matrices under PIECE_BYTES each, with their sequences.
-
-    A key that no query can see is padding, and in cross-attention so is a query that sees none. Sequences of one length
-    stay together; long ones are split by heads.
-    """
+    """Yield a batch without padding, in pieces with score matrices under PIECE_BYTES each, with their sequences."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
