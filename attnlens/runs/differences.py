@@ -192,9 +192,8 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
     positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
     cache: Cache | None = None
     for _ in range(tokens):
-        positions = {}
-        if positioned:  # counted without the padding
-            positions["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        # counted without the padding
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]} if positioned else {}
         result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
@@ -311,8 +310,12 @@ class Differences:
         }
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
         if not self.noise:
-            loss = self._change(seed)
-            fields |= {"loss": loss, "loss_by_text": self.by_text(seed, texts)}
+            loss, by_text = self._change(seed), []
+            for name, rows in _by_text(self.sampled, texts):
+                change = self._change(seed, rows=rows)
+                powers = None if change.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows)
+                by_text.append(TextChange(name=name, sequences=len(rows), change=change, perplexity=powers))
+            fields |= {"loss": loss, "loss_by_text": by_text}
             if loss.after < LARGEST_LOSS:
                 fields["perplexity"] = self._change(seed, torch.exp)
             else:
@@ -341,21 +344,8 @@ class Differences:
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         if interval is None:
             reasons["hidden_cosine_ci95"] = self._no_interval
-        fields: dict[str, object] = {
-            "hidden_cosine": cosine,
-            "hidden_cosine_ci95": interval,
-            "hidden_cosine_by_text": by_text,
-        }
-        return fields | {"hidden_cka": cka}, reasons
-
-    def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
-        """Return loss and perplexity on each text alone, with intervals over its windows; empty for a single text."""
-        changes = []
-        for name, rows in _by_text(self.sampled, texts):
-            loss = self._change(seed, rows=rows)
-            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows)
-            changes.append(TextChange(name=name, sequences=len(rows), change=loss, perplexity=powers))
-        return changes
+        cosines_by = {"hidden_cosine": cosine, "hidden_cosine_ci95": interval, "hidden_cosine_by_text": by_text}
+        return cosines_by | {"hidden_cka": cka}, reasons
 
     @property
     def sampled(self) -> Design:

@@ -97,9 +97,7 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
     """Raise UsageError for the first setting that differs between two reports, since changes would be meaningless."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
-        value, other_value = (
-            f"a text of hash {each.sha256[:12]}" if hasattr(each, "sha256") else each for each in values
-        )
+        value, other_value = (getattr(each, "sha256", each) for each in values)
         if value != other_value:
             raise UsageError(
                 f"The two sides were computed with different settings: settings.{name} is {value} and {other_value}.",
@@ -175,8 +173,8 @@ def _quartiles(report: Report, name: str) -> Spread | None:
     values = [measure.value for measure in measures if measure.value is not None and measure.label is None]
     if not values:
         return None
-    low, middle, high = (float(part) for part in np.quantile(values, (0.25, 0.5, 0.75)))
-    return Spread(heads=len(values), quartiles=(low, middle, high), median_se=report.summary.median_errors.get(name))
+    quartiles = tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist())
+    return Spread(heads=len(values), quartiles=quartiles, median_se=report.summary.median_errors.get(name))
 
 
 SECOND = ("revision", "adapter")  # options that apply to the second model only
@@ -213,12 +211,8 @@ def compare(
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    same = first is second
-    if isinstance(first, str | PathLike) and isinstance(second, str | PathLike):
-        paths = Path(first).expanduser(), Path(second).expanduser()
-        same = str(first) == str(second) or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
-        same = same and all(options.get(name) is None for name in SECOND)
-    if same:
+    named = isinstance(first, str | PathLike) and str(first) == str(second)
+    if first is second or (named and all(options.get(name) is None for name in SECOND)):
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
     models = [side for side in subjects if not isinstance(side, Report)]
     if len(models) < 2:
