@@ -29,7 +29,7 @@ from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
 from attnlens.runs.compare.sides import ComparedModel, Pairing, correspond, same_input
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
-from attnlens.runs.in_memory import at_rest, wrap_model
+from attnlens.runs.feeding import at_rest, wrap_model
 from attnlens.runs.inspect.pipeline import inspect, prepare
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of

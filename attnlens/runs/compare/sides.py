@@ -15,7 +15,7 @@ from attnlens.maths.statistics import Design
 from attnlens.models import hooks, weights
 from attnlens.records import Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
-from attnlens.runs.in_memory import at_rest
+from attnlens.runs.feeding import at_rest
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
 from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.inspect.sequences import finite_heads

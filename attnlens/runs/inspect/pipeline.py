@@ -23,7 +23,7 @@ from attnlens.records import Settings, Site, Skipped
 from attnlens.report.report import Report
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
-from attnlens.runs.in_memory import at_rest, refuse_work, wrap_model
+from attnlens.runs.feeding import at_rest, refuse_work, wrap_model
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors, WorkUnit, merge_skipped
 from attnlens.runs.inspect.results import Results
 from attnlens.runs.inspect.sequences import refuse_many_rows

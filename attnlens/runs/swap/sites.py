@@ -27,7 +27,7 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import PARTS, Call, Site, SiteSwap, Skipped
 from attnlens.runs import checks
-from attnlens.runs.in_memory import at_rest, held_model, tensors
+from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
 
 if TYPE_CHECKING:
