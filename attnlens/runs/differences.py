@@ -354,7 +354,6 @@ class Differences:
 
     @property
     def _no_interval(self) -> str:
-        """Reason why there is no interval."""
         return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
     def _change(

@@ -138,7 +138,6 @@ class Store:
 
 
 def _set_aside(path: Path, name: str) -> None:
-    """Rename a file under a unit's name that is not its result, and log that."""
     aside = path.with_name(path.name + ".damaged")
     what = f"it is kept as {aside.name} and computed again"
     try:

@@ -79,7 +79,6 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]
 
 
 def _explain_unread(pairing: Pairing, site: Site) -> str:
-    """Explain why the forms of a site cannot be compared."""
     for which, side, place in (("first", pairing.first, site), ("second", pairing.second, pairing.sites[site])):
         factors = side.factors_of(place)
         if isinstance(factors, UnreadableError):
@@ -257,7 +256,6 @@ class Changes:
         return significance.test_windows(changes, first.design, rounding, first.settings.seed)
 
     def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
-        """Test the change of each block's output for the first model's input states."""
         if BLOCKS not in distances:
             return []
         test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
@@ -302,7 +300,6 @@ class Changes:
         return tests
 
     def _form_distances(self) -> dict[str, Tensor]:
-        """Compute the distances between forms, (heads,), by measure."""
         tables: dict[tuple[str, str], Tensor] = {}
         for site in self.pairing.sites:
             if (forms := self.pairing.ordered_forms(site)) is not None:

@@ -76,7 +76,6 @@ def read_side(path: Path) -> Report:
 
 
 def _read_windows(path: Path, report: Report) -> Windows:
-    """Read the values per window and head from a --windows-csv file."""
     content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
     rows = list(csv.DictReader(io.StringIO(content)))
     windows = [(row["text"], int(row["window"])) for row in rows]
@@ -272,7 +271,6 @@ def _inspect_sides(
     progress: Progress,
     options: Mapping[str, object],
 ) -> tuple[ComparedModel, ComparedModel]:
-    """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
     for number, subject in enumerate(models):
         swaps: hooks.Swaps = {}

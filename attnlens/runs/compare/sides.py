@@ -122,7 +122,6 @@ class ComparedModel(Inspection):
 
 
 def _remove_token_measures(report: Report) -> Report:
-    """Return the report with the values of token measures removed."""
     reason = "the measure requires the exponential kernel, but this model uses another one"
     missing = Measure(value=None, reason=reason)
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}

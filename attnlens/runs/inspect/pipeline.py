@@ -258,7 +258,6 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
 
 
 def _draw_sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
-    """Return random ids as long as a window."""
     return texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
 
 

@@ -163,8 +163,11 @@ class Results:
     def build_report(self) -> Report:
         """Build the report of the run."""
         inspection, settings = self.inspection, self.inspection.settings
-        if not self.interrupted:
-            settings = settings.model_copy(update={"notes": [*settings.notes, *self._loss_notes()]})
+        units = [unit for unit in self._tokens if unit["losses"]]
+        if units and not self.interrupted and all(entry.measure != LOSS for entry in inspection.skipped):
+            means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
+            worse = guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
+            settings = settings.model_copy(update={"notes": [*settings.notes, *worse]})
         if len(self.finished) < self.total:
             settings = settings.model_copy(update={"windows": len(self.finished)})
         traits = [Traits(**value["traits"]) for _, value in self._units("weights") if "traits" in value]
@@ -191,45 +194,33 @@ class Results:
             timings=dict(inspection.timings),
         ).with_windows(Windows(windows, heads, self.by_measure))
 
-    def _loss_notes(self) -> list[str]:
-        """Return notes on texts with a higher loss than an even guess."""
-        units = [unit for unit in self._tokens if unit["losses"]]
-        if not units or any(entry.measure == LOSS for entry in self.inspection.skipped):
-            return []
-        means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
-        return guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
-
     def _count_coverage(self) -> Coverage:
         """Count the requested heads that have a value, and those of them that lack values from one source."""
-        known, sources_by_head = measure_sources(), list[set[str]]()
+        known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
-            if names:
-                sources_by_head.append({known.get(name) or name.partition(".")[0] for name in names})
+            present += [{known.get(name) or name.partition(".")[0] for name in names}] if names else []
         sources = dict.fromkeys(each.source for each in self.inspection.analyzers)
-        without = {source: sum(source not in present for present in sources_by_head) for source in sources}
+        without = {source: sum(source not in of_head for of_head in present) for source in sources}
         return Coverage(
             sites=len({head.site for head in self.heads}),
             heads=len(self.heads),
-            analysed=len(sources_by_head),
+            analysed=len(present),
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
 
     @cached_property
     def _reasons(self) -> dict[tuple[str, int], str]:
-        """Reasons for missing heads, by site and head."""
         return {(entry.site, head): entry.reason for entry in reversed(self.skipped) for head in entry.heads}
 
     @cached_property
     def _errors(self) -> dict[Place, Float[Tensor, " heads"]]:
-        """Standard errors of the means of token measures."""
-        places = dict.fromkeys(place for unit in self._tokens for place in unit["values"])
-        return {place: standard_error(self.windows[place], self.design) for place in places}
+        """Standard errors of means over windows."""
+        return {place: standard_error(values, self.design) for place, values in self.windows.items()}
 
     @cached_property
     def _curves(self) -> dict[Place, Float[Tensor, "heads steps"]]:
-        """Mean curves over all sequences."""
         streams: dict[Place, Stream] = defaultdict(Stream)
         for unit in self._tokens:
             for place, pieces in unit["curves"].items():
@@ -245,7 +236,6 @@ class Results:
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
     def _read_head(self, site: Site, head: int) -> Answer:
-        """Return the measures and curves of a head from analyzers and gatherers."""
         values = Answer({})
 
         def add(answer: Answer | None) -> None:
@@ -260,7 +250,7 @@ class Results:
             if place in self._curves:
                 values.curves[info.name] = self._curves[place][head].tolist()
             elif place in self._errors:
-                values.measures[info.name] = self._average(info, site, head, self._errors[place][head])
+                values.measures[info.name] = self._average(info, site, head)
             elif site.part == "cross" and info.self_only and not info.curve:
                 values.measures[info.name] = Measure(value=None, reason=TWO_DOMAINS)
         for gathering in self.inspection.gatherings:
@@ -269,16 +259,15 @@ class Results:
                 add(by_head[head])
                 for info in gathering.measures:
                     if info.name in by_head[head].windows:
-                        error = standard_error(self.windows[site.name, info.name][:, head], self.design)
-                        values.measures[info.name] = self._average(info, site, head, error)
+                        values.measures[info.name] = self._average(info, site, head)
             elif by_head is not None and (site.name, head) in self._reasons:  # the gatherer never saw the head
                 missing = Measure(value=None, reason=self._reasons[site.name, head])
                 values.measures.update({info.name: missing for info in gathering.measures if not info.curve})
         return values
 
-    def _average(self, info: MeasureInfo, site: Site, head: int, error: Tensor) -> Measure:
+    def _average(self, info: MeasureInfo, site: Site, head: int) -> Measure:
         """Return a head's mean over windows with its standard error, or why there is none."""
-        values = self.windows[site.name, info.name][:, head]
+        values, error = (part[site.name, info.name][..., head] for part in (self.windows, self._errors))
         values = values[~values.isnan()]
         if not len(values):
             reason = self._reasons.get((site.name, head))
@@ -438,7 +427,6 @@ def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
 
 
 def _spread(texts: Sequence[TextSummary]) -> dict[str, float]:
-    """Compute the standard deviation between the texts' medians."""
     each: dict[str, list[float]] = defaultdict(list)
     for name, median in (pair for text in texts for pair in text.medians.items()):
         each[name].append(median)
