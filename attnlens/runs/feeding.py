@@ -96,15 +96,9 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if not isinstance(model, Loaded):
         return options
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
-        raise ModelError(
-            "The model is on the meta device, where weights have no values.",
-            "Load it on a device with data, such as cpu.",
-        )
+        raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
-        raise UsageError(
-            f"The model is already loaded, so {', '.join(options)} would be ignored.",
-            "Pass these options to attnlens.load.",
-        )
+        raise UsageError(f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass it to load.")
     return {}
 
 
@@ -212,10 +206,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
 def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
-        raise UsageError(
-            f"batch={format_argument(batch)} contains no inputs.",
-            "Pass a dict of the model's inputs, as returned by a tokenizer.",
-        )
+        raise UsageError(f"batch={format_argument(batch)} contains no inputs.", "Pass what a tokenizer returns.")
     inputs = {}
     for name, value in batch.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
@@ -242,10 +233,7 @@ def wrap_model(
             )
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None and isinstance(model, Loaded | str | os.PathLike):
-            raise UsageError(
-                "tokenizer= is only for transformers models in memory: a loaded model already includes its tokenizer.",
-                "Omit it, or pass a transformers model in memory.",
-            )
+            raise UsageError("tokenizer= is only for transformers models in memory.", "Omit it, or pass such a model.")
         return model
     info = ModelInfo(
         id=f"{model.name_or_path or type(model).__name__} (in memory)",
@@ -259,10 +247,7 @@ def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     """Wrap a model in memory. Raise UsageError for a name or anything else."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, Loaded):
-        raise UsageError(
-            f"{format_argument(model)} is not a model in memory.",
-            "Pass a transformers model, or the result of attnlens.load.",
-        )
+        raise UsageError(f"{format_argument(model)} is not a model in memory.", "Pass the result of attnlens.load.")
     return loaded
 
 
@@ -289,7 +274,4 @@ def refuse_work(request: Request) -> None:
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:
-            raise UsageError(
-                f"The model is in memory, which other processes cannot access: {name} would be ignored.",
-                "Pass its name or folder, or omit the option.",
-            )
+            raise UsageError(f"{name} is unavailable for a model in memory.", "Pass its name or folder, or omit it.")

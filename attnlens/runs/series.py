@@ -189,10 +189,7 @@ def find_checkpoints(
     if names is not None and not names:
         raise UsageError("checkpoints=[] is empty.", "Give at least two, or omit the option to use demo's checkpoints.")
     if revisions and (names is None or len(names) != 1):
-        raise UsageError(
-            "--revisions requires a single hub model.",
-            "Give one hub model, e.g.: attnlens converge MODEL --revisions step1,step2",
-        )
+        raise UsageError("--revisions requires a single hub model.", "Give one, e.g.: MODEL --revisions step1,step2")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
     all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
@@ -203,10 +200,7 @@ def find_checkpoints(
             raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
         checkpoints.append(Checkpoint(name, model, revision, place, step_of(revision or model)))
     if len(checkpoints) < 2:
-        raise UsageError(
-            "A series needs at least two checkpoints.",
-            "Give at least two with --checkpoints, e.g. --checkpoints step-100 step-200, or with --revisions.",
-        )
+        raise UsageError("A series needs at least two checkpoints.", "Give more --checkpoints, or --revisions.")
     steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
         return [replace(each, step=None) for each in checkpoints]

@@ -65,10 +65,7 @@ def read_side(path: Path) -> Report:
     if not file.exists():
         return report
     if sha256(file) != report.windows_file.sha256:
-        raise UsageError(
-            f"{file} is not the file that {path.name} was written with.",
-            "Write both again, or remove the windows file.",
-        )
+        raise UsageError(f"{file} is not the file that {path.name} was written with.", "Write both again.")
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
@@ -98,10 +95,7 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (getattr(each, "sha256", each) for each in values)
         if value != other_value:
-            raise UsageError(
-                f"The two sides were computed with different settings: settings.{name} is {value} and {other_value}.",
-                AGAIN,
-            )
+            raise UsageError(f"The two sides differ: settings.{name} is {value} and {other_value}.", AGAIN)
     windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
     if windows != other_windows:
         raise UsageError("The two sides were computed on different windows of the text (settings.texts).", AGAIN)
