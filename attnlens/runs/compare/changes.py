@@ -12,24 +12,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from attnlens import records
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.errors import AttnlensError, UnreadableError
 from attnlens.maths.statistics import adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
-from attnlens.records import (
-    BlockChange,
-    Comparison,
-    Head,
-    HeadChange,
-    HeadId,
-    MeasureChange,
-    ModelInfo,
-    Outcome,
-    QueryKey,
-    Relation,
-    Site,
-)
 from attnlens.runs import checks
 from attnlens.runs.compare import draws, significance
 from attnlens.runs.compare.draws import BLOCKS, add_distances, arrange_blocks, compare_pass, record_pass
@@ -61,7 +49,7 @@ SAME_FORMS: dict[str | bool | None, str] = {
 """Notes on heads with other factors of the same M, by whether their own KL exceeds rounding."""
 
 
-def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]:
+def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
     """For each head of the first report, return its counterpart and the relation between their forms."""
     sites, changes = {site.name: site for site in pairing.sites}, []
     for name, heads in groupby(enumerate(pairing.first.report.heads), lambda pair: pair[1].site):
@@ -72,13 +60,13 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]
                 reason = _explain_unread(pairing, site)
             elif (relation := _relation(pairing, pair, head.head, float(forms.p[place]))) is None:
                 reason = "a form is 0 or not finite"
-            fields = {field: getattr(head, field) for field in HeadId.model_fields}
+            fields = {field: getattr(head, field) for field in records.HeadId.model_fields}
             partner = pairing.order[site][head.head]
-            changes.append(HeadChange(**fields, partner=partner, relation=relation, reason=reason))
+            changes.append(records.HeadChange(**fields, partner=partner, relation=relation, reason=reason))
     return changes
 
 
-def _explain_unread(pairing: Pairing, site: Site) -> str:
+def _explain_unread(pairing: Pairing, site: records.Site) -> str:
     for which, side, place in (("first", pairing.first, site), ("second", pairing.second, pairing.sites[site])):
         factors = side.factors_of(place)
         if isinstance(factors, UnreadableError):
@@ -86,7 +74,9 @@ def _explain_unread(pairing: Pairing, site: Site) -> str:
     return "the forms have different sizes"
 
 
-def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation | None:
+def _relation(
+    pairing: Pairing, pair: tuple[records.QueryKey, records.QueryKey], head: int, p: float
+) -> records.Relation | None:
     first, second = pair
     sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
     same_scale = first.scale == second.scale
@@ -112,7 +102,9 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
     return "rounding" if close and same_scale else "same form"
 
 
-def describe(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureChange]) -> Iterator[str]:
+def describe(
+    pairing: Pairing, heads: Sequence[records.HeadChange], rows: Sequence[records.MeasureChange]
+) -> Iterator[str]:
     """Yield notes about the models as a whole, one sentence each."""
     yield from _describe_weights(pairing)
     for site, other in pairing.sites.items():
@@ -178,7 +170,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
                 yield site.layer, head
 
 
-def compare_predictions(pairing: Pairing) -> tuple[Outcome | None, list[str]]:
+def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
     """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
@@ -217,7 +209,7 @@ class Changes:
     fdr: float
     progress: Progress
 
-    def compare(self, base: ModelInfo) -> Comparison:
+    def compare(self, base: records.ModelInfo) -> records.Comparison:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
         rounding, distances = self._draw_rounding(), self._form_distances()
         if self.pairing.first.batches:
@@ -226,7 +218,7 @@ class Changes:
         rows = build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
-        return Comparison(
+        return records.Comparison(
             base=base,
             paired=True,
             fdr=self.fdr,
@@ -240,7 +232,7 @@ class Changes:
         )
 
     @cached_property
-    def heads(self) -> tuple[list[Head], list[Head]]:
+    def heads(self) -> tuple[list[records.Head], list[records.Head]]:
         """Heads of the first report, and their partners in the second."""
         first, second = self.pairing.first.report.heads, self.pairing.second.report.heads
         return first, [second[place] for place in self.pairing.partners.tolist()]
@@ -255,13 +247,15 @@ class Changes:
         first = self.pairing.first
         return significance.test_windows(changes, first.design, rounding, first.settings.seed)
 
-    def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
+    def _test_blocks(
+        self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]
+    ) -> list[records.BlockChange]:
         if BLOCKS not in distances:
             return []
         test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
         q = adjust_p_values(test.p).tolist()
         return [
-            BlockChange(
+            records.BlockChange(
                 path=path,
                 layers=[site.layer for site in self.pairing.sites if site.path.startswith(f"{path}.")],
                 change=number_of(test.delta[place]),
