@@ -20,20 +20,8 @@ from attnlens.models.loading import Loaded, first_line
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 from attnlens.records import Agreement, Change, Outcome, Task, TextChange, TextCosine
-from attnlens.runs.outputs import (
-    LARGEST_LOSS,
-    PassOutputs,
-    TokenLosses,
-    Variant,
-    divergence,
-    owned_means,
-    paired_change,
-    run,
-    sequence_losses,
-    sequence_means,
-    token_losses,
-    tokens_in,
-)
+from attnlens.runs import outputs
+from attnlens.runs.outputs import PassOutputs, TokenLosses, Variant, run, tokens_in
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -249,14 +237,14 @@ class Differences:
             targets = original.argmax(-1, keepdim=True)
         predicted = targets != NOTHING
         self.predicting.append(predicted.any(1).cpu())
-        losses = [token_losses(logits, targets) for logits in (original, new)]
-        (before, counts), (after, _) = (sequence_means(each, predicted) for each in losses)
+        losses = [outputs.token_losses(logits, targets) for logits in (original, new)]
+        (before, counts), (after, _) = (outputs.sequence_means(each, predicted) for each in losses)
         self.before.append(before)
         self.after.append(after)
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
             self.by_token.add(losses, targets, ids)
-        self.divergences.append(sequence_means(divergence(original, new), predicted)[0])
+        self.divergences.append(outputs.sequence_means(outputs.divergence(original, new), predicted)[0])
         self.agreeing += float((original.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
@@ -268,7 +256,7 @@ class Differences:
             )
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
-        means, counts = owned_means(
+        means, counts = outputs.owned_means(
             torch.nn.functional.cosine_similarity(original, new, dim=-1), owners, int(owners.max()) + 1
         )
         self.cosines.append(means)
@@ -313,10 +301,10 @@ class Differences:
             loss, by_text = self._change(seed), []
             for name, rows in _by_text(self.sampled, texts):
                 change = self._change(seed, rows=rows)
-                powers = None if change.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows)
+                powers = None if change.after >= outputs.LARGEST_LOSS else self._change(seed, torch.exp, rows)
                 by_text.append(TextChange(name=name, sequences=len(rows), change=change, perplexity=powers))
             fields |= {"loss": loss, "loss_by_text": by_text}
-            if loss.after < LARGEST_LOSS:
+            if loss.after < outputs.LARGEST_LOSS:
                 fields["perplexity"] = self._change(seed, torch.exp)
             else:
                 reasons["perplexity"] = "it overflows"
@@ -362,8 +350,8 @@ class Differences:
         """Return the change of a function of the mean loss, over all sequences or over the windows `rows` of a text."""
         before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
         if rows is None:
-            return paired_change(before, after, counts, self.sampled, seed, of)
-        return paired_change(before[rows], after[rows], counts[rows], Design.plain(len(rows)), seed, of)
+            return outputs.paired_change(before, after, counts, self.sampled, seed, of)
+        return outputs.paired_change(before[rows], after[rows], counts[rows], Design.plain(len(rows)), seed, of)
 
 
 def _mean(
@@ -409,7 +397,7 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
         logits = run(model, fed, task).logits
         if logits is None or fed.targets is None or fed.noise:
             return None
-        means, counts = sequence_losses(logits, fed.targets)
+        means, counts = outputs.sequence_losses(logits, fed.targets)
         total, count = total + float((means * counts).sum()), count + float(counts.sum())
     return total / count if math.isfinite(total) else None
 

@@ -21,13 +21,7 @@ from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, form_distances
-from attnlens.runs.inspect.sequences import (
-    PIECE_BYTES,
-    SequenceValues,
-    arrange_by_measure,
-    finite_heads,
-    sequence_numbers,
-)
+from attnlens.runs.inspect import sequences
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -164,7 +158,7 @@ def divergence(pairing: Pairing, first: Site, calls: Sequence[Call], inputs: Map
     means = calls[0].query.new_full(calls[0].query.shape[:2], torch.nan)
     for batch, queries, keys in real_parts(calls[0].allowed, len(means), first.part):
         real = [call.sequences(batch, queries, keys) for call in calls]
-        step = max(1, PIECE_BYTES // (8 * means.shape[1] * real[0].query.shape[2] * real[0].key.shape[2]))
+        step = max(1, sequences.PIECE_BYTES // (8 * means.shape[1] * real[0].query.shape[2] * real[0].key.shape[2]))
         for start in range(0, len(batch), step):
             part = range(start, min(start + step, len(batch)))
             pieces = (call.sequences(part, slice(None), slice(None)) for call in real)
@@ -260,7 +254,7 @@ def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, T
         if isinstance(factors, weights.Factors):
             changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
             tables |= {(site.name, name): values for name, values in changes.items()}
-    return arrange_by_measure(tables, side.heads, DRAWS)
+    return sequences.arrange_by_measure(tables, side.heads, DRAWS)
 
 
 def _draw_site_changes(
@@ -268,7 +262,7 @@ def _draw_site_changes(
 ) -> dict[str, Tensor]:
     """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
     form = factors.query_key
-    finite = finite_heads(form)
+    finite = sequences.finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
 
     def scalars(form: QueryKey) -> dict[str, Tensor]:
@@ -343,23 +337,25 @@ def _measure_calls(
     distances: Mapping[str, Sequence[ComparedPass]],
 ) -> dict[str, Tensor]:
     """Compute tokens.* on `count` windows and add the distances of rows: each measure as (windows, heads)."""
-    values, analyzers, start = SequenceValues(count), side.analyzers_of("tokens"), 0
+    values, analyzers, start = sequences.SequenceValues(count), side.analyzers_of("tokens"), 0
     for number, batch in enumerate(batches):
         for site, call in calls[number].items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)
-            if finite := finite_heads(query_key):
-                numbers = sequence_numbers(len(call.query), batch, start)
+            if finite := sequences.finite_heads(query_key):
+                numbers = sequences.sequence_numbers(len(call.query), batch, start)
                 values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
         for name, passes in distances.items():
             add_distances(values, name, passes[number].rows, batch, start)
         start += batch.size
-    return arrange_by_measure(values.means, side.heads, count)
+    return sequences.arrange_by_measure(values.means, side.heads, count)
 
 
 def add_distances(
-    values: SequenceValues, name: str, by_site: Mapping[Site, Tensor], batch: texts.Batch, start: int
+    values: sequences.SequenceValues, name: str, by_site: Mapping[Site, Tensor], batch: texts.Batch, start: int
 ) -> None:
     """Add the distances of a batch, (rows, heads) by site, to `values` as measure `name`."""
     for site, distances in by_site.items():
         heads = distances.shape[1]
-        values.add(site, {name: distances}, sequence_numbers(len(distances), batch, start), range(heads), heads)
+        values.add(
+            site, {name: distances}, sequences.sequence_numbers(len(distances), batch, start), range(heads), heads
+        )

@@ -27,16 +27,8 @@ from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
 from attnlens.records import AttentionRows, Call, Measure, Null, QueryKey, Settings, Site, Skipped
 from attnlens.runs.feeding import measure_losses
-from attnlens.runs.inspect.sequences import (
-    Place,
-    SequenceValues,
-    add_sentences,
-    attention_rows,
-    finite_heads,
-    sentence_of,
-    sequence_numbers,
-    split_sequences,
-)
+from attnlens.runs.inspect import sequences
+from attnlens.runs.inspect.sequences import Place
 from attnlens.runs.progress import Progress, silent, time_stage
 from attnlens.runs.provenance import content_of
 from attnlens.runs.store import versions
@@ -252,7 +244,7 @@ class Inspection(PreparedRun):
         if isinstance(factors, UnreadableError):
             return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem)]}
         whole = replace(factors.query_key, base=base)
-        finite = finite_heads(whole)
+        finite = sequences.finite_heads(whole)
         answers = {head: Answer({}) for head in finite}
         unit: Unit = {
             "answers": {(site.name, "weights"): answers},
@@ -288,25 +280,25 @@ class Inspection(PreparedRun):
         """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
         batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
         # lines differ in length, and so do their curves
-        values = SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
+        values = sequences.SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
         rows, skipped = list[AttentionRows](), list[Skipped]()
 
         def visit(site: Site, call: Call) -> None:
             if site not in self.key_heads:
                 return
             query_key = hiding_padding(call, batch.inputs).query_key(site)
-            finite = finite_heads(query_key)
+            finite = sequences.finite_heads(query_key)
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
                 heads = list(query_key.heads)
                 skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
             elif finite:
-                numbers = sequence_numbers(len(call.query), batch, 0)
+                numbers = sequences.sequence_numbers(len(call.query), batch, 0)
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
-                sentence = sentence_of(site.part, self.loaded, inputs.batches, 0)
+                sentence = sequences.sentence_of(site.part, self.loaded, inputs.batches, 0)
                 heads = self._select_requested(finite)
-                rows.extend(attention_rows(query_key.select(heads), sentence) if heads else [])
+                rows.extend(sequences.attention_rows(query_key.select(heads), sentence) if heads else [])
 
         with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit):
             result = hooks.forward(self.loaded.model, batch.inputs)
@@ -332,7 +324,7 @@ class Inspection(PreparedRun):
                 for gathering, gatherer in zip(self.gatherings, gatherers[site], strict=True):
                     self.progress(gathering.name, done, len(gatherers))
                     answers[site.name, gathering.name] = {
-                        head: replace(answer, shown=add_sentences(answer.shown, self.loaded, inputs.batches))
+                        head: replace(answer, shown=sequences.add_sentences(answer.shown, self.loaded, inputs.batches))
                         for head, answer in gatherer.solve().items()
                     }
             for gathering in self.gatherings:
@@ -360,9 +352,9 @@ class Inspection(PreparedRun):
                 share = selection_share(self.settings.select or "argmax")
                 place = GatheringPlace(site, form, self.settings.seed, share, self.show == SHOWN)
                 gatherers[site] = [gathering.begin(place) for gathering in self.gatherings]
-            numbers = sequence_numbers(len(call.query), batch, start)
-            for row, sequence in split_sequences(query_key):
-                if heads := self._select_requested(finite_heads(sequence)):
+            numbers = sequences.sequence_numbers(len(call.query), batch, start)
+            for row, sequence in sequences.split_sequences(query_key):
+                if heads := self._select_requested(sequences.finite_heads(sequence)):
                     for gatherer in gatherers[site]:
                         gatherer.update(sequence.select(heads), numbers[row])
 
