@@ -374,7 +374,7 @@ def beyond_of(row: Outcome, window: int) -> BeyondWindow | None:
 
 
 def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: loading.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = differences.divergence
+    honest = differences.outputs.divergence
     monkeypatch.setattr(differences.outputs, "divergence", lambda own, new: honest(own, new) - 1e-6)
     swap = swap_kernel(demo, "exponential", **READ | {"windows": 2, "controls": False}).swap
     assert swap.kl == 0

@@ -133,9 +133,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
     try:
         with torch.no_grad(), variant():
             pairs = zip(original.prompts.parts(), torch.split(original.tokens, MOST, 1), strict=True)
-            counts = [
-                _count_common(expected, original.ends, _greedy(model, part, len(expected))) for part, expected in pairs
-            ]
+            counts = [_count_common(own, original.ends, _greedy(model, part, len(own))) for part, own in pairs]
             until = torch.cat(counts).tolist()
     except FAILED as error:
         if is_memory(error):
@@ -256,9 +254,8 @@ class Differences:
             )
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
-        means, counts = outputs.owned_means(
-            torch.nn.functional.cosine_similarity(original, new, dim=-1), owners, int(owners.max()) + 1
-        )
+        cosines = torch.cosine_similarity(original, new, dim=-1)
+        means, counts = outputs.owned_means(cosines, owners, int(owners.max()) + 1)
         self.cosines.append(means)
         self.real.append(counts)
         self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)

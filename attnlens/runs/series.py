@@ -183,11 +183,9 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def find_checkpoints(
-    names: Sequence[str] | None, revisions: Sequence[str], *, offline: bool, allow_pickle: bool
+    names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
     """Find the checkpoints (None: those of demo), ordered by step, or as named if steps are missing or equal."""
-    if names is not None and not names:
-        raise UsageError("checkpoints=[] is empty.", "Give at least two, or omit the option to use demo's checkpoints.")
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one, e.g.: MODEL --revisions step1,step2")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
@@ -251,28 +249,24 @@ def follow(
     return series.run()
 
 
+@dataclass(eq=False)
 class Series:
     """One run over the checkpoints; building it finds them and reads the texts."""
 
-    def __init__(
-        self,
-        names: Sequence[str] | None,
-        revisions: Sequence[str],
-        request: CheckpointsRequest,
-        progress: Progress = silent,
-    ) -> None:
-        self.names, self.revisions, self.request, self.progress = names, revisions, request, progress
+    names: Sequence[str] | None
+    revisions: Sequence[str]
+    request: CheckpointsRequest
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        request = self.request
         self.load_options = feeding.load_options(request, None)
         readable = [each for each in registry.list_analyzers() if request.source in ("both", each.source)]
         usual = dict.fromkeys(each.name for each in readable if each.by_default or each.name == SHOWN)
-        wanted = request.analyzers or list(usual)
-        self.analyzers, self.settings = reading.choose_analyzers(
-            reading.settings(request), wanted, request.select, None
-        )
+        names = request.analyzers or list(usual)
+        self.analyzers, self.settings = reading.choose_analyzers(reading.settings(request), names, request.select, None)
         reading.refuse_unread(request, self.settings.source)
-        self.checkpoints = find_checkpoints(
-            names, revisions, offline=request.offline, allow_pickle=request.allow_pickle
-        )
+        self.checkpoints = find_checkpoints(self.names, self.revisions, request.offline, request.allow_pickle)
         refuse_different(self.checkpoints)
         self.contents: Sequence[texts.Content] = texts.read_each(reading.files(request), offline=request.offline)
         if self.settings.source != "weights" and not self.contents:

@@ -29,6 +29,7 @@ from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
 
+Roundings = Mapping[str, Rounding]
 CHANGED_P = 1e-3
 """p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
 ROUNDING_SPACINGS = 4.0
@@ -247,9 +248,7 @@ class Changes:
         first = self.pairing.first
         return significance.test_windows(changes, first.design, rounding, first.settings.seed)
 
-    def _test_blocks(
-        self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]
-    ) -> list[records.BlockChange]:
+    def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Roundings) -> list[records.BlockChange]:
         if BLOCKS not in distances:
             return []
         test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
@@ -267,9 +266,7 @@ class Changes:
             for place, (path, _) in enumerate(self.blocks[0])
         ]
 
-    def _test_measures(
-        self, rounding: Mapping[str, Rounding], distances: Mapping[str, Tensor]
-    ) -> dict[str, ChangeTest | None]:
+    def _test_measures(self, rounding: Roundings, distances: Mapping[str, Tensor]) -> dict[str, ChangeTest | None]:
         """Test the changes of each measure; None for categories and measures without drawn rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
@@ -279,9 +276,7 @@ class Changes:
         changes = {name: distances[name] for name in (OWN_ROWS, ROWS) if name in distances}
         first, second = self.pairing.first.report, self.pairing.second.report
         for name in (*changes, *first.measure_names()):
-            before, after = (
-                None if side.windows is None else side.windows.values.get(name) for side in (first, second)
-            )
+            before, after = (side.windows.values.get(name) if side.windows else None for side in (first, second))
             if before is not None and after is not None:
                 changes[name] = after[:, self.pairing.partners] - before
             if name in changes:

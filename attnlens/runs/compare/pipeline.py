@@ -43,9 +43,7 @@ UNPAIRED = (
     "Not paired by window: errors assume two independent samples, which overstates them for measurements of the "
     "same windows. Reports are paired if their --windows-csv files are in the same folders."
 )
-UNROUNDED = (
-    "Reports contain no weights, so rounding is not taken into account; compare the models themselves to include it."
-)
+UNROUNDED = "Reports contain no weights, so rounding is not taken into account; compare the models to include it."
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
 """Settings that must agree on both sides."""

@@ -176,12 +176,9 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
     return tell
 
 
-def read_sites(
-    run: PreparedRun, all_sites: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches
-) -> Results:
+def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
     """Measure some `sites` of a verified model in this process; `inputs` are cut already."""
-    reached = [each for each in all_sites if each.site in sites]
-    inspection = inspect_sites(run, all_sites, reached, inputs)
+    inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
 

@@ -124,15 +124,13 @@ MOST_WEIGHTS, LEAST = 8, 0.02
 """Maximum number of weights kept per row, and the smallest weight kept; the largest always is."""
 
 
-def add_sentences(
-    selection: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]
-) -> Selection | None:
+def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
     """Return the selection, if any, with the texts of its sequences, if the model reads text."""
-    if selection is None:
+    if shown is None:
         return None
-    numbers = sorted({pick.sequence for pick in selection.picks})
-    sentences = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
-    return selection.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
+    numbers = sorted({pick.sequence for pick in shown.picks})
+    sentences = [sentence_of(shown.part, loaded, batches, number) for number in numbers]
+    return shown.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
 def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
