@@ -210,7 +210,7 @@ class Changes:
     fdr: float
     progress: Progress
 
-    def compare(self, base: records.ModelInfo) -> records.Comparison:
+    def compare(self) -> records.Comparison:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
         rounding, distances = self._draw_rounding(), self._form_distances()
         if self.pairing.first.batches:
@@ -220,7 +220,7 @@ class Changes:
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
         return records.Comparison(
-            base=base,
+            base=self.pairing.first.report.model,
             paired=True,
             fdr=self.fdr,
             tests=sum(row.p is not None for row in rows),

@@ -205,19 +205,26 @@ def compare(
     named = isinstance(first, str | PathLike) and str(first) == str(second)
     if first is second or (named and all(options.get(name) is None for name in SECOND)):
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
+    chosen = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]
-    if len(models) < 2:
+    settings = next((side.settings for side in subjects if isinstance(side, Report)), None)
+    if settings is not None:
         _refuse_ignored(subjects, options)
-        reports = _inspect_reports(subjects, tokenizer, progress, options)
-        comparison, report = compare_reports(*reports, request.fdr), reports[1]
+        recorded = feeding.recorded_options(settings)
+        before, report = (
+            side
+            if isinstance(side, Report)
+            else inspect(wrap_model(side, tokenizer), progress=progress, **recorded | side_options)
+            for side, side_options in zip(subjects, chosen, strict=True)
+        )
+        comparison = compare_reports(before, report, request.fdr)
     else:
-        sides = _inspect_sides(models, tokenizer, progress, options)
+        sides = _inspect_sides(models, chosen, tokenizer, progress)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
-    return report_of(
-        "compare", "comparison", **fields, comparison=comparison, timings={"all": time.perf_counter() - start}
-    )
+    timings = {"all": time.perf_counter() - start}
+    return report_of("compare", "comparison", **fields, comparison=comparison, timings=timings)
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
@@ -227,25 +234,6 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
     if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
         raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Omit them.")
-
-
-def _inspect_reports(
-    subjects: Sequence[Side],
-    tokenizer: PreTrainedTokenizerBase | None,
-    progress: Progress,
-    options: Mapping[str, object],
-) -> tuple[Report, Report]:
-    """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
-    recorded = feeding.recorded_options(next(side.settings for side in subjects if isinstance(side, Report)))
-    first, second = (
-        side
-        if isinstance(side, Report)
-        else inspect(
-            wrap_model(side, tokenizer), progress=progress, **recorded | _select_options(side, options, number)
-        )
-        for number, side in enumerate(subjects)
-    )
-    return first, second
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
@@ -259,21 +247,19 @@ def _select_options(subject: Side, options: Mapping[str, object], number: int) -
 
 def _inspect_sides(
     models: Sequence[Model],
+    chosen: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
-    options: Mapping[str, object],
 ) -> tuple[ComparedModel, ComparedModel]:
     sides: list[ComparedModel] = []
-    for number, subject in enumerate(models):
+    for subject, options in zip(models, chosen, strict=True):
         swaps: hooks.Swaps = {}
-        side_options = _select_options(subject, options, number)
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
-            load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
+            load_options = {name: options.pop(name) for name in list(options) if name in Loading.model_fields}
             saved = restore_saved(Path(subject).expanduser(), **load_options)
             subject, swaps = saved.loaded, saved.swaps
-            side_options = {name: value for name, value in side_options.items() if name not in load_options}
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
-        run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)
+        run = prepare(subject, InspectRequest(**options), side_tokenizer, progress)
         if sides:
             run = replace(run, contents=sides[0].contents)
         sides.append(ComparedModel.of(run, swaps))
@@ -284,8 +270,7 @@ def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, prog
     """Compare two inspected models: heads if they correspond, and text measures if their inputs are the same."""
     if not correspond(first, second):
         return compare_distributions(first.report, second.report, fdr)
-    if same_input(first, second):
-        return Changes(Pairing.of(first, second), fdr, progress).compare(first.report.model)
-    pairing = Pairing.of(first.without_text(), second.without_text())
-    comparison = Changes(pairing, fdr, progress).compare(first.report.model)
-    return comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})
+    same = same_input(first, second)
+    pairing = Pairing.of(first, second) if same else Pairing.of(first.without_text(), second.without_text())
+    comparison = Changes(pairing, fdr, progress).compare()
+    return comparison if same else comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})
