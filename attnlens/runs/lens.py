@@ -38,7 +38,7 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
     with at_rest(loaded.model):
-        survey = checks.survey_model(loaded, inputs, made_up=False)
+        survey = checks.survey_model(loaded, inputs)
         checks.prove_identity(loaded, inputs)
         missed = [f"{path}, as {reason}" for path, reason in survey.missed.items() if reason is not None]
     if missed:

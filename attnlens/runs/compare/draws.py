@@ -55,7 +55,7 @@ class ComparedPass:
 
 def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> RecordedPass:
     """Run the first model, and record attention calls, block inputs and block outputs."""
-    recorded, chosen = RecordedPass(), set(side.sites)
+    recorded, chosen = RecordedPass(), set(side.key_heads)
 
     def visit(site: Site, call: Call) -> None:
         if site in chosen:
@@ -249,7 +249,7 @@ def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, T
     """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
     analyzers = side.analyzers_of("weights")
     tables: dict[tuple[str, str], Tensor] = {}
-    for site in side.sites:
+    for site in side.key_heads:
         factors = side.factors_of(site)
         if isinstance(factors, weights.Factors):
             changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
@@ -296,8 +296,8 @@ def draw_tokens(
     count = feeding.design_of(side.settings.model_copy(update={"intervals": "windows"}), batches).count
     recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
     before = _measure_calls(side, count, batches, [each.calls for each in recorded], {})
-    order = {each.site: tuple(range(each.call.query.shape[1])) for each in side.reached}
-    alone = Pairing(side, side, {site: site for site in side.sites}, order, [])
+    order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
+    alone = Pairing(side, side, {site: site for site in order}, order, [])
 
     def compare_passes(replaced_blocks: Sequence[Block] = ()) -> list[ComparedPass]:
         pairs = zip(batches, recorded, strict=True)

@@ -98,11 +98,6 @@ class ComparedModel(Inspection):
         return cls(**parts, report=report, design=results.design, swaps=swaps)
 
     @property
-    def sites(self) -> tuple[Site, ...]:
-        """Inspected sites, in the order of layers."""
-        return tuple(self.key_heads)
-
-    @property
     def heads(self) -> list[tuple[str, int]]:
         """Site and number of each head of the report."""
         return [(head.site, head.head) for head in self.report.heads]
@@ -145,7 +140,7 @@ class Pairing:
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by form if forms can be read and all heads are inspected, else by number."""
-        sites = dict(zip(first.sites, second.sites, strict=True))
+        sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         order, unmoved = dict[Site, tuple[int, ...]](), list[Site]()
         for site, other in sites.items():
             forms = _forms(first, second, site, other)

@@ -182,11 +182,6 @@ class Inspection(PreparedRun):
         return {site: self._select_requested(range(len(key_heads))) for site, key_heads in self.key_heads.items()}
 
     @property
-    def from_files(self) -> bool:
-        """True if the model was never loaded, and so never run."""
-        return self.loaded.deferred is not None
-
-    @property
     def reads_weights(self) -> bool:
         """True if the weights are measured, or their factors kept."""
         return self.factors is not None or bool(self.analyzers_of("weights"))
@@ -198,7 +193,7 @@ class Inspection(PreparedRun):
             "command": "inspect",
             "versions": versions(),
             "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
-            "from_files": self.from_files,
+            "from_files": self.loaded.deferred is not None,
             "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
             "show": self.show,
             "weights": self.reads_weights,

@@ -79,7 +79,7 @@ def run_inspect(
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.from_files))
+        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.loaded.deferred is not None))
         report, results = compute(inspection, plan, store, elsewhere)
     return report, store.clear if store is not None and not results.missing else lambda: None
 

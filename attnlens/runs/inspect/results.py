@@ -355,7 +355,7 @@ def summarise(results: Results) -> records.Summary:
         between_texts=_spread(texts),
         extremes=extremes(heads, measure_infos()),
         identity_error=results.inspection.identity_error,
-        reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.from_files else {}),
+        reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.loaded.deferred is not None else {}),
     )
 
 

@@ -198,7 +198,7 @@ def replaced(
                 raise UsageError(error.problem, "Pass batch=, a dict of inputs for this model.") from None
         else:
             inputs = tensors(loaded.model, batch)
-        survey = checks.survey_model(loaded, inputs, made_up=batch is None)
+        survey = checks.survey_model(loaded, inputs)
         checks.proven_whole(loaded, inputs)
         chosen = chosen_sites(survey.sites, layers, heads, part)
         idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
