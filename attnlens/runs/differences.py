@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -295,15 +295,9 @@ class Differences:
         }
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
         if not self.noise:
-            loss, by_text = self._change(seed), []
-            for name, rows in _by_text(self.sampled, texts):
-                change = self._change(seed, rows=rows)
-                powers = None if change.after >= outputs.LARGEST_LOSS else self._change(seed, torch.exp, rows)
-                by_text.append(TextChange(name=name, sequences=len(rows), change=change, perplexity=powers))
-            fields |= {"loss": loss, "loss_by_text": by_text}
-            if loss.after < outputs.LARGEST_LOSS:
-                fields["perplexity"] = self._change(seed, torch.exp)
-            else:
+            loss, perplexity = self._changes(seed)
+            fields |= {"loss": loss, "loss_by_text": list(self._changes_by_text(seed, texts)), "perplexity": perplexity}
+            if perplexity is None:
                 reasons["perplexity"] = "it overflows"
             if loss.ci95 is None:
                 reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
@@ -341,14 +335,19 @@ class Differences:
     def _no_interval(self) -> str:
         return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
-    def _change(
-        self, seed: int, of: Callable[[Tensor], Tensor] = lambda mean: mean, rows: Tensor | None = None
-    ) -> Change:
-        """Return the change of a function of the mean loss, over all sequences or over the windows `rows` of a text."""
-        before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
-        if rows is None:
-            return outputs.paired_change(before, after, counts, self.sampled, seed, of)
-        return outputs.paired_change(before[rows], after[rows], counts[rows], Design.plain(len(rows)), seed, of)
+    def _changes(self, seed: int, rows: Tensor | None = None) -> tuple[Change, Change | None]:
+        """Return the changes of loss and perplexity, if it does not overflow, over all sequences or those of a text."""
+        parts = [torch.cat(part) for part in (self.before, self.after, self.counts)]
+        before, after, counts = parts if rows is None else [part[rows] for part in parts]
+        design = self.sampled if rows is None else Design.plain(len(rows))
+        loss = outputs.paired_change(before, after, counts, design, seed)
+        overflows = loss.after >= outputs.LARGEST_LOSS
+        return loss, None if overflows else outputs.paired_change(before, after, counts, design, seed, torch.exp)
+
+    def _changes_by_text(self, seed: int, texts: Sequence[str]) -> Iterator[TextChange]:
+        for name, rows in _by_text(self.sampled, texts):
+            loss, perplexity = self._changes(seed, rows)
+            yield TextChange(name=name, sequences=len(rows), change=loss, perplexity=perplexity)
 
 
 def _mean(
