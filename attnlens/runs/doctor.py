@@ -75,10 +75,8 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:
-        old, new = (
-            None if side is None or name not in side.measures else side.measures[name].value
-            for side in (head, recomputed)
-        )
+        measures = [None if side is None else side.measures.get(name) for side in (head, recomputed)]
+        old, new = (None if measure is None else measure.value for measure in measures)
         if old is None or new is None:
             deviation = float(old is not new)
         else:

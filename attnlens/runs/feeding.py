@@ -104,13 +104,9 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
     """Return the settings with the model's device, dtype and window length; raise UsageError for too many tokens."""
-    return settings.model_copy(
-        update={
-            "device": loading.places_of(loaded.model),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "length": texts.window_length(loaded.model, settings.length),
-        }
-    )
+    device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
+    length = texts.window_length(loaded.model, settings.length)
+    return settings.model_copy(update={"device": device, "dtype": dtype, "length": length})
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:

@@ -61,12 +61,8 @@ STATUS = Path("/proc/self/status")  # file of Linux with this process's high-wat
 
 def report_of(command: str, kind: Kind, **results: Any) -> Report:
     """Build the report of a command; `results` are its other fields."""
-    environment = Environment(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        platform=platform.platform(),
-    )
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+    environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}
     return Report(tool=tool(), **run, **results)
 

@@ -333,11 +333,10 @@ class Series:
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
         """Build the report. Units without a reading have a reason, or none yet."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
-        unread = [
-            Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
-            for unit, each in self.units.items()
-            if unit not in readings
-        ]
+        reasons = {
+            each.name: missing.get(unit, INTERRUPTED) for unit, each in self.units.items() if unit not in readings
+        }
+        unread = [Skipped(site=name, reason=reason) for name, reason in reasons.items()]
         files = [
             File(name=f"{checkpoint.name}/{file.name}", sha256=file.sha256)
             for checkpoint, report in zip(done, reports, strict=True)

@@ -32,7 +32,12 @@ heads that are merely similar to several others must stay in place."""
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
     """Match the second model's heads to the first's by the distances of their forms; they stay in place if in doubt."""
-    distances = pairwise_distances(first, second)
+    # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
+    squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
+    size = torch.maximum(squares[:, None], others)
+    # rounding can make the square of a difference of equal forms negative
+    difference = (squares[:, None] + others - 2 * _inner_products(first, second)).clamp(min=0)
+    distances = torch.where(size == 0, 0.0, difference / size).sqrt().cpu()
     numbers = torch.arange(len(distances))
     if not bool(distances.isfinite().all()):
         return tuple(range(len(distances)))
@@ -42,15 +47,6 @@ def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
     # strict: equal heads in any order have distance 0 and stay in place
     reordered = bool((after < ALIKE * before).all()) and bool((after < ALIKE).all())
     return tuple((partners if reordered else numbers).tolist())
-
-
-def pairwise_distances(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
-    """Compute ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0."""
-    squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
-    size = torch.maximum(squares[:, None], others)
-    # rounding can make the square of a difference of equal forms negative
-    difference = (squares[:, None] + others - 2 * _inner_products(first, second)).clamp(min=0)
-    return torch.where(size == 0, 0.0, difference / size).sqrt().cpu()
 
 
 def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:

@@ -191,7 +191,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
         time_stage(run.timings, "survey"),
         mute_shape_errors() if weights_model.deferred is not None else nullcontext(),
     ):
-        sample = _draw_sample(loaded, settings)
+        sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = None, list[Skipped]()
         if loaded.deferred is None:  # otherwise it can't run, and each of its sites is verified when it is read
@@ -226,7 +226,8 @@ def inspect_sites(
     """Return the inspection of the `reached` sites of a verified model; text alone must reach all of them too."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
-        shapes = survey_shapes(loaded, _draw_sample(loaded, settings))
+        sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
+        shapes = survey_shapes(loaded, sample)
         sites = checks.match_sites(all_sites, shapes.sites) or ()
         if not sites:
             raise ModelError("A pass on the meta device misses some of its attention.", "Omit --device spread.")
@@ -249,10 +250,6 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
         return without_input, None, error.problem
     feeding.design_of(settings, batches)  # refuses too few texts
     return feeding.describe_input(settings, batches, loaded), batches, None
-
-
-def _draw_sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
-    return texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
 
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
