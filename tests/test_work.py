@@ -207,8 +207,8 @@ DAMAGE: dict[str, Callable[[bytes, Store], bytes]] = {
     "a tensor that is missing": lambda _, store: stamped({"tensor": "7"}, store),
     "pairs that are not": lambda _, store: stamped({"pairs": [1]}, store),
     "a key that cannot be one": lambda _, store: stamped({"pairs": [[{"pairs": []}, 1]]}, store),
-    "a record that is none": lambda _, store: stamped({"record": "json_schema", "pairs": []}, store),
-    "a record of other values": lambda _, store: stamped({"record": "Measure", "pairs": [["value", "x"]]}, store),
+    "a record that is none": lambda _, store: stamped({"record": "json_schema", "fields": {"pairs": []}}, store),
+    "a record of other values": lambda _, store: stamped({"record": "Measure", "fields": {"pairs": []}}, store),
     "an unknown object": lambda _, store: stamped({"eval": "1"}, store),
 }
 

@@ -207,7 +207,7 @@ def _serialise(value: object, stamp: str) -> bytes:
 
     def encode(part: object) -> dict[str, object]:
         if not isinstance(part, Tensor):
-            return {"record": type(part).__name__, "pairs": _list_pairs(vars(part))["pairs"]}
+            return {"record": type(part).__name__, "fields": _list_pairs(vars(part))}
         tensors[str(len(tensors))] = part.detach().cpu().contiguous().clone()
         return {"tensor": str(len(tensors) - 1)}
 
@@ -215,7 +215,7 @@ def _serialise(value: object, stamp: str) -> bytes:
     return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
 
 
-def _list_pairs(value: Any) -> Any:
+def _list_pairs(value: object) -> object:
     """Return a value with dictionaries as pairs, because JSON only has keys of one type."""
     if isinstance(value, Mapping):
         return {"pairs": [[_list_pairs(key), _list_pairs(part)] for key, part in value.items()]}
@@ -230,8 +230,9 @@ def _parse(content: bytes, stamp: str) -> object:
     def restore(fields: dict[str, Any]) -> object:
         if "tensor" in fields:
             return tensors[fields["tensor"]]
-        content = {_hashable(key): part for key, part in fields["pairs"]}
-        return _build_record(fields["record"], content) if "record" in fields else content
+        if "record" in fields:
+            return _build_record(fields["record"], fields["fields"])
+        return {_hashable(key): part for key, part in fields["pairs"]}
 
     try:
         tensors = load(content)
@@ -246,7 +247,7 @@ def _parse(content: bytes, stamp: str) -> object:
     return value
 
 
-def _build_record(name: str, content: dict[str, Any]) -> object:
+def _build_record(name: str, fields: Mapping[str, object]) -> object:
     """Build a record of attnlens from its fields. Raise TypeError or AttributeError for any other type."""
     from attnlens import records
     from attnlens.analyzers.registry import Answer
@@ -254,7 +255,7 @@ def _build_record(name: str, content: dict[str, Any]) -> object:
     kind = Answer if name == "Answer" else getattr(records, name)
     if not issubclass(kind, records.Record | Answer):
         raise TypeError(name)
-    return kind(**content)
+    return kind(**fields)
 
 
 def _hashable(key: object) -> object:
