@@ -288,18 +288,15 @@ class Series:
         adapter, offline = self.request.adapter, self.request.offline
         place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
         of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
-        content = {
+        return {
+            "command": "converge",
+            "versions": versions(),
+            "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "texts": [(each.name, each.text) for each in self.contents],
             "fed": [sha256(path) for path in files if path.is_file()],
             "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
             "device": str(device_of(self.request.device)),
             "code": [code_of(each).hex() for each in self.analyzers],
-        }
-        return {
-            "command": "converge",
-            "versions": versions(),
-            "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "content": key_of(content),
             "checkpoints": list(self.units),
         }
 

@@ -21,7 +21,7 @@ from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading
-from attnlens.records import Comparison, Head, HeadChange, Settings, Shift, Spread, Windows
+from attnlens.records import Comparison, HeadChange, HeadId, Settings, Shift, Spread, Windows
 from attnlens.report.report import Report, read_report
 from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
@@ -102,8 +102,8 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
-    shared = set(HeadChange.model_fields) & set(Head.model_fields)
-    ids, other_ids = ([head.model_dump(include=shared) for head in side.heads] for side in (first, second))
+    names = set(HeadId.model_fields)
+    ids, other_ids = ([head.model_dump(include=names) for head in side.heads] for side in (first, second))
     if ids != other_ids:
         return compare_distributions(first, second, fdr)
     paired = first.windows is not None and second.windows is not None

@@ -158,20 +158,20 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
     totals, done = Counter[str](), Counter[str]()
     for name, size in sizes.items():
         totals[units[name].stage] += size
-    several = len(totals) > 1
-    first = list(totals)[:1] + [ALL] * several
-    totals[ALL] = len(units)
+    stages = list(totals)
+    if len(stages) > 1:
+        totals[ALL] = len(units)
 
     def report(stage: str, steps: int) -> None:
-        done[stage] += steps
-        progress(stage, done[stage], totals[stage])
+        if stage in totals:
+            done[stage] += steps
+            progress(stage, done[stage], totals[stage])
 
     def tell(name: str) -> None:
-        if several:  # first, because plain output prints only one line
-            report(ALL, 1)
+        report(ALL, 1)  # first, because plain output prints only one line
         report(units[name].stage, sizes[name])
 
-    for stage in first:
+    for stage in (*stages[:1], ALL):
         report(stage, 0)
     return tell
 
