@@ -359,9 +359,6 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
 
 @contextmanager
 def _interruptions_blocked() -> Iterator[None]:
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
