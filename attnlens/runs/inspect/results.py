@@ -98,6 +98,7 @@ class Results:
         for site, heads in self.inspection.requested.items():
             for head in heads:
                 values = self._read_head(site, head)
+                curves = {name: curve for name, curve in values.curves.items() if not any(map(math.isnan, curve))}
                 measured.append(
                     records.Head(
                         site=site.name,
@@ -106,9 +107,7 @@ class Results:
                         kv_head=self.inspection.key_heads[site][head],
                         part=site.part,
                         measures=values.measures,
-                        curves={
-                            name: curve for name, curve in values.curves.items() if not any(map(math.isnan, curve))
-                        },
+                        curves=curves,
                     )
                 )
         return sorted(measured, key=lambda each: (each.layer, each.head))
