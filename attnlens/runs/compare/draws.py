@@ -297,11 +297,11 @@ def draw_tokens(
     recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
     before = _measure_calls(side, count, batches, [each.calls for each in recorded], {})
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
-    alone = Pairing(side, side, {site: site for site in order}, order, [])
+    identity = Pairing(side, side, {site: site for site in order}, order, [])
 
     def compare_passes(replaced_blocks: Sequence[Block] = ()) -> list[ComparedPass]:
         pairs = zip(batches, recorded, strict=True)
-        return [compare_pass(each, alone, batch.inputs, replaced_blocks) for batch, each in pairs]
+        return [compare_pass(each, identity, batch.inputs, replaced_blocks) for batch, each in pairs]
 
     types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):

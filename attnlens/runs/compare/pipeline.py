@@ -193,10 +193,10 @@ def compare(
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    named = isinstance(first, str | PathLike) and str(first) == str(second)
-    if first is second or (named and all(options.get(name) is None for name in SECOND)):
+    same_name = isinstance(first, str | PathLike) and str(first) == str(second)
+    if first is second or (same_name and all(options.get(name) is None for name in SECOND)):
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
-    chosen = [_select_options(side, options, number) for number, side in enumerate(subjects)]
+    option_sets = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]
     settings = next((side.settings for side in subjects if isinstance(side, Report)), None)
     if settings is not None:
@@ -206,11 +206,11 @@ def compare(
             side
             if isinstance(side, Report)
             else inspect(wrap_model(side, tokenizer), progress=progress, **recorded | side_options)
-            for side, side_options in zip(subjects, chosen, strict=True)
+            for side, side_options in zip(subjects, option_sets, strict=True)
         )
         comparison = compare_reports(before, report, request.fdr)
     else:
-        sides = _inspect_sides(models, chosen, tokenizer, progress)
+        sides = _inspect_sides(models, option_sets, tokenizer, progress)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
@@ -238,12 +238,12 @@ def _select_options(subject: Side, options: Mapping[str, object], number: int) -
 
 def _inspect_sides(
     models: Sequence[Model],
-    chosen: Sequence[dict[str, Any]],
+    option_sets: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
 ) -> tuple[ComparedModel, ComparedModel]:
     sides: list[ComparedModel] = []
-    for subject, options in zip(models, chosen, strict=True):
+    for subject, options in zip(models, option_sets, strict=True):
         swaps: hooks.Swaps = {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: options.pop(name) for name in list(options) if name in Loading.model_fields}
