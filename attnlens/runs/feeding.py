@@ -208,7 +208,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
             kind = "tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
             raise UsageError(
-                f"batch[{format_argument(name)}] is a {kind}, not a tensor of values under the name of an input.",
+                f"batch[{format_argument(name)}] is a {kind}; a batch maps names of inputs to tensors with values.",
                 'Pass names and tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
             )
         inputs[name] = value.to(loading.device_of_inputs(model))
