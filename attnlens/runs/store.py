@@ -247,7 +247,7 @@ def _parse(content: bytes, stamp: str) -> object:
     return value
 
 
-def _build_record(name: str, fields: Mapping[str, object]) -> object:
+def _build_record(name: str, fields: Mapping[str, Any]) -> object:
     """Build a record of attnlens from its fields. Raise TypeError or AttributeError for any other type."""
     from attnlens import records
     from attnlens.analyzers.registry import Answer
