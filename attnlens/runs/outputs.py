@@ -236,9 +236,13 @@ class TokenLosses:
             changes.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
         return changes
 
+    def count(self, window: int) -> int:
+        """Count the tokens whose evidence lies more than `window` tokens back."""
+        return sum(int((part > window).sum()) for part in self.back)
+
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
         """Return the change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
-        if (count := sum(int((part > window).sum()) for part in self.back)) < FEWEST:
+        if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
             return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
