@@ -323,8 +323,8 @@ class Differences:
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         if interval is None:
             reasons["hidden_cosine_ci95"] = self._no_interval
-        cosines_by = {"hidden_cosine": cosine, "hidden_cosine_ci95": interval, "hidden_cosine_by_text": by_text}
-        return cosines_by | {"hidden_cka": cka}, reasons
+        fields: dict[str, object] = {"hidden_cosine": cosine, "hidden_cosine_ci95": interval, "hidden_cka": cka}
+        return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     @property
     def sampled(self) -> Design:
