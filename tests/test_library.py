@@ -618,7 +618,7 @@ def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
     wrapped = torch.nn.Sequential(demo.model)
     with pytest.raises(UsageError, match="A value of type Sequential is not a model name"):
         attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
-    with pytest.raises(UsageError, match="already includes its tokenizer"):
+    with pytest.raises(UsageError, match="tokenizer= is only for transformers models in memory"):
         attnlens.inspect("demo", tokenizer=demo.tokenizer)
 
 
