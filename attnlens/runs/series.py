@@ -187,7 +187,7 @@ def find_checkpoints(
 ) -> list[Checkpoint]:
     """Find the checkpoints (None: those of demo), ordered by step, or as named if steps are missing or equal."""
     if revisions and (names is None or len(names) != 1):
-        raise UsageError("--revisions requires a single hub model.", "Give one, e.g.: MODEL --revisions step1,step2")
+        raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
     all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
