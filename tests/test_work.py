@@ -27,7 +27,7 @@ from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinishe
 from attnlens.requests import InspectRequest
 from attnlens.runs import store as store_module
 from attnlens.runs import work
-from attnlens.runs.store import Store, difference, file_stem, key_of
+from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
 from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, try_twice
 
 FACTS = work_units.FACTS
@@ -288,12 +288,36 @@ def test_files_of_others_stay_when_a_run_is_cleared(plan, store, compute):
 # --- other runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_other_facts_has_another_key(plan, store, compute):
+def test_a_place_that_can_not_be_listed_is_no_obstacle(plan, store, compute, monkeypatch):
+    def closed(_folder, _pattern):
+        raise PermissionError(13, "no permission to list")
+
+    monkeypatch.setattr(Path, "glob", closed)
+    assert set(run_units(NAMES, compute, plan, store).values) == set(NAMES)
+
+
+def test_a_run_of_other_facts_has_another_key_and_is_reported_by_the_first_difference(plan, store, compute, caplog):
     run_units(NAMES, compute, plan, store)
     other = plan.store(FACTS | {"settings": {"seed": 1}})
     assert other is not None
     assert other.folder != store.folder
     assert other.load(NAMES[0]) is None
+    run_units(NAMES[:1], compute, plan, other)
+    assert caplog.messages == [
+        f"{store.folder} contains 3 finished units of a different run: settings.seed is 1 here and 0 there."
+    ]
+    caplog.clear()
+    run_units(NAMES[:1], compute, NOTHING_KEPT, other)
+    assert not caplog.messages, "of the user's cache nothing is said"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", "[" * 100_000, "\0", "{}", '{"command": "other"}'])
+def test_a_run_json_of_anybody_does_no_harm(content, plan, store, compute, caplog):
+    (plan.root / "other").mkdir(parents=True)
+    (plan.root / "other" / RUN).write_text(content)
+    (plan.root / "file").touch()
+    assert same(run_units(NAMES, compute, plan, store).values, VALUES)
+    assert not caplog.messages
 
 
 def test_the_first_difference_is_named_with_both_values():

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from attnlens.errors import AttnlensError, OutputError, reason_of
 from attnlens.files import sha256 as sha256_of
 from attnlens.files import write_atomically
-from attnlens.wording import clean, shorten_line
+from attnlens.wording import clean, format_count, shorten_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
 LOG = logging.getLogger("attnlens")
+RUN = "run.json"  # file in a run's folder with the facts that its key hashes
 SUFFIX = ".safetensors"
 OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
 """Names of the files of units, and of the folders with their parts."""
@@ -104,6 +105,14 @@ class Store:
     def save(self, name: str, value: object) -> None:
         """Write a unit's value atomically. Raise OutputError if it cannot be written."""
         _write(self.path(name), _serialise(value, self._stamp(name)))
+        self.begin()
+
+    def begin(self) -> None:
+        """Write the facts of the run if they are missing. Raise OutputError if nothing can be written here."""
+        with output_errors(self.folder / RUN, "read"):
+            known = (self.folder / RUN).exists()
+        if not known:
+            _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
         """Return a unit's earlier value, or compute it with `make` and keep it."""
@@ -124,7 +133,7 @@ class Store:
         """Remove the run's files after its report is written; files of other origin stay."""
         with suppress(OSError):  # another process may clear it at the same time
             for path in list(self.folder.iterdir()):
-                if not OWN_NAME.fullmatch(path.name):
+                if path.name != RUN and not OWN_NAME.fullmatch(path.name):
                     continue
                 if path.is_dir() and not path.is_symlink():
                     Store(path, {}).clear()
@@ -132,6 +141,19 @@ class Store:
                     path.unlink(missing_ok=True)
             if isinstance(self.folder, Path):  # `UPath.rmdir` removes the folder's content too
                 self.folder.rmdir()
+
+    def report_others(self) -> None:
+        """Log which other runs of the same command have units in the same folder, and the first fact that differs."""
+        files: list[Path] = []
+        with suppress(OSError):  # a remote folder may be readable, but not listed
+            files = sorted(self.folder.parent.glob(f"*/{RUN}"))
+        for file in files:
+            with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file may come from anywhere
+                facts = json.loads(file.read_text())
+                reason = difference(self.facts, facts)
+                if facts.get("command") == self.facts.get("command") and reason:
+                    count = format_count(len(list(file.parent.glob(f"*{SUFFIX}"))), "finished unit")
+                    LOG.warning("%s contains %s of a different run: %s.", file.parent, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
         return f"{key_of(self.facts)} {name}"

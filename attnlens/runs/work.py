@@ -172,6 +172,9 @@ def run_units(
     whether a kept value is complete. Raise ShardFinished at the end of a shard; the error of a unit if it is one of
     attnlens's own, because those concern all units; and the first unit's error if no unit could be computed.
     """
+    if store is not None and plan.work is not None:
+        store.begin()
+        store.report_others()
     values, failures, stopped = dict[str, V](), dict[str, Failure](), False
     try:
         for name, value in _compute_units(plan.select_units(names), compute, plan, store, elsewhere, usable):
