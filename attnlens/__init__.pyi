@@ -24,7 +24,7 @@ from attnlens.analyzers.registry import MeasureInfo as MeasureInfo
 from attnlens.records import QueryKey as QueryKey
 from attnlens.report.report import Report as Report
 from attnlens.analyzers.registry import analyzer as analyzer
-from attnlens.runs.in_memory import capture as capture
+from attnlens.runs.lens import capture as capture
 from attnlens.checks import check as check
 from attnlens.kernels.registry import kernel as kernel
 from attnlens.models.loading import load as load

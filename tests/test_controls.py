@@ -374,8 +374,8 @@ def beyond_of(row: Outcome, window: int) -> BeyondWindow | None:
 
 
 def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: loading.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = differences.divergence
-    monkeypatch.setattr(differences, "divergence", lambda own, new: honest(own, new) - 1e-6)
+    honest = differences.outputs.divergence
+    monkeypatch.setattr(differences.outputs, "divergence", lambda own, new: honest(own, new) - 1e-6)
     swap = swap_kernel(demo, "exponential", **READ | {"windows": 2, "controls": False}).swap
     assert swap.kl == 0
     assert swap.kl_ci95[0] == 0

@@ -2,7 +2,7 @@
 
 Contents: `inspect/`, `compare/` and `swap/` (one package per command), `series.py` (checkpoints), `doctor.py` (a second
 computation of what a report contains), and what they share: `checks.py` (the model runs and is read rightly),
-`feeding.py` (options → settings and texts), `in_memory.py`, `outputs.py` and `differences.py` (predictions of a changed
+`feeding.py` (options → settings and texts), `outputs.py` and `differences.py` (predictions of a changed
 model against the original's), `progress.py`, `provenance.py`, `work.py` and `store.py` (named units, computed once and
 kept in files; the facts that determine the numbers are hashed into the folder's name). `lens.py`: a model loaded once
 for several of them.

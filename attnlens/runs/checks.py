@@ -119,30 +119,24 @@ which another last token can move too, and far below what a visible token change
 NOT_RUN = "it does not run on this input"
 
 
-def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Survey:
-    """Survey the model on inputs `made_up` by attnlens, or by the user. Raise ModelError if it can't run on them."""
+def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
+    """Survey the model on inputs. Raise ModelError if it can't run on them."""
     try:
         return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
-        with _refusing(loaded, inputs, made_up=made_up), torch.no_grad():
+        with _refusing(loaded, inputs), torch.no_grad():
             hooks.forward(loaded.model, inputs)
         raise
 
 
 @contextmanager
-def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> Iterator[None]:
+def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Raise ModelError if the model fails on these inputs."""
     try:
         yield
     except FAILURES as error:
         if is_memory(error):
             raise
-        missing = [name for name in texts.required_inputs(loaded.model) if name not in inputs]
-        if missing and made_up:
-            raise ModelError(
-                f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens cannot generate.",
-                "Choose a model that takes only text, images or sound.",
-            ) from error
         raise ModelError(
             f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
             f"{type(error).__name__}: {loading.first_line(error)}",

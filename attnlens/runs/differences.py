@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,20 +20,8 @@ from attnlens.models.loading import Loaded, first_line
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 from attnlens.records import Agreement, Change, Outcome, Task, TextChange, TextCosine
-from attnlens.runs.outputs import (
-    LARGEST_LOSS,
-    PassOutputs,
-    TokenLosses,
-    Variant,
-    divergence,
-    owned_means,
-    paired_change,
-    run,
-    sequence_losses,
-    sequence_means,
-    token_losses,
-    tokens_in,
-)
+from attnlens.runs import outputs
+from attnlens.runs.outputs import PassOutputs, TokenLosses, Variant, run, tokens_in
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -145,9 +133,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
     try:
         with torch.no_grad(), variant():
             pairs = zip(original.prompts.parts(), torch.split(original.tokens, MOST, 1), strict=True)
-            counts = [
-                _count_common(expected, original.ends, _greedy(model, part, len(expected))) for part, expected in pairs
-            ]
+            counts = [_count_common(own, original.ends, _greedy(model, part, len(own))) for part, own in pairs]
             until = torch.cat(counts).tolist()
     except FAILED as error:
         if is_memory(error):
@@ -192,9 +178,8 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
     positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
     cache: Cache | None = None
     for _ in range(tokens):
-        positions = {}
-        if positioned:  # counted without the padding
-            positions["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        # counted without the padding
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]} if positioned else {}
         result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
@@ -250,14 +235,14 @@ class Differences:
             targets = original.argmax(-1, keepdim=True)
         predicted = targets != NOTHING
         self.predicting.append(predicted.any(1).cpu())
-        losses = [token_losses(logits, targets) for logits in (original, new)]
-        (before, counts), (after, _) = (sequence_means(each, predicted) for each in losses)
+        losses = [outputs.token_losses(logits, targets) for logits in (original, new)]
+        (before, counts), (after, _) = (outputs.sequence_means(each, predicted) for each in losses)
         self.before.append(before)
         self.after.append(after)
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
             self.by_token.add(losses, targets, ids)
-        self.divergences.append(sequence_means(divergence(original, new), predicted)[0])
+        self.divergences.append(outputs.sequence_means(outputs.divergence(original, new), predicted)[0])
         self.agreeing += float((original.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
@@ -269,9 +254,8 @@ class Differences:
             )
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
-        means, counts = owned_means(
-            torch.nn.functional.cosine_similarity(original, new, dim=-1), owners, int(owners.max()) + 1
-        )
+        cosines = torch.cosine_similarity(original, new, dim=-1)
+        means, counts = outputs.owned_means(cosines, owners, int(owners.max()) + 1)
         self.cosines.append(means)
         self.real.append(counts)
         self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)
@@ -311,11 +295,9 @@ class Differences:
         }
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
         if not self.noise:
-            loss = self._change(seed)
-            fields |= {"loss": loss, "loss_by_text": self.by_text(seed, texts)}
-            if loss.after < LARGEST_LOSS:
-                fields["perplexity"] = self._change(seed, torch.exp)
-            else:
+            loss, perplexity = self._changes(seed)
+            fields |= {"loss": loss, "loss_by_text": list(self._changes_by_text(seed, texts)), "perplexity": perplexity}
+            if perplexity is None:
                 reasons["perplexity"] = "it overflows"
             if loss.ci95 is None:
                 reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
@@ -341,21 +323,8 @@ class Differences:
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         if interval is None:
             reasons["hidden_cosine_ci95"] = self._no_interval
-        fields: dict[str, object] = {
-            "hidden_cosine": cosine,
-            "hidden_cosine_ci95": interval,
-            "hidden_cosine_by_text": by_text,
-        }
-        return fields | {"hidden_cka": cka}, reasons
-
-    def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
-        """Return loss and perplexity on each text alone, with intervals over its windows; empty for a single text."""
-        changes = []
-        for name, rows in _by_text(self.sampled, texts):
-            loss = self._change(seed, rows=rows)
-            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows)
-            changes.append(TextChange(name=name, sequences=len(rows), change=loss, perplexity=powers))
-        return changes
+        fields: dict[str, object] = {"hidden_cosine": cosine, "hidden_cosine_ci95": interval, "hidden_cka": cka}
+        return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     @property
     def sampled(self) -> Design:
@@ -364,17 +333,21 @@ class Differences:
 
     @property
     def _no_interval(self) -> str:
-        """Reason why there is no interval."""
         return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
-    def _change(
-        self, seed: int, of: Callable[[Tensor], Tensor] = lambda mean: mean, rows: Tensor | None = None
-    ) -> Change:
-        """Return the change of a function of the mean loss, over all sequences or over the windows `rows` of a text."""
-        before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
-        if rows is None:
-            return paired_change(before, after, counts, self.sampled, seed, of)
-        return paired_change(before[rows], after[rows], counts[rows], Design.plain(len(rows)), seed, of)
+    def _changes(self, seed: int, rows: Tensor | None = None) -> tuple[Change, Change | None]:
+        """Return the changes of loss and perplexity, if it does not overflow, over all sequences or those of a text."""
+        parts = [torch.cat(part) for part in (self.before, self.after, self.counts)]
+        before, after, counts = parts if rows is None else [part[rows] for part in parts]
+        design = self.sampled if rows is None else Design.plain(len(rows))
+        loss = outputs.paired_change(before, after, counts, design, seed)
+        overflows = loss.after >= outputs.LARGEST_LOSS
+        return loss, None if overflows else outputs.paired_change(before, after, counts, design, seed, torch.exp)
+
+    def _changes_by_text(self, seed: int, texts: Sequence[str]) -> Iterator[TextChange]:
+        for name, rows in _by_text(self.sampled, texts):
+            loss, perplexity = self._changes(seed, rows)
+            yield TextChange(name=name, sequences=len(rows), change=loss, perplexity=perplexity)
 
 
 def _mean(
@@ -420,7 +393,7 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
         logits = run(model, fed, task).logits
         if logits is None or fed.targets is None or fed.noise:
             return None
-        means, counts = sequence_losses(logits, fed.targets)
+        means, counts = outputs.sequence_losses(logits, fed.targets)
         total, count = total + float((means * counts).sum()), count + float(counts.sum())
     return total / count if math.isfinite(total) else None
 

@@ -46,9 +46,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """
     count = min(heads, len(report.heads))
     if report.command != "inspect" or not report.heads:
-        raise UsageError(
-            f"A report of {report.command} has no heads to recompute.", "Give a report of attnlens inspect."
-        )
+        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of inspect.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
@@ -63,10 +61,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
-        raise UsageError(
-            f"The text differs: settings.text.sha256 is {text} in the report, but {other_text} here.",
-            "Give the report's text with --text.",
-        )
+        raise UsageError(f"The text's SHA-256 is {text} in the report, but {other_text} here.", "Give it with --text.")
     recomputed = {(head.site, head.head): head for head in again.heads}
     # half of the digits of the model's type: its own rounding adds up over layers
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
@@ -80,10 +75,8 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:
-        old, new = (
-            None if side is None or name not in side.measures else side.measures[name].value
-            for side in (head, recomputed)
-        )
+        measures = [None if side is None else side.measures.get(name) for side in (head, recomputed)]
+        old, new = (None if measure is None else measure.value for measure in measures)
         if old is None or new is None:
             deviation = float(old is not new)
         else:
@@ -100,8 +93,7 @@ def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
     return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed)
 
 
-TOLERANCE = hooks.IDENTITY_TOLERANCE
-"""Largest relative error of an attention matrix."""
+TOLERANCE = hooks.IDENTITY_TOLERANCE  # largest relative error of an attention matrix
 EAGER_TOLERANCE = 1e-3
 """Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
 stays well below, another mask or scale well above."""

@@ -1,33 +1,40 @@
-"""Turn options into settings, texts and windows of a model; warn about texts that are foreign to it."""
+"""Turn options into settings, texts and windows of a model; wrap models and batches that are already in memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from attnlens.arguments import format_argument
 from attnlens.errors import ModelError, UsageError
 from attnlens.maths.statistics import Design
 from attnlens.maths.statistics.design import FEWEST_TEXTS
-from attnlens.models import loading, texts
+from attnlens.models import hooks, loading, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
+from attnlens.models.loading.configs import kind_of
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
-from attnlens.records import Settings, Text
+from attnlens.records import ModelInfo, Settings, Text
 from attnlens.requests import Feeding, Loading, SpreadRequest
+from attnlens.requests.fields import Request
+from attnlens.requests.run_options import WorkRequest
 from attnlens.runs.outputs import sequence_losses
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from transformers import PreTrainedTokenizerBase
 
 
-LOSS = "loss"
-"""Name of what is skipped if a model's predictions depend on weights that its checkpoint lacks."""
+LOSS = "loss"  # name of what is skipped if a model's predictions depend on weights that its checkpoint lacks
 
 
 def predicts_text(loaded: Loaded) -> bool:
@@ -36,10 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return the mean loss and the number of predicted tokens of each sequence, and the size of the vocabulary.
-
-    `result` are the outputs for a single batch. For models that are not causal language models: [] and 0.
-    """
+    """Return each sequence's mean loss and number of predictions, and the vocabulary's size; [] and 0 if not causal."""
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -83,8 +87,7 @@ def recorded_options(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}
-"""Options of `load`."""
+LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # options of `load`
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
@@ -93,27 +96,17 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if not isinstance(model, Loaded):
         return options
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
-        raise ModelError(
-            "The model is on the meta device, where weights have no values.",
-            "Load it on a device with data, such as cpu.",
-        )
+        raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
-        raise UsageError(
-            f"The model is already loaded, so {', '.join(options)} would be ignored.",
-            "Pass these options to attnlens.load.",
-        )
+        raise UsageError(f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass it to load.")
     return {}
 
 
 def of_model(settings: Settings, loaded: Loaded) -> Settings:
     """Return the settings with the model's device, dtype and window length; raise UsageError for too many tokens."""
-    return settings.model_copy(
-        update={
-            "device": loading.places_of(loaded.model),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "length": texts.window_length(loaded.model, settings.length),
-        }
-    )
+    device, dtype = loading.places_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
+    length = texts.window_length(loaded.model, settings.length)
+    return settings.model_copy(update={"device": device, "dtype": dtype, "length": length})
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
@@ -204,3 +197,77 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
         f"{loaded.info.id} takes {inputs} but no text, so text and length would be ignored.",
         "Leave out --text, --calibration and --length.",
     )
+
+
+def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
+    if not isinstance(batch, Mapping) or not batch:
+        raise UsageError(f"batch={format_argument(batch)} contains no inputs.", "Pass what a tokenizer returns.")
+    inputs = {}
+    for name, value in batch.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
+            kind = "tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
+            raise UsageError(
+                f"batch[{format_argument(name)}] is a {kind}; a batch maps names of inputs to tensors with values.",
+                'Pass names and tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
+            )
+        inputs[name] = value.to(loading.device_of_inputs(model))
+    return inputs
+
+
+def wrap_model(
+    model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str | os.PathLike[str] | Loaded:
+    """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
+    if isinstance(model, Loaded | PreTrainedModel):
+        weights = model if isinstance(model, PreTrainedModel) else model.model
+        if hooks.is_answered(weights):
+            raise UsageError(
+                f"attnlens already replaces the attention of this {type(weights).__name__} with another kernel.",
+                "Leave the `with` block, close the model returned by load_swapped, or pass a model with its original "
+                "attention.",
+            )
+    if not isinstance(model, PreTrainedModel):
+        if tokenizer is not None and isinstance(model, Loaded | str | os.PathLike):
+            raise UsageError("tokenizer= is only for transformers models in memory.", "Omit it, or pass such a model.")
+        return model
+    info = ModelInfo(
+        id=f"{model.name_or_path or type(model).__name__} (in memory)",
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+    return Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
+
+
+def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+    """Wrap a model in memory. Raise UsageError for a name or anything else."""
+    loaded = wrap_model(model, tokenizer)
+    if not isinstance(loaded, Loaded):
+        raise UsageError(f"{format_argument(model)} is not a model in memory.", "Pass the result of attnlens.load.")
+    return loaded
+
+
+@contextmanager
+def at_rest(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts."""
+    training = [module for module in model.modules() if module.training]
+    # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
+    learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
+    try:
+        model.train(False)
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def refuse_work(request: Request) -> None:
+    """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
+    fields = type(request).model_fields
+    for name in WorkRequest.model_fields:
+        if name in fields and getattr(request, name) != fields[name].default:
+            raise UsageError(f"{name} is unavailable for a model in memory.", "Pass its name or folder, or omit it.")

@@ -1,24 +1,50 @@
-"""Provide `Lens`: a model that is loaded once for several analyses."""
+"""Capture a model's attention, and provide `Lens`: a model that is loaded once for several analyses."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import UsageError
 from attnlens.models import loading
 from attnlens.records import QueryKey
 from attnlens.report.report import Report
+from attnlens.runs import checks
 from attnlens.runs.compare.pipeline import compare
-from attnlens.runs.in_memory import capture, held_model
+from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.swap.pipeline import swap_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@public
+def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
+    """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
+
+    `batch` holds tensors under the names of the model's own inputs, as its tokenizer returns them with
+    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
+    module (`site.path`) and its layer (`site.layer`); `attention` and the analyzers read it. The model runs without
+    dropout and cache and is not changed. The capture is verified first: recomputing attention from it must not
+    change the model's outputs. A warning names attention that ran but can't be read; it is missing.
+    Raise UsageError; ModelError if the model can't run or has no attention that can be read; IdentityError.
+    """
+    loaded = held_model(model)
+    inputs = tensors(loaded.model, batch)
+    with at_rest(loaded.model):
+        survey = checks.survey_model(loaded, inputs)
+        checks.prove_identity(loaded, inputs)
+        missed = [f"{path}, as {reason}" for path, reason in survey.missed.items() if reason is not None]
+    if missed:
+        others = f"; and {len(missed) - 1} more" if len(missed) > 1 else ""
+        warnings.warn(f"Not captured: {missed[0]}{others}.", stacklevel=3)
+    return [each.call.query_key(each.site) for each in survey.sites]
 
 
 class Lens:

@@ -57,36 +57,18 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
 
 
 @contextmanager
-def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant | None) -> Iterator[None]:
-    """Raise ModelError if memory runs out, with a batch size that fits; without a `variant`, none is tried."""
+def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterator[None]:
+    """Raise ModelError if memory runs out for these inputs."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_memory(error):
             raise
         size = next(iter(inputs.values())).shape[0]
-        if variant is None:
-            raise ModelError(
-                f"Not enough memory to train on {size} sequences at once.",
-                "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
-            ) from None
-        halves = (size >> step for step in range(1, size.bit_length()))
-        fits = next((half for half in halves if _runs(model, inputs, half, variant)), None)
         raise ModelError(
-            f"Not enough memory for {size} sequences at once.",
-            f"Use --batch-size {fits}." if fits else "Use a smaller --length: one sequence does not fit.",
+            f"Not enough memory {purpose} {size} sequences at once.",
+            "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
         ) from None
-
-
-def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant: Variant) -> bool:
-    try:
-        with torch.no_grad(), variant():
-            hooks.forward(model, {name: tensor[:size] for name, tensor in inputs.items()})
-    except (MemoryError, RuntimeError) as error:
-        if not is_memory(error):
-            raise
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -180,8 +162,7 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     return (new.exp() - p - p * (new - original)).sum(-1)
 
 
-LARGEST_LOSS = 700.0
-"""Largest loss with a perplexity; exp(x) overflows in float64 above 709.8."""
+LARGEST_LOSS = 700.0  # largest loss with a perplexity; exp(x) overflows in float64 above 709.8
 
 
 def paired_change(
@@ -200,10 +181,8 @@ def paired_change(
     return Change(before=first, after=second, delta=delta, ci95=None if math.isnan(low) else (low, high))
 
 
-BINS = 8
-"""Number of parts of a sequence with separate losses: fine enough to show where a window's edge lies."""
-FEWEST = 8
-"""Minimum number of tokens for a mean: the loss of single tokens varies by several nats."""
+BINS = 8  # number of parts of a sequence with separate losses: fine enough to show where a window's edge lies
+FEWEST = 8  # minimum number of tokens for a mean: the loss of single tokens varies by several nats
 
 
 @dataclass

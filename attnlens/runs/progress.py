@@ -8,12 +8,9 @@ from contextlib import contextmanager
 
 from attnlens.report.report import Report
 
-Progress = Callable[[str, int, int], None]
-"""Function called with (stage, steps done, total steps)."""
-Tell = Callable[[int], None]
-"""Function called with the number of further steps done in a stage."""
-INTERRUPTED = "the run was interrupted"
-"""Reason for results that were not finished at an interruption."""
+Progress = Callable[[str, int, int], None]  # function called with (stage, steps done, total steps)
+Tell = Callable[[int], None]  # function called with the number of further steps done in a stage
+INTERRUPTED = "the run was interrupted"  # reason for results that were not finished at an interruption
 
 
 class Interrupted(KeyboardInterrupt):

@@ -56,18 +56,13 @@ def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
-STATUS = Path("/proc/self/status")
-"""File of Linux with this process's high-water mark of memory."""
+STATUS = Path("/proc/self/status")  # file of Linux with this process's high-water mark of memory
 
 
 def report_of(command: str, kind: Kind, **results: Any) -> Report:
     """Build the report of a command; `results` are its other fields."""
-    environment = Environment(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        platform=platform.platform(),
-    )
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+    environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}
     return Report(tool=tool(), **run, **results)
 
@@ -78,10 +73,7 @@ def tool() -> Tool:
 
 
 def peak_memory() -> int:
-    """Return the largest resident memory of this process so far, in bytes.
-
-    Linux's own high-water mark is preferred: getrusage also counts the process that started this one.
-    """
+    """Return this process's largest resident memory so far; getrusage on Linux also counts the parent's."""
     for line in STATUS.read_text().splitlines() if STATUS.is_file() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypedDict
 
-from pydantic import BaseModel, ConfigDict
-
-from attnlens import requests
+from attnlens import records, requests
 from attnlens.analyzers import registry
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
@@ -35,7 +32,7 @@ from attnlens.runs import checks, feeding
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, survey
-from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling, time_stage
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
@@ -51,19 +48,13 @@ def digest_of(place: Location) -> str:
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
 
 
-class CheckpointReading(BaseModel):
+class CheckpointReading(TypedDict):
     """Results of one checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    report: Report
-    """Report of `inspect`."""
-    loss: float | None
-    """Loss on the same text in nats per predicted token."""
-    no_loss: str | None = None
-    """Reason for a missing loss."""
-    complete: bool = True
-    """True if every part of it could be read."""
+    report: records.Report  # report of `inspect`
+    loss: float | None  # loss on the same text in nats per predicted token
+    no_loss: str | None  # reason for a missing loss
+    complete: bool  # True if every part of it could be read
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
@@ -89,9 +80,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
-    reports = [reading.report for reading in readings]
+    reports, losses = [reading["report"] for reading in readings], [reading["loss"] for reading in readings]
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
-    losses = [reading.loss for reading in readings]
     if any(loss is not None for loss in losses):
         curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
     for name in dict.fromkeys(name for report in reports for name in report.measure_names()):
@@ -110,8 +100,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
         trajectories += _trajectories(name, columns)
     final = {"loss": None} | {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
     reasons = {name: "no head has a value at the last checkpoint" for name, value in final.items() if value is None}
-    if "loss" in reasons and readings[-1].no_loss:
-        reasons["loss"] = readings[-1].no_loss
+    if "loss" in reasons and (why := readings[-1]["no_loss"]):
+        reasons["loss"] = why
     return Experiment(
         name="training",
         question="How do the heads change while the model is trained?",
@@ -124,10 +114,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     )
 
 
-HeadMeasures = dict[tuple[int, int], Measure]
-"""Values of one measure at one checkpoint, by (layer, head)."""
-Band = tuple[float | None, ...]
-"""Lower quartile, median and upper quartile, or their analogues."""
+HeadMeasures = dict[tuple[int, int], Measure]  # values of one measure at one checkpoint, by (layer, head)
+Band = tuple[float | None, ...]  # lower quartile, median and upper quartile, or their analogues
 
 
 def _curve(bands: Iterable[Band], steps: list[float], null_of: str | None = None) -> Curve:
@@ -195,19 +183,11 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def find_checkpoints(
-    names: Sequence[str] | None, revisions: Sequence[str], *, offline: bool, allow_pickle: bool
+    names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints, ordered by step, or as named if steps are missing or equal.
-
-    `names` None, or `demo` alone, are the checkpoints of the demo model.
-    """
-    if names is not None and not names:
-        raise UsageError("checkpoints=[] is empty.", "Give at least two, or omit the option to use demo's checkpoints.")
+    """Find the checkpoints (None: those of demo), ordered by step, or as named if steps are missing or equal."""
     if revisions and (names is None or len(names) != 1):
-        raise UsageError(
-            "--revisions requires a single hub model.",
-            "Give one hub model, e.g.: attnlens converge MODEL --revisions step1,step2",
-        )
+        raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
     all_revisions: Sequence[str | None] = revisions or [None]
     checkpoints: list[Checkpoint] = []
@@ -218,18 +198,14 @@ def find_checkpoints(
             raise UsageError(f"Duplicate checkpoint: {name}.", "Give each checkpoint once.")
         checkpoints.append(Checkpoint(name, model, revision, place, step_of(revision or model)))
     if len(checkpoints) < 2:
-        raise UsageError(
-            "A series needs at least two checkpoints.",
-            "Give at least two with --checkpoints, e.g. --checkpoints step-100 step-200, or with --revisions.",
-        )
+        raise UsageError("A series needs at least two checkpoints.", "Give more --checkpoints, or --revisions.")
     steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
         return [replace(each, step=None) for each in checkpoints]
     return sorted(checkpoints, key=lambda each: each.step or 0)
 
 
-READ = ("text", "pairs", "image", "audio", "adapter")
-"""Options that name files whose content affects the results."""
+READ = ("text", "pairs", "image", "audio", "adapter")  # options that name files whose content affects the results
 
 
 @public
@@ -248,10 +224,9 @@ def converge_checkpoints(
     several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
     By default, the analyzers of `inspect` run, and `selection` with its own `select`.
     One tokenizer, the last one found, splits the same text for all. `head` = (layer, head), or `3.7`, restricts the
-    series to it.
-    Finished units are kept as in `inspect`, and the
-    same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or shapes differ),
-    TextError, and Interrupted, which contains the finished checkpoints.
+    series to it. Finished units are kept as in `inspect`, and the same call resumes from them. Raise UsageError,
+    ModelError (a checkpoint is missing, or shapes differ), TextError, and Interrupted, which contains the finished
+    checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -274,28 +249,24 @@ def follow(
     return series.run()
 
 
+@dataclass(eq=False)
 class Series:
     """One run over the checkpoints; building it finds them and reads the texts."""
 
-    def __init__(
-        self,
-        names: Sequence[str] | None,
-        revisions: Sequence[str],
-        request: CheckpointsRequest,
-        progress: Progress = silent,
-    ) -> None:
-        self.names, self.revisions, self.request, self.progress = names, revisions, request, progress
+    names: Sequence[str] | None
+    revisions: Sequence[str]
+    request: CheckpointsRequest
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        request = self.request
         self.load_options = feeding.load_options(request, None)
         readable = [each for each in registry.list_analyzers() if request.source in ("both", each.source)]
         usual = dict.fromkeys(each.name for each in readable if each.by_default or each.name == SHOWN)
-        wanted = request.analyzers or list(usual)
-        self.analyzers, self.settings = reading.choose_analyzers(
-            reading.settings(request), wanted, request.select, None
-        )
+        names = request.analyzers or list(usual)
+        self.analyzers, self.settings = reading.choose_analyzers(reading.settings(request), names, request.select, None)
         reading.refuse_unread(request, self.settings.source)
-        self.checkpoints = find_checkpoints(
-            names, revisions, offline=request.offline, allow_pickle=request.allow_pickle
-        )
+        self.checkpoints = find_checkpoints(self.names, self.revisions, request.offline, request.allow_pickle)
         refuse_different(self.checkpoints)
         self.contents: Sequence[texts.Content] = texts.read_each(reading.files(request), offline=request.offline)
         if self.settings.source != "weights" and not self.contents:
@@ -317,18 +288,15 @@ class Series:
         adapter, offline = self.request.adapter, self.request.offline
         place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
         of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
-        content = {
+        return {
+            "command": "converge",
+            "versions": versions(),
+            "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "texts": [(each.name, each.text) for each in self.contents],
             "fed": [sha256(path) for path in files if path.is_file()],
             "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
             "device": str(device_of(self.request.device)),
             "code": [code_of(each).hex() for each in self.analyzers],
-        }
-        return {
-            "command": "converge",
-            "versions": versions(),
-            "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "content": key_of(content),
             "checkpoints": list(self.units),
         }
 
@@ -348,33 +316,24 @@ class Series:
             self.store,
             elsewhere=(open_in_worker, (self.names, self.revisions, self.request)),
             tell=lambda _name: tell(1),
-            usable=lambda value: bool(value["complete"]),
+            usable=lambda value: value["complete"],
         )
-        readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
+        readings = outcome.values
         if not readings:
             raise KeyboardInterrupt
         report = self._build_report(readings, outcome.missing)
         if outcome.stopped:
             raise Interrupted(report)
-        complete = not outcome.missing and all(reading.complete for reading in readings.values())
+        complete = not outcome.missing and all(reading["complete"] for reading in readings.values())
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report. Units without a reading have a reason, or none yet. Raise ModelError if heads differ."""
-        done, reports = [self.units[unit] for unit in readings], [reading.report for reading in readings.values()]
-        heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
-        for other, other_heads in zip(done, heads, strict=True):
-            if other_heads != heads[0]:
-                raise ModelError(
-                    f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
-                    f"{other.name} has {len(other_heads)}.",
-                    "Give checkpoints of one model.",
-                )
-        unread = [
-            Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
-            for unit, each in self.units.items()
-            if unit not in readings
-        ]
+        """Build the report. Units without a reading have a reason, or none yet."""
+        done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
+        reasons = {
+            each.name: missing.get(unit, INTERRUPTED) for unit, each in self.units.items() if unit not in readings
+        }
+        unread = [Skipped(site=name, reason=reason) for name, reason in reasons.items()]
         files = [
             File(name=f"{checkpoint.name}/{file.name}", sha256=file.sha256)
             for checkpoint, report in zip(done, reports, strict=True)
@@ -405,29 +364,25 @@ class Series:
     def _load(self, checkpoint: Checkpoint) -> loading.Loaded:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
-    def read_unit(self, name: str) -> dict[str, object]:
+    def read_unit(self, name: str) -> CheckpointReading:
         """Read one checkpoint; its parts are kept until it is finished."""
-        checkpoint, start = self.units[name], time.perf_counter()
+        checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:
             self.progress(f"{checkpoint.name}, {stage}", done, total)
 
-        loaded = replace(self._load(checkpoint), **self.tokenizer)
-        settings = feeding.of_model(self.settings, loaded)
-        parts = None if self.store is None else self.store.inside(name)
-        try:
-            run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
-            report, results = compute(survey(run), store=parts)
-        except ModelError as error:
-            raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
-        loss = self._loss(loaded, settings)
-        self.timings[checkpoint.name] = time.perf_counter() - start
-        return CheckpointReading(
-            report=report,
-            loss=None if isinstance(loss, str) else loss,
-            no_loss=loss if isinstance(loss, str) else None,
-            complete=not results.missing,
-        ).model_dump()
+        with time_stage(self.timings, checkpoint.name):
+            loaded = replace(self._load(checkpoint), **self.tokenizer)
+            settings = feeding.of_model(self.settings, loaded)
+            parts = None if self.store is None else self.store.inside(name)
+            try:
+                run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
+                report, results = compute(survey(run), store=parts)
+            except ModelError as error:
+                raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
+            loss = self._loss(loaded, settings)
+        number, why = (None, loss) if isinstance(loss, str) else (loss, None)
+        return {"report": report, "loss": number, "no_loss": why, "complete": not results.missing}
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""

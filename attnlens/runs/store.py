@@ -1,6 +1,6 @@
 """Keep the results of a run's units in one safetensors file each, which a later run can reuse.
 
-A unit's value is a nested list or dictionary of tensors and JSON values. It is kept as
+A unit's value is a nested list or dictionary of tensors, records and JSON values. It is kept as
 `<work>/<key>/<name>.safetensors`, written under a temporary name and renamed. The key hashes the facts that determine
 the run's numbers, so that only the same command finds the file again. torch is imported late, because the
 command line imports this module before it needs torch.
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG = logging.getLogger("attnlens")
-RUN = "run.json"
-"""File in a run's folder with the facts that its key hashes."""
+RUN = "run.json"  # file in a run's folder with the facts that its key hashes
 SUFFIX = ".safetensors"
 OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
 """Names of the files of units, and of the folders with their parts."""
@@ -161,7 +160,6 @@ class Store:
 
 
 def _set_aside(path: Path, name: str) -> None:
-    """Rename a file under a unit's name that is not its result, and log that."""
     aside = path.with_name(path.name + ".damaged")
     what = f"it is kept as {aside.name} and computed again"
     try:
@@ -225,14 +223,17 @@ def difference(first: object, second: object, where: str = "") -> str | None:
 def _serialise(value: object, stamp: str) -> bytes:
     """Serialise a value as safetensors: its tensors, and the rest as JSON in the metadata, with a hash of both."""
     from safetensors.torch import save
+    from torch import Tensor
 
     tensors: dict[str, Tensor] = {}
 
-    def add_tensor(tensor: Tensor) -> dict[str, str]:
-        tensors[str(len(tensors))] = tensor.detach().cpu().contiguous().clone()
+    def encode(part: object) -> dict[str, object]:
+        if not isinstance(part, Tensor):
+            return {"record": type(part).__name__, "fields": _list_pairs(vars(part))}
+        tensors[str(len(tensors))] = part.detach().cpu().contiguous().clone()
         return {"tensor": str(len(tensors) - 1)}
 
-    text = json.dumps([stamp, _list_pairs(value)], default=add_tensor)
+    text = json.dumps([stamp, _list_pairs(value)], default=encode)
     return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
 
 
@@ -251,6 +252,8 @@ def _parse(content: bytes, stamp: str) -> object:
     def restore(fields: dict[str, Any]) -> object:
         if "tensor" in fields:
             return tensors[fields["tensor"]]
+        if "record" in fields:
+            return _build_record(fields["record"], fields["fields"])
         return {_hashable(key): part for key, part in fields["pairs"]}
 
     try:
@@ -264,6 +267,17 @@ def _parse(content: bytes, stamp: str) -> object:
     if not whole:
         raise ValueError(stamp)
     return value
+
+
+def _build_record(name: str, fields: Mapping[str, Any]) -> object:
+    """Build a record of attnlens from its fields. Raise TypeError or AttributeError for any other type."""
+    from attnlens import records
+    from attnlens.analyzers.registry import Answer
+
+    kind = Answer if name == "Answer" else getattr(records, name)
+    if not issubclass(kind, records.Record | Answer):
+        raise TypeError(name)
+    return kind(**fields)
 
 
 def _hashable(key: object) -> object:

@@ -25,29 +25,17 @@ from typing import Any, Generic, TypeVar, cast
 
 from platformdirs import user_cache_path
 
-from attnlens.errors import (
-    FAILURES,
-    AttnlensError,
-    ModelError,
-    OutputError,
-    ShardFinished,
-    TextError,
-    UsageError,
-    reason_of,
-)
+from attnlens import errors
 from attnlens.files import with_home
 from attnlens.requests.fields import Request
 from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, key_of
 from attnlens.wording import clean
 
 V = TypeVar("V")
-Compute = Callable[[str], Any]
-"""Function that computes the unit of a given name."""
-Opener = Callable[..., tuple[Mapping[str, object], Compute]]
-"""Function that prepares a run in another process: picklable arguments → the run's facts and its Compute."""
-Elsewhere = tuple[Opener, tuple[object, ...]]
-"""An Opener and its arguments."""
-RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
+Compute = Callable[[str], Any]  # function that computes the unit of a given name
+Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
+Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
+RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)
 """Exceptions of a unit that may not recur at a second try."""
 LOST = (
     "its process terminated twice: it was killed, perhaps for lack of memory, or started by a script that calls "
@@ -56,8 +44,7 @@ LOST = (
 UNSEEN = "its file is missing in this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Environment variables that libraries read when they are first imported."""
-RAY_HERE = "local"
-"""Address that starts a Ray cluster on this machine alone."""
+RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Connection preface of HTTP/2, which Ray's protocol uses, with empty settings (RFC 9113, section 3.4)."""
 ACCELERATORS = ("nvidiactl", "kfd", "dxg")
@@ -127,11 +114,9 @@ class WorkPlan:
             from upath import UPath
 
             return cast("Path", UPath(os.fspath(self.work)))
-        except ImportError as error:
-            install = 'Run: pip install "attnlens[ray]"' if find_spec("upath") is None else "Install that package."
-            raise UsageError(f"--work {self.work}: {error}.", install) from None
-        except ValueError as error:
-            raise UsageError(f"--work {self.work}: {error}.", "Give a folder, or e.g. s3://BUCKET/FOLDER.") from None
+        except (ImportError, ValueError) as error:
+            remedy = 'Give a folder, or e.g. s3://BUCKET/FOLDER; addresses need: pip install "attnlens[ray]"'
+            raise errors.UsageError(f"--work {self.work}: {error}.", remedy) from None
 
     def select_units(self, names: Sequence[str]) -> Sequence[str]:
         """Return the units of this shard; all of them without one."""
@@ -140,22 +125,24 @@ class WorkPlan:
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or nothing can be kept."""
         if self.address is not None and self.engine != "ray":
-            raise UsageError("address only applies to --engine ray.", "Omit it, or use --engine ray.")
+            raise errors.UsageError("address only applies to --engine ray.", "Omit it, or use --engine ray.")
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
-            raise UsageError("A text from stdin cannot be read by several processes.", "Save the text to a file.")
+            raise errors.UsageError(
+                "A text from stdin cannot be read by several processes.", "Save the text to a file."
+            )
         if self.elsewhere and str(self.work).startswith("memory:"):
-            raise UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
+            raise errors.UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
-            raise OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
+            raise errors.OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
 
     def _unwritable(self) -> str:
         root = self.root
         try:
             root.mkdir(parents=True, exist_ok=True)
         except Exception as error:  # libraries of remote stores have errors of their own
-            return getattr(error, "strerror", None) or reason_of(error).rstrip(".")
+            return getattr(error, "strerror", None) or errors.reason_of(error).rstrip(".")
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
     def store(self, facts: Mapping[str, object]) -> Store | None:
@@ -165,8 +152,7 @@ class WorkPlan:
         return Store(self.root / key_of(facts), facts, resume=self.resume)
 
 
-NOTHING_KEPT = WorkPlan()
-"""Default plan: a run in this process."""
+NOTHING_KEPT = WorkPlan()  # default plan: a run in this process
 
 
 def run_units(
@@ -189,14 +175,12 @@ def run_units(
     if store is not None and plan.work is not None:
         store.begin()
         store.report_others()
-    values: dict[str, V] = {}
-    failures: dict[str, Failure] = {}
-    stopped = False
+    values, failures, stopped = dict[str, V](), dict[str, Failure](), False
     try:
         for name, value in _compute_units(plan.select_units(names), compute, plan, store, elsewhere, usable):
             if not isinstance(value, Failure):
                 values[name] = value
-            elif isinstance(value.error, AttnlensError):
+            elif isinstance(value.error, errors.AttnlensError):
                 raise value.error
             else:
                 failures[name] = value
@@ -209,10 +193,12 @@ def run_units(
     missing = {name: failures[name].reason for name in names if name in failures}
     if plan.shard is not None and store is not None and not stopped:
         remaining = [name for name in names if name not in values and store.load(name) is None]
-        raise ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
+        raise errors.ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
-        raise failures[name].error or ModelError(f"No unit could be computed; {name}: {reason}.", "Use fewer --jobs.")
+        raise failures[name].error or errors.ModelError(
+            f"No unit could be computed; {name}: {reason}.", "Use fewer --jobs."
+        )
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
 
@@ -225,36 +211,37 @@ def _compute_units(
     usable: Callable[[V], bool],
 ) -> Iterator[tuple[str, V | Failure]]:
     """Yield each unit's value, or its Failure, in the order of completion."""
+    if store is None:
+        yield from ((name, try_twice(compute, name)) for name in names)
+        return
 
     def compute_and_keep(name: str) -> V:
         value = compute(name)
-        if store is not None:
-            (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
-            clear_parts(name, value)
-        return value
+        (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
+        return clear_parts(name, value)
 
-    def clear_parts(name: str, value: V) -> None:
-        if store is not None and usable(value):
+    def clear_parts(name: str, value: V) -> V:
+        if usable(value):
             store.inside(name).clear()
+        return value
 
     waiting = []
     for name in names:  # another run that shares the folder may finish a unit before its turn
-        value: V | None = store.load(name) if store is not None and store.resume else None
+        value: V | None = store.load(name) if store.resume else None
         if value is not None and usable(value):
             yield name, value
-        elif plan.elsewhere and elsewhere is not None and store is not None:
+        elif plan.elsewhere and elsewhere is not None:
             waiting.append(name)
         else:
             yield name, try_twice(compute_and_keep, name)
-    if not waiting or elsewhere is None or store is None:
+    if not waiting or elsewhere is None:
         return
     engine = _in_processes if plan.engine == "local" else _on_ray
     for name, failure in engine(waiting, partial(_compute_in_worker, *elsewhere, store), plan):
         if failure is not None:
             yield name, failure
         elif (value := store.load(name)) is not None:
-            clear_parts(name, value)
-            yield name, value
+            yield name, clear_parts(name, value)
         elif plan.engine == "local":  # another run has written its report, and cleared the folder
             yield name, try_twice(compute, name)
         else:
@@ -266,13 +253,13 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     for _ in range(2):
         try:
             return compute(name)
-        except AttnlensError as error:
+        except errors.AttnlensError as error:
             failure = Failure(error.problem, error)
-            if isinstance(error, UsageError | TextError | OutputError):
+            if isinstance(error, errors.UsageError | errors.TextError | errors.OutputError):
                 break
         except RETRIED as error:
             clear_frames(error.__traceback__)  # its frames would keep the unit's memory alive
-            failure = Failure(reason_of(error), error)
+            failure = Failure(errors.reason_of(error), error)
     return failure
 
 
@@ -288,24 +275,21 @@ def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Sto
             _prepared[:] = [((opener, arguments), *opener(*arguments))]
         _, facts, make = _prepared[0]
         if key_of(facts) != key_of(store.facts):
-            raise ModelError(
+            raise errors.ModelError(
                 f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}.",
                 "Give all workers the same files, texts and versions.",
             )
         store.save(name, make(name))
 
     failure = try_twice(compute, name)
-    return failure if failure is None or isinstance(failure.error, AttnlensError) else Failure(failure.reason)
+    return failure if failure is None or isinstance(failure.error, errors.AttnlensError) else Failure(failure.reason)
 
 
 _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that the workers of `--jobs` are forked from, before the program imports torch.
-
-    Otherwise (not on Linux, or an accelerator could be open in the forked process), workers import the library.
-    """
+    """Start the process that `--jobs` forks from on Linux without accelerators; call this before importing torch."""
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
         return
@@ -322,15 +306,11 @@ def start_server(jobs: int, module: str) -> None:
     _server_started = True
 
 
-Work = Callable[[str], Failure | None]
-"""Function that computes a unit in another process."""
+Work = Callable[[str], Failure | None]  # function that computes a unit in another process
 
 
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function on every name in `plan.jobs` processes of one thread each; yield names and results.
-
-    Each has its own pool: one that is killed only takes its own unit with it, which is then tried once more.
-    """
+    """Yield names and results from `plan.jobs` pools of one process each: a killed one only loses its own unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")
@@ -365,7 +345,7 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
                     result = future.result()
                     lost = lost + 1 if result == Failure(LOST) else -len(names)
                     if lost > plan.jobs:
-                        raise AttnlensError(  # noqa: TRY301  # ends the workers, like any other error here
+                        raise errors.AttnlensError(  # noqa: TRY301  # ends the workers, like any other error here
                             f"All workers were lost: {LOST}.", "Run the command again with fewer --jobs."
                         )
                     yield futures[future], result
@@ -382,9 +362,6 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
 
 @contextmanager
 def _interruptions_blocked() -> Iterator[None]:
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -410,7 +387,7 @@ def _begin_worker() -> None:
 def check_cluster(address: str | None) -> None:
     """Raise UsageError if no Ray cluster answers: Ray itself would try for two minutes, and then end the process."""
     if find_spec("ray") is None:
-        raise UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
+        raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE
     host, _, port = place.rpartition("://")[2].rpartition(":")
     if not (host and port.isdecimal()):
@@ -443,7 +420,7 @@ def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tu
             try:
                 yield name, ray.get(done)
             except ray.exceptions.RayError as error:
-                yield name, Failure(f"Ray returned no result: {reason_of(error)}")
+                yield name, Failure(f"Ray returned no result: {errors.reason_of(error)}")
     finally:
         for reference in pending:
             ray.cancel(reference, force=True)
@@ -473,9 +450,9 @@ def _call_in(folder: str, function: Work, name: str) -> Failure | None:
     return function(name)
 
 
-def _no_cluster(address: str, error: Exception) -> UsageError:
+def _no_cluster(address: str, error: Exception) -> errors.UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
-    return UsageError(
-        f"No Ray cluster {where}: {reason_of(error).rstrip('.')}.",
+    return errors.UsageError(
+        f"No Ray cluster {where}: {errors.reason_of(error).rstrip('.')}.",
         "Start one with `ray start --head`, and set RAY_ADDRESS to its HOST:PORT; unset, Ray runs on this machine.",
     )

@@ -77,8 +77,8 @@ class Training:
 
     def train(self, run: KernelRun, calibrated: texts.Batches) -> None:
         """Train the last stage and, if requested, the control; and measure them."""
-        session, model = run.session, run.session.loaded.model
-        with enough_memory(model, calibrated.batches[0].inputs, None):
+        session = run.session
+        with enough_memory(calibrated.batches[0].inputs, "to train on"):
             healing, healer = train_swap(run, self.options, calibrated)
             wanted = self.options.control and not healer.interrupted
             control = train_swap(run, self.options, calibrated, control=True) if wanted else None

@@ -20,14 +20,8 @@ from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import feeding
-from attnlens.runs.compare.sides import Block, ComparedModel, form_distances
-from attnlens.runs.inspect.sequences import (
-    PIECE_BYTES,
-    SequenceValues,
-    arrange_by_measure,
-    finite_heads,
-    sequence_numbers,
-)
+from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, form_distances
+from attnlens.runs.inspect import sequences
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -36,14 +30,12 @@ if TYPE_CHECKING:
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
 """Names of block inputs that are states, besides the first input, which is one whatever its name."""
-BySite = Mapping[Site, Tensor]
 
 
 @dataclass
 class RecordedPass:
     """The record of a forward pass of the first model."""
 
-    side: ComparedModel
     calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each site
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Input states of each block, by the block's path and the input's name."""
@@ -63,7 +55,7 @@ class ComparedPass:
 
 def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> RecordedPass:
     """Run the first model, and record attention calls, block inputs and block outputs."""
-    recorded, chosen = RecordedPass(side), set(side.sites)
+    recorded, chosen = RecordedPass(), set(side.key_heads)
 
     def visit(site: Site, call: Call) -> None:
         if site in chosen:
@@ -79,26 +71,16 @@ def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Seque
 
 
 def compare_pass(
-    recorded: RecordedPass,
-    side: ComparedModel,
-    sites: Mapping[Site, Site],
-    inputs: Mapping[str, Tensor],
-    order: Mapping[Site, Sequence[int]],
-    blocks: Sequence[Block] = (),
+    recorded: RecordedPass, pairing: Pairing, inputs: Mapping[str, Tensor], blocks: Sequence[Block] = ()
 ) -> ComparedPass:
-    """Run a side's model and compare the pass with a recorded one, by sites of the first model.
-
-    `sites` maps the side's sites to the first model's; `order` lists the side's head for each head of the first. Each
-    of `blocks` is given the recorded input states, so that differences stem from that block alone.
-    """
-    compared = ComparedPass()
+    """Run the second model, its `blocks` on the recorded input states, and compare the pass with the recorded one."""
+    compared, firsts = ComparedPass(), {other: site for site, other in pairing.sites.items()}
 
     def visit(site: Site, call: Call) -> None:
-        first = sites.get(site)
+        first = firsts.get(site)
         if first is not None and first in recorded.calls:  # own-kernel sites of a saved swap are not visited
             compared.calls[site] = call
-            pair = (recorded.side, first, recorded.calls[first]), (side, site, call)
-            compared.rows[first] = divergence(pair, order[first], inputs)
+            compared.rows[first] = divergence(pairing, first, (recorded.calls[first], call), inputs)
 
     def replace_states(
         path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -108,7 +90,7 @@ def compare_pass(
         named = {name: _convert_state(states.get(name), value) for name, value in kwargs.items()}
         return (*changed, *args[len(names) :]), named
 
-    outputs = dict(_run_pass(side, inputs, visit, blocks, replace_states))
+    outputs = dict(_run_pass(pairing.second, inputs, visit, blocks, replace_states))
     for path, output in recorded.outputs.items():
         other = outputs.get(path)
         if other is not None and other.shape == output.shape:
@@ -123,8 +105,7 @@ def _relative_change(output: Tensor, other: Tensor, inputs: Mapping[str, Tensor]
     mask = next((mask for mask in masks if mask is not None and mask.shape == output.shape[:2]), None)
     if mask is not None:
         output, other = output * mask[..., None], other * mask[..., None]
-    output, other = output.flatten(1), other.flatten(1)
-    moved: Tensor = (other - output).norm(dim=1) / output.norm(dim=1)
+    moved: Tensor = (other - output).flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1)
     return moved.cpu()
 
 
@@ -141,7 +122,7 @@ def _run_pass(
     kwargs), or None. The states of a block are its output or the first element; blocks without a tensor there are left
     out.
     """
-    model, sites = side.loaded.model, side.inspection.all_sites
+    model, sites = side.loaded.model, side.all_sites
     watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
     handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
     with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
@@ -158,12 +139,9 @@ def _convert_state(state: Tensor | None, value: object) -> object:
     return torch.where(always, state.to(value.device, value.dtype), value)
 
 
-def _attention_rows(side: ComparedModel, site: Site, call: Call) -> Tensor:
-    """Compute a site's attention weights by its own kernel or that of a saved swap, with the share of a sink appended.
-
-    NaN for the heads of a swap whose kernel has no attention matrix, or can be negative.
-    """
-    rows, swap = attention.weights(call, OWN), side.swaps.get(site)
+def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
+    """Compute attention weights, with a sink's share appended; NaN for a swap's heads without weights of at least 0."""
+    rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)
         is_matrix = swap.kernel.info.form != "output" and swap.kernel.info.positive
@@ -171,30 +149,21 @@ def _attention_rows(side: ComparedModel, site: Site, call: Call) -> Tensor:
     return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
 
 
-def divergence(
-    pair: Sequence[tuple[ComparedModel, Site, Call]], order: Sequence[int], inputs: Mapping[str, Tensor]
-) -> Tensor:
-    """Compute KL(P ‖ P') = Σ_j p log(p/p'), mean over real queries, of each sequence and head; (sequences, heads).
-
-    `order` lists the second side's head for each head of the first.
-    """
-    sides = []
-    for side, site, call in pair:
-        bias = None if call.bias is None else call.bias.double()
-        parts = {name: getattr(call, name).double() for name in ("query", "key", "value")}
-        sides.append((side, site, hiding_padding(replace(call, bias=bias, **parts), inputs)))
-    _, first, call = sides[0]
-    means = call.query.new_full(call.query.shape[:2], torch.nan)
-    for batch, queries, keys in real_parts(call.allowed, len(means), first.part):
-        real = [(side, site, call.sequences(batch, queries, keys)) for side, site, call in sides]
-        size = 8 * means.shape[1] * real[0][2].query.shape[2] * real[0][2].key.shape[2]
-        step = max(1, PIECE_BYTES // size)
+def divergence(pairing: Pairing, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Compute KL(P ‖ P') = Σ_j p log(p/p') of a site's two calls, mean over real queries: (sequences, heads)."""
+    parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
+    wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
+    calls = [hiding_padding(call, inputs) for call in wide]
+    swaps = pairing.first.swaps.get(first), pairing.second.swaps.get(pairing.sites[first])
+    means = calls[0].query.new_full(calls[0].query.shape[:2], torch.nan)
+    for batch, queries, keys in real_parts(calls[0].allowed, len(means), first.part):
+        real = [call.sequences(batch, queries, keys) for call in calls]
+        step = max(1, sequences.PIECE_BYTES // (8 * means.shape[1] * real[0].query.shape[2] * real[0].key.shape[2]))
         for start in range(0, len(batch), step):
-            part = list(range(start, min(start + step, len(batch))))
-            p, q = (
-                _attention_rows(side, site, call.sequences(part, slice(None), slice(None))) for side, site, call in real
-            )
-            terms = p * (p.clamp(min=FLOOR).log() - q[:, list(order)].clamp(min=FLOOR).log())
+            part = range(start, min(start + step, len(batch)))
+            pieces = (call.sequences(part, slice(None), slice(None)) for call in real)
+            p, q = (_attention_rows(piece, swap) for piece, swap in zip(pieces, swaps, strict=True))
+            terms = p * (p.clamp(min=FLOOR).log() - q[:, list(pairing.order[first])].clamp(min=FLOOR).log())
             # rounding can make the divergence of equal rows negative
             means[[batch[row] for row in part]] = terms.sum(-1).mean(-1).clamp(min=0)
     return means.cpu()
@@ -208,15 +177,14 @@ FEW = 2
 costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
 """Name of ‖o' − o‖/‖o‖ of block outputs for the first model's input states; one value per block, not per head."""
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Number types that weights can be stored in, from the widest spacing to the finest."""
 BITS = {
     torch.bfloat16: (torch.int16, 7),
     torch.float16: (torch.int16, 10),
     torch.float32: (torch.int32, 23),
     torch.float64: (torch.int64, 52),
 }
-"""Integer type with the same number of bits, and number of mantissa bits, of each number type."""
+"""Integer type with the same number of bits, and number of mantissa bits, of each number type that weights can be
+stored in, from the widest spacing to the finest."""
 DIFFERENT, MANY = 16, 4096
 """Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
 of 2 are exact in every type."""
@@ -224,17 +192,13 @@ MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance 
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
-    """Return the coarsest number type that represents all values of a weight exactly, whatever its loaded type.
-
-    A weight with few distinct values (gains of 1, zeros) is inconclusive and counts as float32.
-    """
+    """Return the coarsest number type that holds all values exactly; float32 for few distinct values (gains of 1)."""
     sample = weight.flatten()[:MANY]
     if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32
-    for kind in TYPES:  # most weights are ruled out by the sample
-        if all(torch.equal(values.to(kind).to(values.dtype), values) for values in (sample, weight)):
-            return kind
-    return torch.float64
+    # most weights are ruled out by the sample
+    exact = (kind for kind in BITS if all(torch.equal(part.to(kind).to(part.dtype), part) for part in (sample, weight)))
+    return next(exact, torch.float64)
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
@@ -254,9 +218,9 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
-            places = _draw_indices(data, generator)
+            places, values = _draw_moves(data, kind, generator)
             replaced_values.append((data, places, data.take(places)))
-            data.put_(places, _neighbours(replaced_values[-1][2], kind, generator))
+            data.put_(places, values)
         yield
     finally:
         for data, places, before in replaced_values:
@@ -265,36 +229,32 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
 
 def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
-    places = _draw_indices(tensor, generator)
-    return tensor.clone().put_(places, _neighbours(tensor.take(places), kind, generator))
+    return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
 
 
-def _draw_indices(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw the flat indices of the values to move, one in twelve on average."""
+def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw flat indices, one in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
     part, remainder = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
-    return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
-
-
-def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return a random neighbour of each value in `kind`, away from or towards 0; 0 stays 0."""
+    places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
+    values = tensor.take(places)
     whole, behind = BITS[values.dtype]
     step = 1 << max(behind - BITS[kind][1], 0)
     steps = (2 * torch.randint(2, values.shape, generator=generator) - 1).to(values.device, whole) * step
     # floats of one sign are ordered like their bits read as integers
-    return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
+    return places, torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
 def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
     """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
-    analyzers = side.inspection.analyzers_of("weights")
+    analyzers = side.analyzers_of("weights")
     tables: dict[tuple[str, str], Tensor] = {}
-    for site in side.sites:
-        factors = side.factors(site)
+    for site in side.key_heads:
+        factors = side.factors_of(site)
         if isinstance(factors, weights.Factors):
             changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
             tables |= {(site.name, name): values for name, values in changes.items()}
-    return arrange_by_measure(tables, side.heads, DRAWS)
+    return sequences.arrange_by_measure(tables, side.heads, DRAWS)
 
 
 def _draw_site_changes(
@@ -302,7 +262,7 @@ def _draw_site_changes(
 ) -> dict[str, Tensor]:
     """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
     form = factors.query_key
-    finite = finite_heads(form)
+    finite = sequences.finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
 
     def scalars(form: QueryKey) -> dict[str, Tensor]:
@@ -332,18 +292,16 @@ def draw_tokens(
     side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
 ) -> dict[str, Tensor]:
     """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
-    batches = texts.batches(side.loaded, side.run.contents, cut)
-    count = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), batches).count
+    batches = texts.batches(side.loaded, side.contents, cut)
+    count = feeding.design_of(side.settings.model_copy(update={"intervals": "windows"}), batches).count
     recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
     before = _measure_calls(side, count, batches, [each.calls for each in recorded], {})
-    same = {site: site for site in side.sites}
-    order = {each.site: range(each.call.query.shape[1]) for each in side.inspection.reached}
+    order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
+    identity = Pairing(side, side, {site: site for site in order}, order, [])
 
     def compare_passes(replaced_blocks: Sequence[Block] = ()) -> list[ComparedPass]:
-        return [
-            compare_pass(each, side, same, batch.inputs, order, replaced_blocks)
-            for batch, each in zip(batches, recorded, strict=True)
-        ]
+        pairs = zip(batches, recorded, strict=True)
+        return [compare_pass(each, identity, batch.inputs, replaced_blocks) for batch, each in pairs]
 
     types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):
@@ -351,10 +309,8 @@ def draw_tokens(
             passes = compare_passes()
             # each block with its input states before rounding
             block_passes = compare_passes(blocks) if blocks else []
-        row_distances = {ROWS: [each.rows for each in passes]}
-        if blocks:
-            row_distances[OWN_ROWS] = [each.rows for each in block_passes]
-        after = _measure_calls(side, count, batches, [each.calls for each in passes], row_distances)
+        distances = {ROWS: passes} | ({OWN_ROWS: block_passes} if blocks else {})
+        after = _measure_calls(side, count, batches, [each.calls for each in passes], distances)
         if blocks:
             pairs = zip(batches, block_passes, strict=True)
             after[BLOCKS] = torch.cat([arrange_blocks(each.blocks, blocks, batch) for batch, each in pairs])
@@ -378,24 +334,28 @@ def _measure_calls(
     count: int,
     batches: texts.Batches,
     calls: Sequence[Mapping[Site, Call]],
-    row_distances: Mapping[str, Sequence[BySite]],
+    distances: Mapping[str, Sequence[ComparedPass]],
 ) -> dict[str, Tensor]:
     """Compute tokens.* on `count` windows and add the distances of rows: each measure as (windows, heads)."""
-    values, analyzers, start = SequenceValues(count), side.inspection.analyzers_of("tokens"), 0
+    values, analyzers, start = sequences.SequenceValues(count), side.analyzers_of("tokens"), 0
     for number, batch in enumerate(batches):
         for site, call in calls[number].items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)
-            if finite := finite_heads(query_key):
-                numbers = sequence_numbers(len(call.query), batch, start)
+            if finite := sequences.finite_heads(query_key):
+                numbers = sequences.sequence_numbers(len(call.query), batch, start)
                 values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
-        for name, by_batch in row_distances.items():
-            add_distances(values, name, by_batch[number], batch, start)
+        for name, passes in distances.items():
+            add_distances(values, name, passes[number].rows, batch, start)
         start += batch.size
-    return arrange_by_measure(values.means, side.heads, count)
+    return sequences.arrange_by_measure(values.means, side.heads, count)
 
 
-def add_distances(values: SequenceValues, name: str, by_site: BySite, batch: texts.Batch, start: int) -> None:
+def add_distances(
+    values: sequences.SequenceValues, name: str, by_site: Mapping[Site, Tensor], batch: texts.Batch, start: int
+) -> None:
     """Add the distances of a batch, (rows, heads) by site, to `values` as measure `name`."""
     for site, distances in by_site.items():
         heads = distances.shape[1]
-        values.add(site, {name: distances}, sequence_numbers(len(distances), batch, start), range(heads), heads)
+        values.add(
+            site, {name: distances}, sequences.sequence_numbers(len(distances), batch, start), range(heads), heads
+        )

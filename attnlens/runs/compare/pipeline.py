@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -22,7 +21,7 @@ from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading
-from attnlens.records import Comparison, Head, HeadChange, Settings, Shift, Spread, Windows
+from attnlens.records import Comparison, HeadChange, HeadId, Settings, Shift, Spread, Windows
 from attnlens.report.report import Report, read_report
 from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
@@ -30,7 +29,7 @@ from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
 from attnlens.runs.compare.sides import ComparedModel, Pairing, correspond, same_input
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
-from attnlens.runs.in_memory import at_rest, wrap_model
+from attnlens.runs.feeding import at_rest, wrap_model
 from attnlens.runs.inspect.pipeline import inspect, prepare
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
@@ -44,9 +43,7 @@ UNPAIRED = (
     "Not paired by window: errors assume two independent samples, which overstates them for measurements of the "
     "same windows. Reports are paired if their --windows-csv files are in the same folders."
 )
-UNROUNDED = (
-    "Reports contain no weights, so rounding is not taken into account; compare the models themselves to include it."
-)
+UNROUNDED = "Reports contain no weights, so rounding is not taken into account; compare the models to include it."
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
 """Settings that must agree on both sides."""
@@ -66,10 +63,7 @@ def read_side(path: Path) -> Report:
     if not file.exists():
         return report
     if sha256(file) != report.windows_file.sha256:
-        raise UsageError(
-            f"{file} is not the file that {path.name} was written with.",
-            "Write both again, or remove the windows file.",
-        )
+        raise UsageError(f"{file} is not the file that {path.name} was written with.", "Write both again.")
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
@@ -77,38 +71,29 @@ def read_side(path: Path) -> Report:
 
 
 def _read_windows(path: Path, report: Report) -> Windows:
-    """Read the values per window and head from a --windows-csv file."""
     content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
+    rows = list(csv.DictReader(io.StringIO(content)))
+    windows = [(row["text"], int(row["window"])) for row in rows]
+    numbers = {window: number for number, window in enumerate(dict.fromkeys(windows))}
     places = {(head.layer, head.head): place for place, head in enumerate(report.heads)}
-    windows: dict[tuple[str, int], int] = {}
-    values: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
-    names = report.measure_names()
-    for row in csv.DictReader(io.StringIO(content)):
-        window = windows.setdefault((row["text"], int(row["window"])), len(windows))
-        place = places[int(row["layer"]), int(row["head"])]
-        for name in names:
-            if row.get(name):
-                values[name][window, place] = float(row[name])
+    heads = torch.tensor([places[int(row["layer"]), int(row["head"])] for row in rows])
+    cells = torch.tensor([numbers[window] for window in windows]), heads
     tables = {}
-    for name, entries in values.items():
-        tables[name] = torch.full((len(windows), len(places)), math.nan, dtype=torch.float64)
-        for entry, value in entries.items():
-            tables[name][entry] = value
-    return Windows(list(windows), [{"layer": layer, "head": head} for layer, head in places], tables)
+    for name in report.measure_names():
+        values = torch.tensor([float(row.get(name) or math.nan) for row in rows], dtype=torch.float64)
+        if not bool(values.isnan().all()):
+            empty = torch.full((len(numbers), len(places)), math.nan, dtype=torch.float64)
+            tables[name] = empty.index_put_(cells, values)
+    return Windows(list(numbers), [{"layer": layer, "head": head} for layer, head in places], tables)
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
     """Raise UsageError for the first setting that differs between two reports, since changes would be meaningless."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
-        value, other_value = (
-            f"a text of hash {each.sha256[:12]}" if hasattr(each, "sha256") else each for each in values
-        )
+        value, other_value = (getattr(each, "sha256", each) for each in values)
         if value != other_value:
-            raise UsageError(
-                f"The two sides were computed with different settings: settings.{name} is {value} and {other_value}.",
-                AGAIN,
-            )
+            raise UsageError(f"The two sides differ: settings.{name} is {value} and {other_value}.", AGAIN)
     windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
     if windows != other_windows:
         raise UsageError("The two sides were computed on different windows of the text (settings.texts).", AGAIN)
@@ -117,13 +102,11 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
-    shared = set(HeadChange.model_fields) & set(Head.model_fields)
-    ids, other_ids = ([head.model_dump(include=shared) for head in side.heads] for side in (first, second))
+    names = set(HeadId.model_fields)
+    ids, other_ids = ([head.model_dump(include=names) for head in side.heads] for side in (first, second))
     if ids != other_ids:
         return compare_distributions(first, second, fdr)
     paired = first.windows is not None and second.windows is not None
-    if paired and _numbered_windows(first) != _numbered_windows(second):
-        raise UsageError("The two sides list their windows in different orders.", AGAIN)
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows((first.heads, second.heads), tests, fdr, NO_ROUNDING)
     dtypes = first.settings.dtype, second.settings.dtype
@@ -138,13 +121,6 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         rows=rows,
         notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
-
-
-def _numbered_windows(report: Report) -> list[tuple[object, int]]:
-    """Return (index of its text, number) of each window, because the same text can have two names."""
-    places = {text.name: place for place, text in enumerate(report.settings.texts)}
-    windows = [] if report.windows is None else report.windows.windows
-    return [(places.get(name, name), number) for name, number in windows]
 
 
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
@@ -179,8 +155,8 @@ def _quartiles(report: Report, name: str) -> Spread | None:
     values = [measure.value for measure in measures if measure.value is not None and measure.label is None]
     if not values:
         return None
-    low, middle, high = (float(part) for part in np.quantile(values, (0.25, 0.5, 0.75)))
-    return Spread(heads=len(values), quartiles=(low, middle, high), median_se=report.summary.median_errors.get(name))
+    quartiles = tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist())
+    return Spread(heads=len(values), quartiles=quartiles, median_se=report.summary.median_errors.get(name))
 
 
 SECOND = ("revision", "adapter")  # options that apply to the second model only
@@ -217,59 +193,38 @@ def compare(
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    paths = [Path(side).expanduser() for side in (first, second) if isinstance(side, str | PathLike)]
-    same = first is second
-    if len(paths) == 2:
-        same = str(first) == str(second) or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
-        same = same and all(options.get(name) is None for name in SECOND)
-    if same:
+    same_name = isinstance(first, str | PathLike) and str(first) == str(second)
+    if first is second or (same_name and all(options.get(name) is None for name in SECOND)):
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
+    option_sets = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]
-    if len(models) < 2:
+    settings = next((side.settings for side in subjects if isinstance(side, Report)), None)
+    if settings is not None:
         _refuse_ignored(subjects, options)
-        reports = _inspect_reports(subjects, tokenizer, progress, options)
-        comparison, report = compare_reports(*reports, request.fdr), reports[1]
+        recorded = feeding.recorded_options(settings)
+        before, report = (
+            side
+            if isinstance(side, Report)
+            else inspect(wrap_model(side, tokenizer), progress=progress, **recorded | side_options)
+            for side, side_options in zip(subjects, option_sets, strict=True)
+        )
+        comparison = compare_reports(before, report, request.fdr)
     else:
-        sides = _inspect_sides(models, tokenizer, progress, options)
+        sides = _inspect_sides(models, option_sets, tokenizer, progress)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
-    return report_of(
-        "compare", "comparison", **fields, comparison=comparison, timings={"all": time.perf_counter() - start}
-    )
+    timings = {"all": time.perf_counter() - start}
+    return report_of("compare", "comparison", **fields, comparison=comparison, timings=timings)
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
     """Raise UsageError for options that no side uses, because a report already contains its settings."""
-    fields, reports = CompareRequest.model_fields, [isinstance(side, Report) for side in subjects]
-    ignored = [
-        name
-        for name, value in options.items()
-        if value != fields[name].default
-        and (name, value) != ("dtype", "float32")
-        and (all(reports) or (name in SECOND and reports[1]))
-    ]
-    if ignored:
+    reports = [isinstance(side, Report) for side in subjects]
+    changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
+    ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
+    if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
         raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Omit them.")
-
-
-def _inspect_reports(
-    subjects: Sequence[Side],
-    tokenizer: PreTrainedTokenizerBase | None,
-    progress: Progress,
-    options: Mapping[str, object],
-) -> tuple[Report, Report]:
-    """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
-    recorded = feeding.recorded_options(next(side.settings for side in subjects if isinstance(side, Report)))
-    first, second = (
-        side
-        if isinstance(side, Report)
-        else inspect(
-            wrap_model(side, tokenizer), progress=progress, **recorded | _select_options(side, options, number)
-        )
-        for number, side in enumerate(subjects)
-    )
-    return first, second
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
@@ -283,24 +238,21 @@ def _select_options(subject: Side, options: Mapping[str, object], number: int) -
 
 def _inspect_sides(
     models: Sequence[Model],
+    option_sets: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
-    options: Mapping[str, object],
 ) -> tuple[ComparedModel, ComparedModel]:
-    """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
-    swaps: hooks.Swaps
-    for number, subject in enumerate(models):
-        side_options, swaps = _select_options(subject, options, number), {}
+    for subject, options in zip(models, option_sets, strict=True):
+        swaps: hooks.Swaps = {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
-            load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
+            load_options = {name: options.pop(name) for name in list(options) if name in Loading.model_fields}
             saved = restore_saved(Path(subject).expanduser(), **load_options)
             subject, swaps = saved.loaded, saved.swaps
-            side_options = {name: value for name, value in side_options.items() if name not in load_options}
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
-        run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)
+        run = prepare(subject, InspectRequest(**options), side_tokenizer, progress)
         if sides:
-            run = replace(run, contents=sides[0].run.contents)
+            run = replace(run, contents=sides[0].contents)
         sides.append(ComparedModel.of(run, swaps))
     return sides[0], sides[1]
 
@@ -309,8 +261,7 @@ def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, prog
     """Compare two inspected models: heads if they correspond, and text measures if their inputs are the same."""
     if not correspond(first, second):
         return compare_distributions(first.report, second.report, fdr)
-    if same_input(first, second):
-        return Changes(Pairing.of(first, second), fdr, progress).compare(first.report.model)
-    pairing = Pairing.of(first.without_text(), second.without_text())
-    comparison = Changes(pairing, fdr, progress).compare(first.report.model)
-    return comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})
+    same = same_input(first, second)
+    pairing = Pairing.of(first, second) if same else Pairing.of(first.without_text(), second.without_text())
+    comparison = Changes(pairing, fdr, progress).compare()
+    return comparison if same else comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +12,10 @@ from torch import nn
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, measure_sources
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design
-from attnlens.models import hooks, texts, weights
-from attnlens.models.loading import Loaded
+from attnlens.models import hooks, weights
 from attnlens.records import Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
-from attnlens.runs.in_memory import at_rest
+from attnlens.runs.feeding import at_rest
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
 from attnlens.runs.inspect.pipeline import compute, survey
 from attnlens.runs.inspect.sequences import finite_heads
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)  # measures of the distance between two forms
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
 distance to the head in its own place. The distance of unrelated heads is about 1, and that of fine-tuned ones is small:
@@ -33,29 +31,22 @@ heads that are merely similar to several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match the heads of the second model to those of the first at one site, by the distances between forms.
-
-    Heads are reordered only if every moved head is much more similar to its partner than to the head in its own place.
-    """
-    distances = pairwise_distances(first, second)
+    """Match the second model's heads to the first's by the distances of their forms; they stay in place if in doubt."""
+    # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
+    squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
+    size = torch.maximum(squares[:, None], others)
+    # rounding can make the square of a difference of equal forms negative
+    difference = (squares[:, None] + others - 2 * _inner_products(first, second)).clamp(min=0)
+    distances = torch.where(size == 0, 0.0, difference / size).sqrt().cpu()
     numbers = torch.arange(len(distances))
     if not bool(distances.isfinite().all()):
-        return tuple(numbers.tolist())
+        return tuple(range(len(distances)))
     partners = torch.from_numpy(linear_sum_assignment(distances.numpy())[1])
     moved = partners != numbers
     before, after = distances.diagonal()[moved], distances[numbers, partners][moved]
     # strict: equal heads in any order have distance 0 and stay in place
     reordered = bool((after < ALIKE * before).all()) and bool((after < ALIKE).all())
     return tuple((partners if reordered else numbers).tolist())
-
-
-def pairwise_distances(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
-    """Compute ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0."""
-    squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
-    size = torch.maximum(squares[:, None], others)
-    # rounding can make the square of a difference of equal forms negative
-    difference = (squares[:, None] + others - 2 * _inner_products(first, second)).clamp(min=0)
-    return torch.where(size == 0, 0.0, difference / size).sqrt().cpu()
 
 
 def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
@@ -67,38 +58,27 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute the distances between corresponding heads' forms; NaN if both M are 0 or a factor is not finite.
-
-    If only M is 0, all of M' is new and the change is 1.
-    """
+    """Compute the distances of heads' forms; NaN if both M are 0 or a factor is not finite, and 1 if only M is 0."""
     finite = sorted(set(finite_heads(first)) & set(finite_heads(second)))
-    table = torch.full((len(FORM_DISTANCES), len(first.heads)), torch.nan, dtype=torch.float64)
-    if not finite:
-        return dict(zip(FORM_DISTANCES, table, strict=True))
-    first, second = first.select(finite), second.select(finite)
-    rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
-    change, _ = linalg.change(rescaled, first)
-    if first.key_of == second.key_of:  # computed once per key head
-        key_heads = sorted(set(first.key_of))
-        angles = linalg.largest_angle(first.key[key_heads], second.key[key_heads])
-        key_angles = angles[[key_heads.index(number) for number in first.key_of]]
-    else:
+    table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
+    if finite:
+        first, second = first.select(finite), second.select(finite)
+        rescaled = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
+        change, _ = linalg.change(rescaled, first)
+        query_angles = linalg.largest_angle(first.query, second.query)
         key_angles = linalg.largest_angle(first.paired_key, second.paired_key)
-    query_angles = linalg.largest_angle(first.query, second.query)
-    rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
-    table[:, finite] = torch.stack([values.double().cpu() for values in rows])
-    return dict(zip(FORM_DISTANCES, table, strict=True))
+        rows = change.masked_fill(change.isinf(), 1.0), query_angles, key_angles
+        table[:, finite] = torch.stack([values.double().cpu() for values in rows])
+    return dict(zip((FORMS, QUERY_ANGLE, KEY_ANGLE), table, strict=True))
 
 
 Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 
-@dataclass(frozen=True)
-class ComparedModel:
-    """One model of a comparison with its inspection."""
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel(Inspection):
+    """One model of a comparison: its inspection, and the results of that."""
 
-    run: PreparedRun
-    inspection: Inspection
     report: Report
     design: Design  # sampling design of the windows
     swaps: hooks.Swaps  # kernels of a model saved with --save, by site
@@ -110,36 +90,22 @@ class ComparedModel:
             inspection = survey(run, factors={})
             report, results = compute(inspection)
         report = _remove_token_measures(report) if swaps else report
-        return cls(run, inspection, report, results.design, swaps)
-
-    @property
-    def loaded(self) -> Loaded:
-        """The loaded model."""
-        return self.run.loaded
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """Inspected sites, in the order of layers."""
-        return tuple(self.inspection.key_heads)
+        parts = {each.name: getattr(inspection, each.name) for each in fields(inspection)}
+        return cls(**parts, report=report, design=results.design, swaps=swaps)
 
     @property
     def heads(self) -> list[tuple[str, int]]:
         """Site and number of each head of the report."""
         return [(head.site, head.head) for head in self.report.heads]
 
-    @property
-    def batches(self) -> tuple[texts.Batch, ...]:
-        """Batches that the model reads; empty if only weights were inspected."""
-        return self.inspection.batches
-
     def without_text(self) -> ComparedModel:
         """Return a copy without batches and windows, of which only the weights are compared."""
         report = self.report.model_copy().with_windows(Windows([], [], {}))
-        return replace(self, inspection=replace(self.inspection, inputs=None), report=report)
+        return replace(self, inputs=None, report=report)
 
-    def factors(self, site: Site) -> SiteFactors | None:
+    def factors_of(self, site: Site) -> SiteFactors | None:
         """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
-        return (self.inspection.factors or {}).get(site)
+        return (self.factors or {}).get(site)
 
     def blocks(self) -> list[Block]:
         """Return the model's blocks that run once per forward pass; none without a text."""
@@ -147,7 +113,6 @@ class ComparedModel:
 
 
 def _remove_token_measures(report: Report) -> Report:
-    """Return the report with the values of token measures removed."""
     reason = "the measure requires the exponential kernel, but this model uses another one"
     missing = Measure(value=None, reason=reason)
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}
@@ -171,13 +136,13 @@ class Pairing:
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by form if forms can be read and all heads are inspected, else by number."""
-        sites = dict(zip(first.sites, second.sites, strict=True))
+        sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         order, unmoved = dict[Site, tuple[int, ...]](), list[Site]()
         for site, other in sites.items():
             forms = _forms(first, second, site, other)
-            by_number = tuple(range(len(first.inspection.key_heads[site])))
+            by_number = tuple(range(len(first.key_heads[site])))
             best = match_heads(*forms) if forms else by_number
-            all_heads = first.inspection.settings.heads is None
+            all_heads = first.settings.heads is None
             order[site] = best if all_heads else by_number
             unmoved += [site] if best != order[site] else []
         return cls(first, second, sites, order, unmoved)
@@ -200,7 +165,7 @@ class Pairing:
 
 def _forms(first: ComparedModel, second: ComparedModel, site: Site, other: Site) -> tuple[QueryKey, QueryKey] | None:
     """Return the forms of both models, heads in their own order; None if one cannot be read or shapes differ."""
-    factors, other_factors = first.factors(site), second.factors(other)
+    factors, other_factors = first.factors_of(site), second.factors_of(other)
     if not isinstance(factors, weights.Factors) or not isinstance(other_factors, weights.Factors):
         return None
     pair = factors.query_key, other_factors.query_key
@@ -212,7 +177,7 @@ def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Return True if the models have the same sites with equal numbers of heads and key heads; masks may differ."""
     shapes, other_shapes = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
-        for side in (first.inspection, second.inspection)
+        for side in (first, second)
     )
     return shapes == other_shapes
 

@@ -59,10 +59,7 @@ def _detectable_errors(level: float, freedom: int) -> float:
 def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> ChangeTest:
-    """Test changes paired by window: p is the larger of those for sampling and rounding.
-
-    Windows in which either model has no value are left out. If there is no change in any window, p = 1.
-    """
+    """Test changes paired by window: p is the larger of those for sampling and rounding; 1 without any change."""
     values = differences.double()
     p = torch.full(values.shape[1:], torch.nan, dtype=torch.float64)
     missing = values.isnan().mT
@@ -134,14 +131,10 @@ Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and t
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
-    """Build one row per measure and head, in that order; changes with q ≤ `fdr` are named.
-
-    `untested` is the reason why measures without a test have no p.
-    """
+    """Build a row per measure and head; changes with q ≤ `fdr` are named. `untested`: why a measure has no test."""
     keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
-    p = torch.tensor(
-        [math.nan if test is None else float(test.p[place]) for _, test, place in keys], dtype=torch.float64
-    )
+    numbers = [math.nan if test is None else float(test.p[place]) for _, test, place in keys]
+    p = torch.tensor(numbers, dtype=torch.float64)
     q, named = adjust_p_values(p), false_discovery(p, fdr)
     count = int((~p.isnan()).sum())
     # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need

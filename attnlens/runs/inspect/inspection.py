@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from attnlens.analyzers.registry import Analyzer, Gatherer, Gathering, GatheringPlace, MeasureInfo
+from attnlens.analyzers.registry import Analyzer, Answer, Gatherer, Gathering, GatheringPlace, MeasureInfo
 from attnlens.arguments import selection_share
 from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UnreadableError
@@ -25,57 +25,38 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
-from attnlens.records import Call, Measure, Null, QueryKey, Settings, Site, Skipped
+from attnlens.records import AttentionRows, Call, Measure, Null, QueryKey, Settings, Site, Skipped
 from attnlens.runs.feeding import measure_losses
-from attnlens.runs.inspect.sequences import (
-    Place,
-    SequenceValues,
-    add_sentences,
-    attention_rows,
-    finite_heads,
-    sentence_of,
-    sequence_numbers,
-    split_sequences,
-)
+from attnlens.runs.inspect import sequences
+from attnlens.runs.inspect.sequences import Place
 from attnlens.runs.progress import Progress, silent, time_stage
 from attnlens.runs.provenance import content_of
 from attnlens.runs.store import versions
 from attnlens.runs.work import Stopped
 
 
-class HeadValues(TypedDict):
-    """Values of one head, of its weights or from a gatherer."""
-
-    measures: dict[str, dict[str, object]]  # fields of each `Measure`, by name
-    windows: dict[str, dict[int, float]]  # values per sequence of measures that are means over sequences
-    curves: dict[str, list[float]]
-
-
 class Unit(TypedDict, total=False):
     """Result of a work unit. Units of weights and of gatherers have `answers`, units of tokens `values`."""
 
-    answers: dict[Place, dict[int, HeadValues]]  # by (site, "weights" or gatherer), and by head
+    answers: dict[Place, dict[int, Answer]]  # by (site, "weights" or gatherer), and by head
     layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
     traits: dict[str, bool]  # fields of `weights.Traits`
-    selections: list[dict[str, object]]  # fields of each `Selection` to show
     sequences: int  # number of sequences of a batch
     values: dict[Place, Tensor]  # by (site, measure): (sequences, heads), NaN if missing
     curves: dict[Place, list[list[Tensor]]]  # number of sequences and mean of each piece, both (heads, steps)
     losses: list[Tensor]  # mean loss of each sequence with predictions, and its number of predicted tokens; or empty
     vocabulary: int  # number of tokens in the model's vocabulary; 0 without losses
-    rows: list[dict[str, object]]  # fields of each `AttentionRows` to show
-    skipped: list[dict[str, object]]  # fields of each `Skipped`
+    rows: list[AttentionRows]  # attention to show
+    skipped: list[Skipped]
 
 
-SiteFactors = Factors | UnreadableError
-"""Factors of a site's weights, or why they can't be read."""
+SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
 PAST_ONLY = "not identified: the model never compares a query with a later key"
 """Reason why causal heads lack a value that only a comparison of all pairs determines."""
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
 SEES_NOTHING = "its mask hides all keys from every query"
-NULL_DRAWS = 64
-"""Number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %."""
+NULL_DRAWS = 64  # number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %
 GATHERED_TOGETHER = 4
 """Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
 would keep the tokens of all."""
@@ -201,11 +182,6 @@ class Inspection(PreparedRun):
         return {site: self._select_requested(range(len(key_heads))) for site, key_heads in self.key_heads.items()}
 
     @property
-    def from_files(self) -> bool:
-        """True if the model was never loaded, and so never run."""
-        return self.loaded.deferred is not None
-
-    @property
     def reads_weights(self) -> bool:
         """True if the weights are measured, or their factors kept."""
         return self.factors is not None or bool(self.analyzers_of("weights"))
@@ -217,7 +193,7 @@ class Inspection(PreparedRun):
             "command": "inspect",
             "versions": versions(),
             "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
-            "from_files": self.from_files,
+            "from_files": self.loaded.deferred is not None,
             "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
             "show": self.show,
             "weights": self.reads_weights,
@@ -261,14 +237,14 @@ class Inspection(PreparedRun):
         if not self.analyzers_of("weights"):
             return {}
         if isinstance(factors, UnreadableError):
-            return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem).model_dump()]}
+            return {"skipped": [Skipped(site=site.name, measure="weights", reason=factors.problem)]}
         whole = replace(factors.query_key, base=base)
-        finite = finite_heads(whole)
-        by_head: dict[int, HeadValues] = {head: {"measures": {}, "windows": {}, "curves": {}} for head in finite}
+        finite = sequences.finite_heads(whole)
+        answers = {head: Answer({}) for head in finite}
         unit: Unit = {
-            "answers": {(site.name, "weights"): by_head},
+            "answers": {(site.name, "weights"): answers},
             "traits": asdict(factors.traits),
-            "skipped": [entry.model_dump() for entry in self._skip_nonfinite(site, whole, finite, "weights")],
+            "skipped": self._skip_nonfinite(site, whole, finite, "weights"),
         }
         if not finite:
             return unit
@@ -285,41 +261,39 @@ class Inspection(PreparedRun):
                 bases = readings if unchanged else analyzer.function(query_key.base)
             for info in analyzer.measures:
                 null = scale_null(nulls[info.name], info, norms).tolist() if info.name in nulls else None
-                for index, values in enumerate(by_head.values()):
+                for index, answer in enumerate(answers.values()):
                     value, other = (part[info.name][index] if info.name in part else None for part in (readings, bases))
                     if not info.curve:
                         chance = None if null is None else Null(mean=null[index][0], sd=null[index][1])
                         measure = build_measure(info, site, value, n=1, null=chance, base=other)
-                        values["measures"][info.name] = measure.model_dump()
+                        answer.measures[info.name] = measure
                     elif value is not None:
-                        values["curves"][info.name] = value.tolist()
+                        answer.curves[info.name] = value.tolist()
         return unit
 
     def _read_tokens(self, inputs: texts.Batches, number: int) -> Unit:
         """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
         batch, analyzers = inputs.batches[number], self.analyzers_of("tokens")
         # lines differ in length, and so do their curves
-        values = SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
-        rows: list[dict[str, object]] = []
-        skipped: list[Skipped] = []
+        values = sequences.SequenceValues(batch.size, self.settings.length if self.settings.pack is False else None)
+        rows, skipped = list[AttentionRows](), list[Skipped]()
 
         def visit(site: Site, call: Call) -> None:
             if site not in self.key_heads:
                 return
             query_key = hiding_padding(call, batch.inputs).query_key(site)
-            finite = finite_heads(query_key)
+            finite = sequences.finite_heads(query_key)
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
                 heads = list(query_key.heads)
                 skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
             elif finite:
-                numbers = sequence_numbers(len(call.query), batch, 0)
+                numbers = sequences.sequence_numbers(len(call.query), batch, 0)
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
-                sentence = sentence_of(site.part, self.loaded, inputs.batches, 0)
+                sentence = sequences.sentence_of(site.part, self.loaded, inputs.batches, 0)
                 heads = self._select_requested(finite)
-                shown = attention_rows(query_key.select(heads), sentence) if heads else []
-                rows.extend(each.model_dump() for each in shown)
+                rows.extend(sequences.attention_rows(query_key.select(heads), sentence) if heads else [])
 
         with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit):
             result = hooks.forward(self.loaded.model, batch.inputs)
@@ -332,35 +306,27 @@ class Inspection(PreparedRun):
             "losses": losses,
             "vocabulary": vocabulary,
             "rows": rows,
-            "skipped": [entry.model_dump() for entry in skipped],
+            "skipped": skipped,
         }
 
-    def _read_gathered(self, inputs: texts.Batches, unit: WorkUnit) -> Unit:
+    def _read_gathered(self, inputs: texts.Batches, work: WorkUnit) -> Unit:
         """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
         gatherers: dict[Site, list[Gatherer]] = {}
-        answers: dict[Place, dict[int, HeadValues]] = {}
-        selections = []
+        answers: dict[Place, dict[int, Answer]] = {}
         try:
-            self._gather(inputs, unit.sites, gatherers)
+            self._gather(inputs, work.sites, gatherers)
             for done, site in enumerate(gatherers):
                 for gathering, gatherer in zip(self.gatherings, gatherers[site], strict=True):
                     self.progress(gathering.name, done, len(gatherers))
-                    solved = gatherer.solve()
                     answers[site.name, gathering.name] = {
-                        head: {
-                            "measures": {name: measure.model_dump() for name, measure in answer.measures.items()},
-                            "windows": answer.windows,
-                            "curves": answer.curves,
-                        }
-                        for head, answer in solved.items()
+                        head: replace(answer, shown=sequences.add_sentences(answer.shown, self.loaded, inputs.batches))
+                        for head, answer in gatherer.solve().items()
                     }
-                    selections += [answer.shown for answer in solved.values() if answer.shown is not None]
             for gathering in self.gatherings:
                 self.progress(gathering.name, len(gatherers), len(gatherers))
         except KeyboardInterrupt:
-            raise Stopped(unit.name, {"answers": answers, "selections": []}) from None
-        shown = [add_sentences(each, self.loaded, inputs.batches).model_dump() for each in selections]
-        return {"answers": answers, "selections": shown}
+            raise Stopped(work.name, {"answers": answers}) from None
+        return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site], gatherers: dict[Site, list[Gatherer]]) -> None:
         """Run the model on all batches, and pass every sequence of these sites to their gatherers."""
@@ -381,9 +347,9 @@ class Inspection(PreparedRun):
                 share = selection_share(self.settings.select or "argmax")
                 place = GatheringPlace(site, form, self.settings.seed, share, self.show == SHOWN)
                 gatherers[site] = [gathering.begin(place) for gathering in self.gatherings]
-            numbers = sequence_numbers(len(call.query), batch, start)
-            for row, sequence in split_sequences(query_key):
-                if heads := self._select_requested(finite_heads(sequence)):
+            numbers = sequences.sequence_numbers(len(call.query), batch, start)
+            for row, sequence in sequences.split_sequences(query_key):
+                if heads := self._select_requested(sequences.finite_heads(sequence)):
                     for gatherer in gatherers[site]:
                         gatherer.update(sequence.select(heads), numbers[row])
 

@@ -23,7 +23,7 @@ from attnlens.records import Settings, Site, Skipped
 from attnlens.report.report import Report
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
-from attnlens.runs.in_memory import at_rest, refuse_work, wrap_model
+from attnlens.runs.feeding import at_rest, refuse_work, wrap_model
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors, WorkUnit, merge_skipped
 from attnlens.runs.inspect.results import Results
 from attnlens.runs.inspect.sequences import refuse_many_rows
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 BY_HAND = "the module has its own attention code, which can only be traced in a loaded model"
 """Reason why a site of a meta-device model is not read."""
-ALL = "units"
-"""Name of the progress over the units of all stages."""
+ALL = "units"  # name of the progress over the units of all stages
 
 
 @public
@@ -80,7 +79,7 @@ def run_inspect(
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.from_files))
+        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.loaded.deferred is not None))
         report, results = compute(inspection, plan, store, elsewhere)
     return report, store.clear if store is not None and not results.missing else lambda: None
 
@@ -130,10 +129,7 @@ def compute(
     store: Store | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Report, Results]:
-    """Read the units of an inspection; return the report, and the results that it is made from.
-
-    Raise Interrupted, which contains the finished part, and ModelError if no head has a value.
-    """
+    """Read the units; return the report and its results. Raise Interrupted with the finished part, and ModelError."""
     units = plan.select_units(list(inspection.units))
     sizes = [batch.size for batch in inspection.batches]
     outcome = run_units(
@@ -162,38 +158,32 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
     totals, done = Counter[str](), Counter[str]()
     for name, size in sizes.items():
         totals[units[name].stage] += size
-    several = len(totals) > 1
-    first = list(totals)[:1] + [ALL] * several
-    totals[ALL] = len(units)
+    stages = list(totals)
+    if len(stages) > 1:
+        totals[ALL] = len(units)
 
     def report(stage: str, steps: int) -> None:
-        done[stage] += steps
-        progress(stage, done[stage], totals[stage])
+        if stage in totals:
+            done[stage] += steps
+            progress(stage, done[stage], totals[stage])
 
     def tell(name: str) -> None:
-        if several:  # first, because plain output prints only one line
-            report(ALL, 1)
+        report(ALL, 1)  # first, because plain output prints only one line
         report(units[name].stage, sizes[name])
 
-    for stage in first:
+    for stage in (*stages[:1], ALL):
         report(stage, 0)
     return tell
 
 
-def read_sites(
-    run: PreparedRun, all_sites: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches
-) -> Results:
+def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
     """Measure some `sites` of a verified model in this process; `inputs` are cut already."""
-    reached = [each for each in all_sites if each.site in sites]
-    inspection = inspect_sites(run, all_sites, reached, inputs)
+    inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the model's sites, and verify that recomputed attention changes nothing.
-
-    `factors` is filled with the factors of each site's weights when they are read.
-    """
+    """Cut the texts, find the sites, verify that recomputed attention changes nothing; `factors` is filled later."""
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
@@ -201,7 +191,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
         time_stage(run.timings, "survey"),
         mute_shape_errors() if weights_model.deferred is not None else nullcontext(),
     ):
-        sample = _draw_sample(loaded, settings)
+        sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = None, list[Skipped]()
         if loaded.deferred is None:  # otherwise it can't run, and each of its sites is verified when it is read
@@ -236,13 +226,11 @@ def inspect_sites(
     """Return the inspection of the `reached` sites of a verified model; text alone must reach all of them too."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
-        shapes = survey_shapes(loaded, _draw_sample(loaded, settings))
+        sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
+        shapes = survey_shapes(loaded, sample)
         sites = checks.match_sites(all_sites, shapes.sites) or ()
         if not sites:
-            raise ModelError(
-                f"{loaded.info.id} runs attention that a pass on the meta device does not reveal.",
-                "Leave out --device spread.",
-            )
+            raise ModelError("A pass on the meta device misses some of its attention.", "Omit --device spread.")
     one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 
@@ -262,11 +250,6 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
         return without_input, None, error.problem
     feeding.design_of(settings, batches)  # refuses too few texts
     return feeding.describe_input(settings, batches, loaded), batches, None
-
-
-def _draw_sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
-    """Return random ids as long as a window."""
-    return texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
 
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:

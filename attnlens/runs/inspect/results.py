@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
@@ -12,37 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sources
+from attnlens import records
+from attnlens.analyzers.registry import Answer, MeasureInfo, measure_infos, measure_sources
 from attnlens.maths.statistics import Design, Stream, median_error, null_of_median, robust_z, standard_error
 from attnlens.models.weights import Traits
-from attnlens.records import (
-    AttentionRows,
-    Coverage,
-    Extreme,
-    Head,
-    HeadId,
-    InspectionBody,
-    Measure,
-    Null,
-    Selection,
-    Site,
-    Skipped,
-    Summary,
-    TextSummary,
-    Windows,
-)
 from attnlens.report.report import Report
 from attnlens.runs import checks
 from attnlens.runs.feeding import LOSS, guess_notes
-from attnlens.runs.inspect.inspection import (
-    TWO_DOMAINS,
-    HeadValues,
-    Inspection,
-    Unit,
-    WorkUnit,
-    build_measure,
-    merge_skipped,
-)
+from attnlens.runs.inspect.inspection import TWO_DOMAINS, Inspection, Unit, WorkUnit, build_measure, merge_skipped
 from attnlens.runs.inspect.sequences import Place, arrange_by_measure
 from attnlens.runs.progress import INTERRUPTED
 from attnlens.runs.provenance import report_of
@@ -53,8 +30,6 @@ if TYPE_CHECKING:
 
 ONE_WINDOW = "one window has no spread"
 ALONE = "only one window or one text has a value, so its spread is unknown"
-NamedValue = tuple[str, Measure | list[float]]
-"""Name and value of a scalar, or of a curve."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +49,6 @@ class Results:
     @cached_property
     def _tokens(self) -> list[Unit]:
         return [value for _, value in self._units("tokens")]
-
-    @cached_property
-    def _gathered(self) -> list[Unit]:
-        # their values cover every sequence
-        return [value for _, value in self._units("gathered") if len(self.finished) == self.total]
 
     @cached_property
     def finished(self) -> list[int]:
@@ -105,42 +75,42 @@ class Results:
         return Design.of(names, self.inspection.settings.intervals).select(self.finished)
 
     @cached_property
-    def skipped(self) -> list[Skipped]:
+    def skipped(self) -> list[records.Skipped]:
         """What could not be measured, and why."""
         skipped = list(self.inspection.skipped)
         for _, value in [*self._units("weights"), *self._units("tokens")]:
-            skipped += [Skipped.model_validate(entry) for entry in value.get("skipped", ())]
+            skipped += value.get("skipped", ())
         units = self.inspection.units
         for name, reason in self.missing.items():
-            skipped += [Skipped(site=site.name, reason=f"{name}: {reason}") for site in units[name].sites]
+            skipped += [records.Skipped(site=site.name, reason=f"{name}: {reason}") for site in units[name].sites]
         if self.interrupted and len(self.finished) < self.total:
             unread = f"{self.total - len(self.finished)} of {self.total} sequences"
-            skipped.append(Skipped(site=unread, reason=INTERRUPTED))
+            skipped.append(records.Skipped(site=unread, reason=INTERRUPTED))
         for name, unit in units.items():
             if self.interrupted and name not in self.values and unit.stage != "tokens":
-                skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in unit.sites]
+                skipped += [records.Skipped(site=site.name, reason=INTERRUPTED) for site in unit.sites]
         return merge_skipped(skipped)
 
     @cached_property
-    def heads(self) -> list[Head]:
+    def heads(self) -> list[records.Head]:
         """Requested heads, ordered by layer and head."""
-        records = []
+        measured = []
         for site, heads in self.inspection.requested.items():
             for head in heads:
-                values = dict(self._read_head(site, head))
-                curves = {name: value for name, value in values.items() if isinstance(value, list)}
-                records.append(
-                    Head(
+                values = self._read_head(site, head)
+                curves = {name: curve for name, curve in values.curves.items() if not any(map(math.isnan, curve))}
+                measured.append(
+                    records.Head(
                         site=site.name,
                         layer=site.layer,
                         head=head,
                         kv_head=self.inspection.key_heads[site][head],
                         part=site.part,
-                        measures={name: value for name, value in values.items() if isinstance(value, Measure)},
-                        curves={name: curve for name, curve in curves.items() if not any(map(math.isnan, curve))},
+                        measures=values.measures,
+                        curves=curves,
                     )
                 )
-        return sorted(records, key=lambda record: (record.layer, record.head))
+        return sorted(measured, key=lambda each: (each.layer, each.head))
 
     @cached_property
     def windows(self) -> dict[Place, Float[Tensor, "windows heads"]]:
@@ -160,7 +130,7 @@ class Results:
             start += unit["sequences"]
         for (site, _), by_head in self._answers.items():
             for head, answer in by_head.items():
-                for name, by_sequence in answer["windows"].items():
+                for name, by_sequence in answer.windows.items():
                     for sequence, value in by_sequence.items():
                         table((site, name))[sequence, head] = value
         return tables
@@ -179,21 +149,24 @@ class Results:
     def build_report(self) -> Report:
         """Build the report of the run."""
         inspection, settings = self.inspection, self.inspection.settings
-        if not self.interrupted:
-            settings = settings.model_copy(update={"notes": [*settings.notes, *self._loss_notes()]})
+        units = [unit for unit in self._tokens if unit["losses"]]
+        if units and not self.interrupted and all(entry.measure != LOSS for entry in inspection.skipped):
+            means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
+            worse = guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
+            settings = settings.model_copy(update={"notes": [*settings.notes, *worse]})
         if len(self.finished) < self.total:
             settings = settings.model_copy(update={"windows": len(self.finished)})
         traits = [Traits(**value["traits"]) for _, value in self._units("weights") if "traits" in value]
         how = checks.conventions(inspection.reached, traits) if inspection.analyzers_of("weights") else None
-        body = InspectionBody(
-            selections=[Selection.model_validate(fields) for unit in self._gathered for fields in unit["selections"]],
-            attention=[AttentionRows.model_validate(fields) for unit in self._tokens for fields in unit["rows"]],
+        body = records.InspectionBody(
+            selections=[each.shown for part in self._answers.values() for each in part.values() if each.shown],
+            attention=[rows for unit in self._tokens for rows in unit["rows"]],
         )
         # values of each head per window; for noise, each input is one window
         places = [(text.name, number) for text in settings.texts for number in text.windows]
         if not places and settings.noise is not None:
             places = [(settings.noise.name, number) for number in range(self.total)]
-        heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in self.heads]
+        heads = [{name: getattr(head, name) for name in records.HeadId.model_fields} for head in self.heads]
         windows = [places[number] for number in self.finished if number < len(places)]
         return report_of(
             "inspect",
@@ -205,47 +178,35 @@ class Results:
             summary=summarise(self),
             inspection=body,
             timings=dict(inspection.timings),
-        ).with_windows(Windows(windows, heads, self.by_measure))
+        ).with_windows(records.Windows(windows, heads, self.by_measure))
 
-    def _loss_notes(self) -> list[str]:
-        """Return notes on texts with a higher loss than an even guess."""
-        units = [unit for unit in self._tokens if unit["losses"]]
-        if not units or any(entry.measure == LOSS for entry in self.inspection.skipped):
-            return []
-        means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
-        return guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
-
-    def _count_coverage(self) -> Coverage:
+    def _count_coverage(self) -> records.Coverage:
         """Count the requested heads that have a value, and those of them that lack values from one source."""
-        known, sources_by_head = measure_sources(), list[set[str]]()
+        known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
-            if names:
-                sources_by_head.append({known.get(name) or name.partition(".")[0] for name in names})
+            present += [{known.get(name) or name.partition(".")[0] for name in names}] if names else []
         sources = dict.fromkeys(each.source for each in self.inspection.analyzers)
-        without = {source: sum(source not in present for present in sources_by_head) for source in sources}
-        return Coverage(
+        without = {source: sum(source not in of_head for of_head in present) for source in sources}
+        return records.Coverage(
             sites=len({head.site for head in self.heads}),
             heads=len(self.heads),
-            analysed=len(sources_by_head),
+            analysed=len(present),
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
 
     @cached_property
     def _reasons(self) -> dict[tuple[str, int], str]:
-        """Reasons for missing heads, by site and head."""
         return {(entry.site, head): entry.reason for entry in reversed(self.skipped) for head in entry.heads}
 
     @cached_property
     def _errors(self) -> dict[Place, Float[Tensor, " heads"]]:
-        """Standard errors of the means of token measures."""
-        places = dict.fromkeys(place for unit in self._tokens for place in unit["values"])
-        return {place: standard_error(self.windows[place], self.design) for place in places}
+        """Standard errors of means over windows."""
+        return {place: standard_error(values, self.design) for place, values in self.windows.items()}
 
     @cached_property
     def _curves(self) -> dict[Place, Float[Tensor, "heads steps"]]:
-        """Mean curves over all sequences."""
         streams: dict[Place, Stream] = defaultdict(Stream)
         for unit in self._tokens:
             for place, pieces in unit["curves"].items():
@@ -254,85 +215,83 @@ class Results:
         return {place: stream.mean for place, stream in streams.items()}
 
     @cached_property
-    def _answers(self) -> dict[Place, dict[int, HeadValues]]:
-        units = [*(value for _, value in self._units("weights")), *self._gathered]
+    def _answers(self) -> dict[Place, dict[int, Answer]]:
+        # the values of gatherers cover every sequence
+        gathered = self._units("gathered") if len(self.finished) == self.total else []
+        units = [value for _, value in [*self._units("weights"), *gathered]]
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
-    def _read_head(self, site: Site, head: int) -> Iterator[NamedValue]:
-        """Yield the measures of a head from analyzers and gatherers."""
-        weights = self._answers.get((site.name, "weights"), {})
-        if head in weights:
-            yield from _validate(weights[head])
+    def _read_head(self, site: records.Site, head: int) -> Answer:
+        values = Answer({})
+
+        def add(answer: Answer | None) -> None:
+            if answer is not None:
+                values.measures.update(answer.measures)
+                values.curves.update(answer.curves)
+
+        add(self._answers.get((site.name, "weights"), {}).get(head))
         analyzers = self.inspection.analyzers_of("tokens") if self.inspection.batches else ()
         for info in (info for analyzer in analyzers for info in analyzer.measures):
             place = site.name, info.name
             if place in self._curves:
-                yield info.name, self._curves[place][head].tolist()
+                values.curves[info.name] = self._curves[place][head].tolist()
             elif place in self._errors:
-                yield info.name, self._average(info, site, head, self._errors[place][head])
+                values.measures[info.name] = self._average(info, site, head)
             elif site.part == "cross" and info.self_only and not info.curve:
-                yield info.name, Measure(value=None, reason=TWO_DOMAINS)
+                values.measures[info.name] = records.Measure(value=None, reason=TWO_DOMAINS)
         for gathering in self.inspection.gatherings:
             by_head = self._answers.get((site.name, gathering.name))
             if by_head is not None and head in by_head:
-                yield from _validate(by_head[head])
+                add(by_head[head])
                 for info in gathering.measures:
-                    if info.name in by_head[head]["windows"]:
-                        error = standard_error(self.windows[site.name, info.name][:, head], self.design)
-                        yield info.name, self._average(info, site, head, error)
+                    if info.name in by_head[head].windows:
+                        values.measures[info.name] = self._average(info, site, head)
             elif by_head is not None and (site.name, head) in self._reasons:  # the gatherer never saw the head
-                missing = Measure(value=None, reason=self._reasons[site.name, head])
-                yield from ((info.name, missing) for info in gathering.measures if not info.curve)
+                missing = records.Measure(value=None, reason=self._reasons[site.name, head])
+                values.measures.update({info.name: missing for info in gathering.measures if not info.curve})
+        return values
 
-    def _average(self, info: MeasureInfo, site: Site, head: int, error: Tensor) -> Measure:
+    def _average(self, info: MeasureInfo, site: records.Site, head: int) -> records.Measure:
         """Return a head's mean over windows with its standard error, or why there is none."""
-        values = self.windows[site.name, info.name][:, head]
+        values, error = (part[site.name, info.name][..., head] for part in (self.windows, self._errors))
         values = values[~values.isnan()]
         if not len(values):
             reason = self._reasons.get((site.name, head))
-            return Measure(value=None, reason=reason) if reason else build_measure(info, site, None, n=0)
+            return records.Measure(value=None, reason=reason) if reason else build_measure(info, site, None, n=0)
         why = (ONE_WINDOW if len(values) == 1 else ALONE) if bool(error.isnan()) else None
         se = None if why else float(error)
         return build_measure(info, site, values.mean(), n=len(values), se=se, se_reason=why)
 
 
-def _validate(values: HeadValues) -> Iterator[NamedValue]:
-    yield from ((name, Measure.model_validate(fields)) for name, fields in values["measures"].items())
-    yield from values["curves"].items()
+FEWEST_HEADS = 12  # minimum number of heads for naming the most extreme one: the median and spread of fewer say little
+MOST = 8  # maximum number of named heads
+DEEP = 3  # number of heads at each end of a measure that can be named
 
 
-FEWEST_HEADS = 12
-"""Minimum number of heads for naming the most extreme one: the median and spread of fewer say little."""
-MOST = 8
-"""Maximum number of named heads."""
-DEEP = 3
-"""Number of heads at each end of a measure that can be named."""
-
-
-def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
+def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
     """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
 
     Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: one of any
     heads is the largest. Only measures that define an end are considered. Calls of one module share its weights, so
     that weights.* count and name them once.
     """
-    candidates: list[tuple[float, Extreme]] = []
-    for part in dict.fromkeys(record.part for record in records):
-        calls: dict[tuple[str, int], list[Head]] = defaultdict(list)
-        for record in records:
+    candidates: list[tuple[float, records.Extreme]] = []
+    for part in dict.fromkeys(record.part for record in heads):
+        calls: dict[tuple[str, int], list[records.Head]] = defaultdict(list)
+        for record in heads:
             if record.part == part:
                 calls[record.site.partition("#")[0], record.head].append(record)
         separate, shared = [[record] for group in calls.values() for record in group], list(calls.values())
         for info in infos.values():
             if info.ends:
                 candidates += _ends(info, shared if info.name.startswith("weights.") else separate)
-    best: dict[tuple[int, int], Extreme] = {}
+    best: dict[tuple[int, int], records.Extreme] = {}
     for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
         best.setdefault((candidate.layer, candidate.head), candidate)
     return list(best.values())[:MOST]
 
 
-def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[float, Extreme]]:
+def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
     """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
     by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
@@ -350,7 +309,7 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[floa
         uniform = "" if even is None or even.value is None else f", even attention {even.value:.3g}"
         shared = f" (all {len(calls)} calls)" if len(calls) > 1 else ""
         number = ("", "2nd ", "3rd ")[rank - 1]
-        extreme = Extreme(
+        extreme = records.Extreme(
             layer=calls[0].layer,
             head=calls[0].head,
             measure=info.name,
@@ -371,18 +330,18 @@ NEVER_RUN = (
 """Reason for a missing identity error of a model that is read from its files."""
 
 
-def summarise(results: Results) -> Summary:
+def summarise(results: Results) -> records.Summary:
     """Compute medians over the model, each layer and each text, and the extreme heads."""
-    records, seed = results.heads, results.inspection.settings.seed
+    heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
-    for place, record in enumerate(records):
+    for place, record in enumerate(heads):
         by_layer[record.layer].append(place)
-    groups = [range(len(records)), *by_layer.values()]
-    middles = [_summarise_heads([records[place] for place in group], seed) for group in groups]
+    groups = [range(len(heads)), *by_layer.values()]
+    middles = [_summarise_heads([heads[place] for place in group], seed) for group in groups]
     errors = _errors(results.by_measure, results.design, groups, seed)
     texts = _summarise_texts(results, seed)
     lone = {"median_errors": ONE_WINDOW} if results.windows and results.design.freedom < 1 else {}
-    return Summary(
+    return records.Summary(
         medians=middles[0][0],
         median_errors=errors[0],
         median_nulls=middles[0][1],
@@ -393,16 +352,16 @@ def summarise(results: Results) -> Summary:
         layer_symmetry=[results.layer_symmetry.get(layer) for layer in by_layer] if results.layer_symmetry else [],
         texts=texts,
         between_texts=_spread(texts),
-        extremes=extremes(records, measure_infos()),
+        extremes=extremes(heads, measure_infos()),
         identity_error=results.inspection.identity_error,
-        reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.from_files else {}),
+        reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.loaded.deferred is not None else {}),
     )
 
 
-def _summarise_heads(records: Sequence[Head], seed: int) -> tuple[dict[str, float], dict[str, Null]]:
+def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str, float], dict[str, records.Null]]:
     """Compute each measure's median (categories have none) over heads with a value, and that of as many by chance."""
-    by_name: dict[str, list[Measure]] = defaultdict(list)
-    for record in records:
+    by_name: dict[str, list[records.Measure]] = defaultdict(list)
+    for record in heads:
         for name, measure in record.measures.items():
             if measure.value is not None:
                 by_name[name].append(measure)
@@ -413,7 +372,7 @@ def _summarise_heads(records: Sequence[Head], seed: int) -> tuple[dict[str, floa
         if chance := [measure.null for measure in measures if measure.null is not None]:
             means, sds = torch.tensor([null.mean for null in chance]), torch.tensor([null.sd for null in chance])
             mean, sd = null_of_median(means, sds, seed)
-            nulls[name] = Null(mean=mean, sd=sd)
+            nulls[name] = records.Null(mean=mean, sd=sd)
     return medians, nulls
 
 
@@ -429,10 +388,10 @@ def _errors(
     return by_group
 
 
-def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
+def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
     """Compute the medians of each text's own windows; empty for a single text."""
     distinct = list(dict.fromkeys(results.window_texts))
-    summaries: list[TextSummary] = []
+    summaries: list[records.TextSummary] = []
     if len(distinct) < 2 or not results.by_measure:
         return summaries
     for text in distinct:
@@ -442,7 +401,7 @@ def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
         design = Design.plain(len(rows))
         (errors,) = _errors(values, design, [range(len(results.heads))], seed)
         summaries.append(
-            TextSummary(
+            records.TextSummary(
                 name=text,
                 sequences=len(rows),
                 medians={name: middle for name, middle in middles.items() if math.isfinite(middle)},
@@ -453,8 +412,7 @@ def _summarise_texts(results: Results, seed: int) -> list[TextSummary]:
     return summaries
 
 
-def _spread(texts: Sequence[TextSummary]) -> dict[str, float]:
-    """Compute the standard deviation between the texts' medians."""
+def _spread(texts: Sequence[records.TextSummary]) -> dict[str, float]:
     each: dict[str, list[float]] = defaultdict(list)
     for name, median in (pair for text in texts for pair in text.medians.items()):
         each[name].append(median)

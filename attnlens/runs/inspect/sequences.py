@@ -24,16 +24,11 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 32 * 2**20
 """Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once, in bytes."""
-Place = tuple[str, str]
-"""Name of a site, and name of a measure."""
+Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield a batch without padding, in pieces with score matrices under PIECE_BYTES each, with their sequences.
-
-    A key that no query can see is padding, and in cross-attention so is a query that sees none. Sequences of one length
-    stay together; long ones are split by heads.
-    """
+    """Yield a batch without padding, in pieces with score matrices under PIECE_BYTES each, with their sequences."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
@@ -123,19 +118,19 @@ def arrange_by_measure(
     return tables
 
 
-SIGNS = {"\n": "↵", "\t": "→"}
-"""Symbols for tokens of white space; ␣ for a space."""
-MOST_TOKENS, MOST_ROWS = 512, 40_000
-"""Maximum number of tokens in a sequence, and of rows over all heads, in a report."""
+SIGNS = {"\n": "↵", "\t": "→"}  # symbols for tokens of white space; ␣ for a space
+MOST_TOKENS, MOST_ROWS = 512, 40_000  # maximum number of tokens in a sequence, and of rows over all heads, in a report
 MOST_WEIGHTS, LEAST = 8, 0.02
 """Maximum number of weights kept per row, and the smallest weight kept; the largest always is."""
 
 
-def add_sentences(selection: Selection, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection:
-    """Return the selection with the texts of its sequences; unchanged if the model does not read text."""
-    numbers = sorted({pick.sequence for pick in selection.picks})
-    sentences = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
-    return selection.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
+def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
+    """Return the selection, if any, with the texts of its sequences, if the model reads text."""
+    if shown is None:
+        return None
+    numbers = sorted({pick.sequence for pick in shown.picks})
+    sentences = [sentence_of(shown.part, loaded, batches, number) for number in numbers]
+    return shown.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
 def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:

@@ -66,7 +66,7 @@ class KernelRun:
         Raises Stopped with the measurements so far if the user ends healing or sweep.
         """
         session = self.session
-        with enough_memory(session.loaded.model, session.fed[0].inputs, session.variant(self.last)):
+        with enough_memory(session.fed[0].inputs):
             _ = session.own_peak  # measured first, before anything keeps memory allocated
             swap, plan = self._run_stages()
         controls = {

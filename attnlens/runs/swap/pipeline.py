@@ -29,7 +29,7 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, SwapOptions, swap_options
 from attnlens.runs import checks, feeding
 from attnlens.runs.differences import COLUMNS, of_file, prompts_of
-from attnlens.runs.in_memory import refuse_work
+from attnlens.runs.feeding import refuse_work
 from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of, report_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -114,7 +114,7 @@ class SwapSession:
 
     def survey(self) -> None:
         """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
-        with time_stage(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
+        with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             reached = survey.sites
             self.identity_error = checks.proven_whole(self.loaded, self.probe)

@@ -27,7 +27,7 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import PARTS, Call, Site, SiteSwap, Skipped
 from attnlens.runs import checks
-from attnlens.runs.in_memory import at_rest, held_model, tensors
+from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def replaced(
                 raise UsageError(error.problem, "Pass batch=, a dict of inputs for this model.") from None
         else:
             inputs = tensors(loaded.model, batch)
-        survey = checks.survey_model(loaded, inputs, made_up=batch is None)
+        survey = checks.survey_model(loaded, inputs)
         checks.proven_whole(loaded, inputs)
         chosen = chosen_sites(survey.sites, layers, heads, part)
         idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
