@@ -112,7 +112,7 @@ class Subject:
             for name, peer in rank_peers.PEERS.items()
             if not names or name in names
         }
-        ours = {name_form(form): self.read.bases(form.spelling) for form in self.forms}
+        ours = {name_form(form): self.read[form.spelling][None] for form in self.forms}
         return peers | ours
 
     def find_chosen(self) -> str:

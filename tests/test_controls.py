@@ -27,7 +27,7 @@ from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Si
 from attnlens.report.report import Report
 from attnlens.runs import differences
 from attnlens.runs.outputs import TokenLosses, evidence
-from attnlens.runs.swap.kernel_run import build_controls, format_spellings
+from attnlens.runs.swap.kernel_run import build_controls, format_kernels
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 16, "length": 64, "generate": 0}
@@ -125,22 +125,19 @@ def test_a_rank_keeps_shorter_keys_of_all_tokens() -> None:
     assert found.spelling == f"sink-window:4,{128 * 22 // 32 - 4}"
 
 
-def test_a_control_that_differs_by_layer_is_spelled_with_its_range() -> None:
+def test_a_control_that_differs_by_layer_is_spelled_with_all_its_forms() -> None:
     sites = [Site(f"layer.{layer}", 0, layer, "decoder") for layer in range(3)]
     shapes = dict.fromkeys(sites, CAUSAL)
 
     def same_size(*ranks: int) -> str:
         swaps = {site: Replacement(ranked(rank)) for site, rank in zip(sites, ranks, strict=True)}
         found = next(one for one in build_controls(swaps, shapes) if one.role == "same size")
-        return format_spellings(swap.kernel for swap in found.swaps.values())
+        assert found.model is not None
+        return format_kernels(found.model.swaps)
 
     assert same_size(4, 4, 4) == "sink-window:4,76", "the control"
-    assert same_size(4, 4, 6) == "sink-window:4,76–84 by layer"
-    assert same_size(4, 6, 16) == "sink-window:4,76–all by layer"
-    assert (
-        format_spellings(map(parsed, ("window:2", "sink-window:1,2", "window:3")))
-        == "window:2–3/sink-window:1,2 by layer"
-    )
+    assert same_size(4, 4, 6) == "sink-window:4,76/sink-window:4,84 by layer"
+    assert same_size(4, 6, 16) == "sink-window:4,76/sink-window:4,84/exponential by layer"
 
 
 @pytest.mark.parametrize("shape", [CAUSAL, BOTH])

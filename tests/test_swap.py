@@ -617,7 +617,7 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
             raise error
         return forward(model, inputs, **more)
 
-    monkeypatch.setattr("attnlens.runs.swap.session.run", greedy)
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.run", greedy)
     monkeypatch.setattr(hooks, "forward", small)
     with pytest.raises(ModelError) as refusal:
         swap_kernel(demo, "rbf", windows=8, length=16, batch_size=8)
@@ -637,7 +637,7 @@ def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
         resources.enough_memory(demo.model, fed, nullcontext),
     ):
         really_failing()
-    monkeypatch.setattr("attnlens.runs.swap.session.run", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.run", lambda *_: really_failing())
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
         swap_kernel(demo, "rbf", **READ)
     assert refusal.value.remedy == "Use --batch-size 1."
@@ -661,7 +661,7 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     def failing(*_):
         raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr("attnlens.runs.swap.session.run", failing)
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
 

@@ -294,8 +294,7 @@ def _inspect_sides(
         side_options, swaps = _select_options(subject, options, number), {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
-            saved = restore_saved(Path(subject).expanduser(), **load_options)
-            subject, swaps = saved.loaded, saved.swaps
+            subject, _, swaps = restore_saved(Path(subject).expanduser(), **load_options)
             side_options = {name: value for name, value in side_options.items() if name not in load_options}
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)

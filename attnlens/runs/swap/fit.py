@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError, UnreadableError, UsageError
 from attnlens.kernels import Kernel
@@ -201,37 +199,35 @@ def _update_fits(
             progress(batch.size)
 
 
-def sample_loss(
-    loaded: Loaded, sites: tuple[Site, ...], chosen: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
-) -> tuple[dict[Site, Call], dict[Site, Tensor], Tensor, int]:
-    """Run a batch with targets drawn from the model's predictions; return calls, outputs, loss and target count.
+class Sampled(NamedTuple):
+    """A batch with targets drawn from the model's predictions."""
 
-    Calls are those of all sites. Outputs of the `chosen` sites, (batch, queries, heads, value_dim), are in the graph of
-    the loss, which is summed over targets, in nats. Raises ModelError if the loss has no gradient.
-    """
+    calls: dict[Site, Call]  # of all sites
+    outputs: dict[Site, Tensor]  # of the chosen sites, (batch, queries, heads, value_dim)
+    gradients: dict[Site, Tensor]  # ∂loss/∂output, the loss summed over targets, in nats
+    targets: int  # number of targets
+
+
+def sample_gradients(
+    loaded: Loaded, sites: tuple[Site, ...], chosen: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
+) -> Sampled:
+    """Run a batch with targets drawn from the model's predictions; raise ModelError if the loss has no gradient."""
     calls: dict[Site, Call] = {}
     outputs: dict[Site, Tensor] = {}
-    watching = hooks.watch(loaded.model, sites, calls.__setitem__, outputs.__setitem__)
-    with torch.enable_grad(), _differentiable(loaded.model), watching:
+
+    def record_output(site: Site, output: Tensor) -> None:
+        outputs[site] = output.requires_grad_()  # the weights may be frozen
+
+    with torch.enable_grad(), hooks.watch(loaded.model, sites, calls.__setitem__, record_output):
         logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
         if logits is None or not logits.requires_grad:
-            raise ModelError("This model's loss has no gradient.", "Choose ranks manually, e.g. --kernel rank:32.")
+            problem = "The effect on predictions is unknown: this model makes no predictions, or they have no gradient."
+            raise ModelError(problem, "Leave out metric=output, and choose ranks manually, e.g. --kernel rank:32.")
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-        return calls, {site: outputs[site] for site in chosen if site in outputs}, loss, len(targets)
-
-
-@contextmanager
-def _differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """Let all floating-point weights require gradients inside the block."""
-    frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
-    try:
-        for weight in frozen:
-            weight.requires_grad_(True)
-        yield
-    finally:
-        for weight in frozen:
-            weight.requires_grad_(False)
+    outputs = {site: outputs[site] for site in chosen if site in outputs}
+    gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True, materialize_grads=True)
+    return Sampled(calls, outputs, dict(zip(outputs, gradients, strict=True)), len(targets))
 
 
 SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
@@ -244,9 +240,8 @@ def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site,
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
-            raise UsageError(
-                f"{site.name} has no keys before rotation: {turn}.", "Omit rotation=before or these layers."
-            )
+            problem = f"{site.name} has no keys before rotation: {turn}."
+            raise UsageError(problem, "Omit rotation=before or these layers.")
         fit.turn = turn
 
 
@@ -259,29 +254,17 @@ def set_metrics(
     task: Task,
     seed: int,
 ) -> None:
-    """Set the output metric of fits that need one; raise UsageError or ModelError without predictions or gradient."""
+    """Set the output metric of fits that need one; raise ModelError without predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
-    if not by_output:
-        return
-    if task == "hidden":
-        raise UsageError(
-            "metric=output weights pairs by their effect on predictions, but this model makes no predictions.",
-            "Leave out metric=output.",
-        )
-    metrics = output_metrics(loaded, sites, _first_sequences(fed, SEQUENCES), task, seed)
+    first, left = list[Fed](), SEQUENCES if by_output else 0
+    for batch in fed:
+        count = texts.sequences_in(batch.inputs)
+        first += [batch if count <= left else batch.rows(0, left)] if left > 0 else []
+        left -= count
+    metrics = output_metrics(loaded, sites, first, task, seed)
     for site, fit in by_output:
         heads = swaps[site].heads
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
-
-
-def _first_sequences(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
-    """Yield the first `sequences` sequences of these batches, cutting the last batch if needed."""
-    for batch in fed:
-        count = texts.sequences_in(batch.inputs)
-        if sequences <= 0:
-            return
-        yield batch if count <= sequences else batch.rows(0, sequences)
-        sequences -= count
 
 
 def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
@@ -322,10 +305,7 @@ def output_metrics(
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for batch in fed:
-        _, outputs, loss, _ = sample_loss(loaded, sites, sites, batch, task, generator)
-        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
-        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
-            slope = torch.zeros_like(output) if gradient is None else gradient
+        for site, slope in sample_gradients(loaded, sites, sites, batch, task, generator).gradients.items():
             moment = torch.einsum("bqhv,bqhw->hvw", slope.double(), slope.double())
             totals[site] = totals.get(site, torch.zeros_like(moment)) + moment
     return totals
