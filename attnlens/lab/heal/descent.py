@@ -20,7 +20,6 @@ from attnlens.models.texts import Batches
 from attnlens.models.texts.sequences import choose_windows
 from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Healing, HealingRate, HealingStep, HealingTraining
-from attnlens.requests.swap import Amount
 from attnlens.runs.outputs import tokens_in
 from attnlens.runs.progress import Tell
 from attnlens.runs.store import Store
@@ -157,17 +156,12 @@ class Descent:
 
     def __post_init__(self) -> None:
         """Create the optimiser, and estimate the share of the total work per step; 0 if the amount is a time."""
-        self.start = time.monotonic()  # of this session
+        self.start, self.amount = time.monotonic(), self.healer.options.amount
         self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the text
         self.optimiser = adamw(self.healer.leaves, self.rate)
         step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
         self.one_step = {"steps": 1.0, "tokens": step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
         self.planned = 1 / self.one_step if self.one_step else 1e9  # steps; a time does not bound them
-
-    @property
-    def amount(self) -> Amount:
-        """Amount of training."""
-        return self.healer.options.amount
 
     @property
     def seconds(self) -> float:
@@ -304,10 +298,8 @@ class Descent:
         """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
         distances = measure_distances(self.healer, self.held_out)
         if self.step == 0 and not distances.finite:
-            raise ModelError(
-                "The training loss of the swapped model is not finite, so it cannot be healed.",
-                "Try --fit, or fewer layers.",
-            )
+            problem = "The training loss of the swapped model is not finite, so it cannot be healed."
+            raise ModelError(problem, "Try --fit, or fewer layers.")
         if distances.mean < self.least:  # strict: keeps the first of equal steps
             self.best, self.least = self.step, distances.mean
             self.values = [leaf.detach().clone() for leaf in self.healer.leaves]

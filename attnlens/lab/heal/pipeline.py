@@ -102,10 +102,8 @@ def train_swap(
     """
     session, swaps, name = run.session, run.last.swaps, "heal"
     if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
-        raise UsageError(
-            "--learn text: this model does not predict tokens.",
-            "Omit --learn to train on the original model's predictions.",
-        )
+        problem = "--learn text: this model does not predict tokens."
+        raise UsageError(problem, "Omit --learn to train on the original model's predictions.")
     if control:
         swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
         options = replace(options, eta=None)

@@ -190,12 +190,11 @@ def sensitivities(
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank
     for fed in batches:
-        sampled = sample_gradients(loaded, sites, bases, fed, task, generator)
-        count += sampled.targets
-        for site, gradient in sampled.gradients.items():
+        calls, outputs, gradients, drawn = sample_gradients(loaded, sites, bases, fed, task, generator)
+        count += drawn
+        for site, gradient in gradients.items():
             with torch.no_grad():
-                squares = _squares(bases[site], kernel, sampled.calls[site], sampled.outputs[site], gradient)
-            totals[site] = totals[site] + squares.cpu()
+                totals[site] = totals[site] + _squares(bases[site], kernel, calls[site], outputs[site], gradient).cpu()
         progress(texts.sequences_in(fed.inputs))
     return {site: _between(total / (2 * count), bases[site].sizes) for site, total in totals.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -199,19 +199,14 @@ def _update_fits(
             progress(batch.size)
 
 
-class Sampled(NamedTuple):
-    """A batch with targets drawn from the model's predictions."""
-
-    calls: dict[Site, Call]  # of all sites
-    outputs: dict[Site, Tensor]  # of the chosen sites, (batch, queries, heads, value_dim)
-    gradients: dict[Site, Tensor]  # ∂loss/∂output, the loss summed over targets, in nats
-    targets: int  # number of targets
-
-
 def sample_gradients(
     loaded: Loaded, sites: tuple[Site, ...], chosen: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
-) -> Sampled:
-    """Run a batch with targets drawn from the model's predictions; raise ModelError if the loss has no gradient."""
+) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
+    """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
+
+    Returns the calls of all sites, the outputs (batch, queries, heads, value_dim) of the chosen ones, the gradients of
+    the loss with respect to them, summed over targets, in nats, and the number of targets.
+    """
     calls: dict[Site, Call] = {}
     outputs: dict[Site, Tensor] = {}
 
@@ -227,7 +222,7 @@ def sample_gradients(
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     outputs = {site: outputs[site] for site in chosen if site in outputs}
     gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True, materialize_grads=True)
-    return Sampled(calls, outputs, dict(zip(outputs, gradients, strict=True)), len(targets))
+    return calls, outputs, dict(zip(outputs, gradients, strict=True)), len(targets)
 
 
 SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
@@ -305,7 +300,8 @@ def output_metrics(
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for batch in fed:
-        for site, slope in sample_gradients(loaded, sites, sites, batch, task, generator).gradients.items():
+        _, _, gradients, _ = sample_gradients(loaded, sites, sites, batch, task, generator)
+        for site, slope in gradients.items():
             moment = torch.einsum("bqhv,bqhw->hvw", slope.double(), slope.double())
             totals[site] = totals.get(site, torch.zeros_like(moment)) + moment
     return totals

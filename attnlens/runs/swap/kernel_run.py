@@ -47,7 +47,7 @@ from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, t
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import chosen_sites, head_shapes, idle_sites, leaks, measure_sites, refuse_crossing
+from attnlens.runs.swap.sites import choose_sites, head_shapes, leaks, measure_sites
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
 from attnlens.runs.work import Stopped
 
@@ -88,11 +88,10 @@ class SwapSession:
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
             refuse_initialised(self.loaded, self.probe, predictions(self.task))
             self.sites = tuple(site.site for site in reached)
-            self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
+            selection = self.settings.layers, self.settings.heads, self.options.part
+            self.chosen = choose_sites(survey, self.options.kernels, *selection)
             self.shapes = head_shapes(reached, self.chosen)
-            self.idle = idle_sites(survey, self.settings.layers)
-        for kernel in self.options.kernels:
-            refuse_crossing(kernel, self.chosen)
+            self.idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in survey.missed.items() if not why]
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
         """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's."""

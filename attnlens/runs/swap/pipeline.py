@@ -198,10 +198,8 @@ def prepare(
     contents = feeding.contents(named, loaded)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
     if repeated is not None:
-        raise TextError(
-            f"The calibration text ({repeated.name}) is the same as the evaluation text.",
-            "Omit --calibration to use windows that are not evaluated, or choose another text.",
-        )
+        problem = f"The calibration text ({repeated.name}) is the same as the evaluation text."
+        raise TextError(problem, "Omit --calibration to use windows that are not evaluated, or choose another text.")
     prompts = None if lines is None else of_file(loaded, lines)
     cut = feeding.cut_of(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
@@ -260,10 +258,8 @@ def _cut_calibration(work: SwapWork, contents: Sequence[texts.Content], cut: tex
                 f"The calibration text ({Text.of(merged).name}) contains {share}.",
                 "Choose a different --calibration text, or omit it to use windows that are not evaluated.",
             )
-        raise TextError(
-            f"The text is repetitive: {share} also occur in the windows for calibration.",
-            "Give a separate --calibration text, or a less repetitive --text.",
-        )
+        problem = f"The text is repetitive: {share} also occur in the windows for calibration."
+        raise TextError(problem, "Give a separate --calibration text, or a less repetitive --text.")
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}
     update = {"calibration": Text.of(merged), "calibrations": merged, "notes": texts.foreign_notes(unknown)}
     session.settings = session.settings.model_copy(update=update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import PARTS, Call, Site, SiteSwap, Skipped
+from attnlens.records import PARTS, Call, Site, SiteSwap
 from attnlens.runs import checks
 from attnlens.runs.in_memory import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
@@ -196,9 +196,7 @@ def replaced(
             inputs = tensors(loaded.model, batch)
         survey = checks.survey_model(loaded, inputs, made_up=batch is None)
         checks.proven_whole(loaded, inputs)
-        chosen = chosen_sites(survey.sites, layers, heads, part)
-        idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
-        refuse_crossing(new, chosen)
+        chosen = choose_sites(survey, [new], layers, heads, part)
         sites = tuple(each.site for each in survey.sites)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
@@ -206,12 +204,20 @@ def replaced(
     return hooks.replace(loaded.model, sites, swaps)
 
 
-def chosen_sites(
-    reached: Sequence[SiteCall], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
+def choose_sites(
+    survey: hooks.Survey,
+    kernels: Sequence[Kernel],
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    part: Part | None,
 ) -> dict[Site, tuple[int, ...] | None]:
-    """Return the chosen sites with their heads (None: all); raise UsageError for missing ones or if none is left."""
-    heads_of = {each.site: each.call.query.shape[1] for each in reached}
-    checks.check_chosen(layers, heads, reached)
+    """Return the chosen sites with their heads (None: all).
+
+    Raises UsageError for missing ones, if none is left, or for a kernel that is undefined in cross-attention, and
+    ModelError if all layers are chosen and some attention cannot be replaced.
+    """
+    heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
+    checks.check_chosen(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
     for site, count in heads_of.items():
         if (layers is None or site.layer in layers) and part in (None, site.part):
@@ -220,9 +226,21 @@ def chosen_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        raise UsageError(
-            "No attention sites selected to swap.", f"The model has the parts {parts}; widen --layers or --part."
-        )
+        remedy = f"The model has the parts {parts}; widen --layers or --part."
+        raise UsageError("No attention sites selected to swap.", remedy)
+    for path, why in survey.missed.items():
+        if why is not None and layers is None:
+            last = len(survey.sites) - 1
+            remedy = f"Swap only the {last + 1} supported sites: --layers 0-{last}."
+            raise ModelError(f"{path} can't be swapped: {why}.", remedy)
+    crossing = [site.name for site in chosen if site.part == "cross"]
+    for kernel in kernels if crossing else ():
+        if kernel.tie or kernel.filter or kernel.near or kernel.info.oracle or kernel.info.form == "output":
+            raise UsageError(
+                f"{kernel.spelling} is undefined in cross-attention ({crossing[0]}), where queries and keys belong to "
+                "different sequences.",
+                "Choose --part encoder or --part decoder.",
+            )
     return chosen
 
 
@@ -239,29 +257,6 @@ def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ..
             causal=visible is not None and not bool(visible.triu(1).any()),
         )
     return shapes
-
-
-def idle_sites(survey: hooks.Survey, layers: Sequence[int] | None) -> list[Skipped]:
-    """Return attention that the inputs do not run; raise ModelError if `layers` is None and some cannot be replaced."""
-    for path, why in survey.missed.items():
-        if why is not None and layers is None:
-            raise ModelError(
-                f"{path} can't be swapped: {why}.",
-                f"Swap only the {len(survey.sites)} supported sites: --layers 0-{len(survey.sites) - 1}.",
-            )
-    return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in survey.missed.items() if why is None]
-
-
-def refuse_crossing(kernel: Kernel, sites: Iterable[Site]) -> None:
-    """Raise UsageError if one of the sites is cross-attention and the kernel is not defined there."""
-    crossing = next((site for site in sites if site.part == "cross"), None)
-    of_one_sequence = kernel.tie or kernel.filter or kernel.near or kernel.info.oracle or kernel.info.form == "output"
-    if crossing and of_one_sequence:
-        raise UsageError(
-            f"{kernel.spelling} is undefined in cross-attention ({crossing.name}), where queries and keys belong to "
-            "different sequences.",
-            "Choose --part encoder or --part decoder.",
-        )
 
 
 ROWS = 256  # number of attention rows computed at once
