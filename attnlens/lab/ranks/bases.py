@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
+def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
@@ -98,7 +98,7 @@ def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) 
     return sum(rank * readers for rank, readers in pairs) / sum(readers for _, readers in pairs)
 
 
-FormFits = dict[str, dict[str | None, dict[Site, Basis]]]
+Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 """Directions by form's spelling and site, fitted to all texts (None) or, if there are several, to all but one."""
 
 
@@ -111,7 +111,7 @@ def fit_forms(
     task: Task,
     seed: int,
     progress: Tell,
-) -> FormFits:
+) -> Forms:
     """Fit each form of latents to these batches, each of one text, in one pass of the original model.
 
     If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted

@@ -19,16 +19,7 @@ from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
-from attnlens.lab.ranks.bases import (
-    Basis,
-    FormFits,
-    by_output,
-    fit_forms,
-    form_name,
-    mean_rank,
-    possible_forms,
-    sensitivities,
-)
+from attnlens.lab.ranks.bases import Basis, Forms, by_output, fit_forms, form_name, list_forms, mean_rank, sensitivities
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
@@ -276,7 +267,7 @@ class Budgeting:
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
             return []
-        forms = possible_forms(self.loaded, self.swaps)
+        forms = list_forms(self.loaded, self.swaps)
         fits = self.fit(forms, fed)
         tried = [(form, fits, self._try_form(fits, form, trial)) for form in forms]
         best = by_output(min(tried, key=_rise_share)[0])
@@ -286,16 +277,16 @@ class Budgeting:
         self.use_form(fits, form)
         return [record for _, _, record in tried]
 
-    def _try_form(self, fits: FormFits, form: Kernel, trial: Trial) -> FormTried:
+    def _try_form(self, fits: Forms, form: Kernel, trial: Trial) -> FormTried:
         """Measure the rise if each latent of this form has half of its full rank."""
         self.use_form(fits, form)
         return FormTried(form=form_name(form), rise=trial.rise([size // 2 for size in self.full_ranks]))
 
-    def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> FormFits:
+    def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> Forms:
         """Fit these forms to the calibration texts; see `fit_forms`."""
         return fit_forms(self.loaded, self.sites, self.swaps, forms, fed, self.task, self.seed, self.progress)
 
-    def use_form(self, fits: FormFits, form: Kernel) -> None:
+    def use_form(self, fits: Forms, form: Kernel) -> None:
         """Use this form, fitted to all texts and, if there are several, also to all texts but one."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
@@ -417,6 +408,6 @@ class Trial:
         return rise_of(self.original, torch.cat(means), names, search.seed, search.unit)
 
 
-def _rise_share(trial: tuple[Kernel, FormFits, FormTried]) -> float:
+def _rise_share(trial: tuple[Kernel, Forms, FormTried]) -> float:
     rise = trial[2].rise
     return math.inf if rise is None else rise.share

@@ -24,20 +24,7 @@ from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import Fed, meanings
-from attnlens.records import (
-    Agreement,
-    Control,
-    Healing,
-    Outcome,
-    Pair,
-    Plan,
-    Settings,
-    Site,
-    Skipped,
-    Stage,
-    Swap,
-    Task,
-)
+from attnlens.records import Agreement, Control, Healing, Outcome, Pair, Plan, Settings, Site, Stage, Swap, Task
 from attnlens.requests.swap import RankOptions, SwapOptions
 from attnlens.runs import checks
 from attnlens.runs.checks import predictions, refuse_initialised
@@ -73,7 +60,7 @@ class SwapSession:
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
     """Swapped sites with their heads; None means all heads."""
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # of the chosen heads
-    idle: list[Skipped] = field(default_factory=list)  # attention modules that the evaluated input does not run
+    missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
     identity_error: float = 0.0
     controls: dict[object, ChangedModel] = field(default_factory=dict)
     """Controls that several kernels can share, by their kernels at all sites."""
@@ -91,7 +78,7 @@ class SwapSession:
             selection = self.settings.layers, self.settings.heads, self.options.part
             self.chosen = choose_sites(survey, self.options.kernels, *selection)
             self.shapes = head_shapes(reached, self.chosen)
-            self.idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in survey.missed.items() if not why]
+            self.missed = survey.missed
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
         """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's."""

@@ -309,6 +309,7 @@ def build_report(
     """Build the report from the values of finished kernels; `missing` explains why others lack one."""
     by_name = {name: KernelResult.model_validate(value) for name, value in values.items()}
     results = list(by_name.values())
+    idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
         Skipped(site=f"kernel {kernel.spelling}", reason=missing.get(kernel.spelling, INTERRUPTED))
         for kernel in session.options.kernels
@@ -331,7 +332,7 @@ def build_report(
         "swap",
         model=session.loaded.info,
         settings=settings.model_copy(update={"notes": [*settings.notes, *notes]}),
-        coverage=Coverage(sites=len(session.chosen), heads=heads, analysed=heads, skipped=[*session.idle, *unfinished]),
+        coverage=Coverage(sites=len(session.chosen), heads=heads, analysed=heads, skipped=[*idle, *unfinished]),
         summary=Summary(identity_error=session.identity_error),
         swap=SwapBody(**dict(swaps[0]), others=swaps[1:], plan=results[0].plan),
         timings=dict(timings),
