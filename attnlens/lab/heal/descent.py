@@ -283,8 +283,8 @@ class Descent:
             first_rate = self.trainings[-1].lowered_from or self.rate
             self._begin(self.rate * SLOWER)
             self._update_training(learning_rate=self.rate, lowered_from=first_rate)
-        # end the stage if the distance has not fallen significantly within its last PATIENCE; a control trains equally
-        # long, so that no stage of it or of the healing that it is compared with ends early
+        # end the stage if the distance has not fallen significantly within its last PATIENCE; with a control, both
+        # models train equally long
         since = self.history[-1][0] - PATIENCE * (self.end - self.begun)
         before = [distances for at, distances in self.history[:-FEWEST] if at <= since]
         patient = self.healer.options.control

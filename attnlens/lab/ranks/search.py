@@ -269,13 +269,12 @@ class Budgeting:
             return []
         forms = list_forms(self.loaded, self.swaps)
         fits = self.fit(forms, fed)
-        tried = [(form, fits, self._try_form(fits, form, trial)) for form in forms]
+        tried = [(form, self._try_form(fits, form, trial)) for form in forms]
         best = by_output(min(tried, key=_rise_share)[0])
-        fits = self.fit([best], fed)
-        tried.append((best, fits, self._try_form(fits, best, trial)))
-        form, fits, _ = min(tried, key=_rise_share)
-        self.use_form(fits, form)
-        return [record for _, _, record in tried]
+        fits |= self.fit([best], fed)
+        tried.append((best, self._try_form(fits, best, trial)))
+        self.use_form(fits, min(tried, key=_rise_share)[0])
+        return [record for _, record in tried]
 
     def _try_form(self, fits: Forms, form: Kernel, trial: Trial) -> FormTried:
         """Measure the rise if each latent of this form has half of its full rank."""
@@ -381,12 +380,9 @@ class Trial:
 
     @classmethod
     def of(cls, search: Budgeting, part: Sample) -> Trial:
-        """Create a trial with the losses of the original model; raise TextError if their mean is 0."""
+        """Create a trial with the losses of the original model."""
         fed = feed(search.loaded, part.batches, search.task, search.seed)
-        original = losses(search.loaded, fed, search.task, part.design)
-        if not original.mean > 0:
-            raise TextError("The model's loss is 0 on the calibration text.", "Give another --calibration text.")
-        return cls(search, part, fed, original)
+        return cls(search, part, fed, losses(search.loaded, fed, search.task, part.design))
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
         """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it diverges."""
@@ -408,6 +404,6 @@ class Trial:
         return rise_of(self.original, torch.cat(means), names, search.seed, search.unit)
 
 
-def _rise_share(trial: tuple[Kernel, Forms, FormTried]) -> float:
-    rise = trial[2].rise
+def _rise_share(trial: tuple[Kernel, FormTried]) -> float:
+    rise = trial[1].rise
     return math.inf if rise is None else rise.share

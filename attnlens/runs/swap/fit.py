@@ -36,9 +36,8 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 class NearShares:
     """Fit of log γ such that near keys have the same mean share of the weights over queries as in the original model.
 
-    This log γ minimises Σ KL(own ‖ hybrid) over queries, whose derivative Σ γN/(γN + F) − Σ own share increases with
-    log γ. N is the weight of near keys at γ = 1; F is that of far keys plus the sink, which counts as an outcome.
-    Queries that see only near keys are ignored.
+    It minimises Σ KL(own ‖ hybrid) over queries that also see far keys: the derivative Σ γN/(γN + F) − Σ own share
+    increases with log γ. N is the weight of near keys at γ = 1, F that of far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -78,10 +77,9 @@ TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a 
 
 @dataclass
 class Search:
-    """Line search per head between the typed and the fitted parameters, minimising the divergence from own attention.
+    """Line search per head between typed and fitted parameters that minimises KL(own ‖ new) of the attention rows.
 
-    Least squares weights all scores equally, softmax mainly the large ones: the least-squares optimum can have a larger
-    KL(own ‖ new) of the attention rows (including the share of a sink) than the typed parameters have.
+    Least squares weights all scores equally, softmax mainly the large ones, so that its optimum can have a larger KL.
     """
 
     kernel: Kernel  # the kernel as typed
@@ -128,8 +126,7 @@ def fit(
 ) -> hooks.Swaps:
     """Return the swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
-    Makes two passes over the text: least squares in closed form, then the line search of `Search` or, for a hybrid,
-    the weight of near keys. Kernels without typed parameters to start from make only the first pass.
+    The first pass over the text is least squares in closed form, the second `Search` or, for a hybrid, `NearShares`.
     """
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]

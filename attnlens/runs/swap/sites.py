@@ -66,9 +66,10 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
     """Measure ‖changed − own‖ / ‖own‖ at real tokens when padding before (`left`) or after each sequence changes."""
-    name = "input_ids"
-    if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
-        return NO_ROWS if MASKS[name] in inputs else "the model does not support padding"
+    if "attention_mask" not in inputs:
+        return "the model does not support padding"
+    if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
+        return NO_ROWS
     pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
     return _check_error(loaded, pair, variant, slice(None), "the padding's content changes", "attends to padding")
 
