@@ -294,7 +294,7 @@ def test_demo_loses_and_the_report_says_what_there_is(demo):
     assert swap.off_simplex is None
     assert "no attention matrix" in swap.reasons["off_simplex"]
     assert swap.formula_of == "output"
-    assert any("head_dim bounds" in note for note in swap.notes)
+    assert any("bounds their rank" in note for note in swap.notes)
     assert {site.path for site in swap.sites} == {"primal scores"}
     assert report.settings.calibration is not None
     assert swap.healing is None
