@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -191,8 +192,9 @@ class ControlSwap:
         """Build the control's record from its measurements, or from the reason if there are none."""
         if self.model is None:
             return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
+        kernel = format_kernels(swap.kernel for swap in self.model.swaps.values())
         fields = dict(self.model.outcome(seed, texts, window))
-        return Control(role=self.role, kernel=format_kernels(self.model.swaps), state=self.state, **fields)
+        return Control(role=self.role, kernel=kernel, state=self.state, **fields)
 
 
 def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
@@ -200,10 +202,24 @@ def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
     return tuple((site, swap.kernel.spelling) for site, swap in swaps.items())
 
 
-def format_kernels(swaps: hooks.Swaps) -> str:
-    """Format the kernels of all sites: `sink-window:4,68`, or `sink-window:4,68/sink-window:4,80 by layer`."""
-    spellings = list(dict.fromkeys(swap.kernel.spelling for swap in swaps.values()))
-    return "/".join(spellings) + (" by layer" if len(spellings) > 1 else "")
+def format_kernels(kernels: Iterable[Kernel]) -> str:
+    """Format the kernels of all sites as one spelling: `sink-window:4,68`.
+
+    If sites differ, numbers become ranges, `sink-window:4,68–80 by layer`, or `4,68–all` if some sites keep all keys.
+    """
+    spellings = list(dict.fromkeys(kernel.spelling for kernel in kernels))
+    if len(spellings) < 2:
+        return "".join(spellings)
+    by_name, names = defaultdict[str, list[list[int]]](list), []
+    for name, _, numbers in (spelling.partition(":") for spelling in spellings if spelling != OWN.spelling):
+        by_name[name].append([int(number) for number in numbers.split(",")])
+    for name, rows in by_name.items():
+        ranges = [(min(numbers), max(numbers)) for numbers in zip(*rows, strict=True)]
+        words = [f"{low}" if low == high else f"{low}–{high}" for low, high in ranges]
+        if OWN.spelling in spellings:  # the last number is the width of the window
+            words[-1] = f"{ranges[-1][0]}–all"
+        names.append(f"{name}:{','.join(words)}")
+    return "/".join(names) + " by layer"
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
