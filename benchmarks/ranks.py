@@ -26,7 +26,7 @@ import torch
 
 from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
-from attnlens.lab.ranks.bases import Basis, by_output, form_name, possible_forms
+from attnlens.lab.ranks.bases import Basis, by_output, form_name, list_forms
 from attnlens.lab.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
@@ -103,7 +103,7 @@ class Subject:
     def fit_ways(self, names: Sequence[str]) -> dict[str, dict[Site, Basis]]:
         """Fit the directions of every selected peer and form of ours to the calibration windows."""
         reads = rank_peers.read_sites(self.loaded, self.sites, self.fed)
-        self.forms = possible_forms(self.loaded, self.search.swaps)
+        self.forms = list_forms(self.loaded, self.search.swaps)
         self.forms += [by_output(form) for form in self.forms]
         self.forms = [form for form in self.forms if not names or name_form(form) in names]
         self.read = self.search.fit(self.forms, by_text(self.fed, self.fitting))
@@ -112,7 +112,7 @@ class Subject:
             for name, peer in rank_peers.PEERS.items()
             if not names or name in names
         }
-        ours = {name_form(form): self.read.bases(form.spelling) for form in self.forms}
+        ours = {name_form(form): self.read[form.spelling][None] for form in self.forms}
         return peers | ours
 
     def find_chosen(self) -> str:

@@ -25,7 +25,7 @@ from attnlens.kernels import parsed
 from attnlens.lab.ranks import pipeline as plans
 from attnlens.lab.ranks import search as room
 from attnlens.lab.ranks.bases import _between, fit_forms, levels, sensitivities
-from attnlens.lab.ranks.pipeline import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
+from attnlens.lab.ranks.pipeline import LatentSizes, SiteSizes, compute_saving, costs, sizes
 from attnlens.lab.ranks.search import Losses, Sample, by_text, losses, rise_of
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
@@ -49,7 +49,7 @@ def bases(model, sites, swaps, batches, progress):
     """The directions of every swapped site, in one pass of the original model, in the form that its kernel names."""
     form = next(iter(swaps.values())).kernel
     every = [("", fed) for fed in batches]
-    return fit_forms(model, sites, swaps, [form], every, "hidden", 0, progress).bases(form.spelling)
+    return fit_forms(model, sites, swaps, [form], every, "hidden", 0, progress)[form.spelling][None]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_all_directions_of_a_basis_are_the_logits_without_what_softmax_ignores()
         whole = basis.latents.query_map @ basis.latents.key_map.mT
         assert basis.latents.query_map.shape == (2, 10, 10)
         assert apart([torch.eye(10).expand(2, 10, 10)], [whole]) < 1e-6
-        shared = basis.maps([3, 10])["key_map"]
+        shared = basis.latents.maps([3, 10])["key_map"]
         assert torch.equal(shared[0], shared[2]), "query heads of one key head share its map"
         assert not shared[0][..., 3:].any(), "each key head has its own rank"
         assert bool(shared[3].flatten(0, 1).any(0).all())
@@ -597,7 +597,7 @@ def cut_by_hand():
 
 
 def test_behind_a_rotation_parameters_grow_and_the_cache_shrinks():
-    found = saving(*cut_by_hand())
+    found, _ = compute_saving(*cut_by_hand())
     # a key head and its three query heads: 4 × (48 × 10 + 10) numbers; two maps of 10 × 3 and of 10 × 7
     assert found["parameters"] == Pair(before=4 * 1960, after=3 * 1960 + 2 * 30 + 2 * 70)
     assert found["cache_bytes_per_token"] == Pair(before=4 * 20 * 4, after=(13 + 17 + 10 + 20) * 4)
@@ -609,10 +609,11 @@ def test_operations_break_even_at_the_length_told():
     choice, found = cut_by_hand()
     ranks = {site: [rank or 10 for rank in some] for site, some in choice.ranks.items()}  # nothing saved by a head of 0
     choice = replace(choice, ranks=ranks)
-    length, _ = keys_to_gain(choice, found)
+    length = compute_saving(choice, found)[0]["keys_to_gain"]
 
     def operations(keys):
-        pair = saving(choice, {site: replace(size, keys_seen=keys) for site, size in found.items()})["flops_per_token"]
+        sized = {site: replace(size, keys_seen=keys) for site, size in found.items()}
+        pair = compute_saving(choice, sized)[0]["flops_per_token"]
         return pair.after - pair.before
 
     assert length == pytest.approx((4 * 2 * 30 + 4 * 2 * 70) / (3 * 2 * (7 + 3)))
@@ -634,7 +635,10 @@ def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, for
     """Counted at few and at many keys: `demo` rotates nothing, so that its maps fold."""
     keys = 1 if form == "group=1" else 8
     size = replace(tiny_sizes(), query_width=128, key_width=128, head_dim=16)
-    found, latent = {None: size}, LatentSizes(heads=keys, keys=keys, rank=rank, before="before" in form)
+    found, latent = (
+        {next(iter(cut_by_hand()[1])): size},
+        LatentSizes(heads=keys, keys=keys, rank=rank, before="before" in form),
+    )
 
     def falls(seen):
         sized = replace(size, keys_seen=seen)
@@ -642,8 +646,9 @@ def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, for
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "_latents", lambda _choice, _site: [latent])
-        length, reason = keys_to_gain(None, found)
-    assert length is None
+        fields, reasons = compute_saving(None, found)
+    assert fields.get("keys_to_gain") is None
+    reason = reasons.get("keys_to_gain")
     assert (reason is None) == (says is None)
     assert falls(1e9) == (says is None and not latent.before) or latent.before
     if says is not None:
@@ -872,8 +877,8 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
     assert len(names) == len(read) > 1
     for name, rows in zip(names, read, strict=True):
         assert rows == [row for text, one in fed if text == name for row in one.inputs["input_ids"].tolist()]
-    without = found.bases(form.spelling, names[0])[sites[0]].latents.key_map
-    assert not torch.equal(without, found.bases(form.spelling)[sites[0]].latents.key_map), "the control"
+    without = found[form.spelling][names[0]][sites[0]].latents.key_map
+    assert not torch.equal(without, found[form.spelling][None][sites[0]].latents.key_map), "the control"
 
 
 def test_a_promise_beyond_the_budget_on_one_text_is_told_and_not_kept(report):

@@ -27,7 +27,7 @@ from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Si
 from attnlens.report.report import Report
 from attnlens.runs import differences
 from attnlens.runs.outputs import TokenLosses, evidence
-from attnlens.runs.swap.kernel_run import build_controls, format_spellings
+from attnlens.runs.swap.kernel_run import build_controls, format_kernels
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 16, "length": 64, "generate": 0}
@@ -132,13 +132,14 @@ def test_a_control_that_differs_by_layer_is_spelled_with_its_range() -> None:
     def same_size(*ranks: int) -> str:
         swaps = {site: Replacement(ranked(rank)) for site, rank in zip(sites, ranks, strict=True)}
         found = next(one for one in build_controls(swaps, shapes) if one.role == "same size")
-        return format_spellings(swap.kernel for swap in found.swaps.values())
+        assert found.model is not None
+        return format_kernels(swap.kernel for swap in found.model.swaps.values())
 
     assert same_size(4, 4, 4) == "sink-window:4,76", "the control"
     assert same_size(4, 4, 6) == "sink-window:4,76–84 by layer"
     assert same_size(4, 6, 16) == "sink-window:4,76–all by layer"
     assert (
-        format_spellings(map(parsed, ("window:2", "sink-window:1,2", "window:3")))
+        format_kernels(map(parsed, ("window:2", "sink-window:1,2", "window:3")))
         == "window:2–3/sink-window:1,2 by layer"
     )
 

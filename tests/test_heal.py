@@ -16,9 +16,8 @@ from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import course
 from attnlens.lab.heal import descent as room
-from attnlens.lab.heal.course import Course, shape, split
+from attnlens.lab.heal.descent import Descent, shape, split
 from attnlens.lab.heal.healer import Healer, trainable
 from attnlens.models import hooks, texts
 from attnlens.report.report import read_report
@@ -139,7 +138,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
-    train, back = split(Healer(demo, (), {}, "causal", "auto"), fed, 0)
+    train, back = split(Healer(demo, (), {}, "causal", "auto", HealOptions(Amount(200, "steps"))), fed)
     assert (len(train), len(back)) == (18, 2)
     places = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
     assert sorted(places[id(one.inputs)] for one in (*train, *back)) == list(range(20))
@@ -384,10 +383,10 @@ def healer(model, words, heads=None, **more):
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
     if more.get("fitted"):
         swaps = fit(model, sites, swaps, fed, lambda _: None)
-    made = Healer(model, sites, swaps, more.get("task", "causal"), "auto")
-    evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
     asked = HealOptions(Amount(more.get("steps", 6), "steps"))
-    return made, room.heal(made, fed, asked, 0, evaluate, lambda _: None)
+    made = Healer(model, sites, swaps, more.get("task", "causal"), "auto", asked)
+    evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
+    return made, room.heal(made, fed, evaluate, lambda _: None)
 
 
 @pytest.mark.parametrize("heads", [None, (0, 5)])
@@ -445,14 +444,14 @@ def test_a_kernel_without_a_gradient_is_refused_before_the_work():
 
 def stopping(monkeypatch, at):
     """Ctrl-C after so many training steps."""
-    honest = Course.advance
+    honest = Descent.advance
 
     def advance(self):
         if self.step == at:
             raise KeyboardInterrupt
         return honest(self)
 
-    monkeypatch.setattr(Course, "advance", advance)
+    monkeypatch.setattr(Descent, "advance", advance)
 
 
 def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path):
@@ -514,8 +513,8 @@ def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
 
 
 def test_a_stage_that_no_rate_makes_better_is_left_out(demo, monkeypatch):
-    monkeypatch.setattr(course, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
-    monkeypatch.setattr(course, "LEAST", 10.0)
+    monkeypatch.setattr(room, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
+    monkeypatch.setattr(room, "LEAST", 10.0)
     made, found = healer(demo, "rbf", steps=40)
     assert (found.best, len(found.curve)) == (0, 1)
     assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in found.stages] == [(0, 0, True)] * 2

@@ -18,19 +18,9 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import course, descent
-from attnlens.lab.heal.course import (
-    Distances,
-    adamw,
-    cut_parts,
-    descend,
-    measure_distances,
-    split,
-    transfer,
-    transfer_errors,
-)
-from attnlens.lab.heal.descent import heal
-from attnlens.lab.heal.healer import Healer, Trained
+from attnlens.lab.heal import descent
+from attnlens.lab.heal.descent import adamw, cut_parts, descend, heal, split
+from attnlens.lab.heal.healer import Distances, Healer, Trained, measure_distances, transfer, transfer_errors
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
@@ -43,11 +33,15 @@ from attnlens.runs.swap.fit import fit
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
 
-def prepared(model, words="rbf", task="causal", kind=Healer, **more):
+STEPS = HealOptions(Amount(3, "steps"))
+
+
+def prepared(model, words="rbf", task="causal", seed=0, **more):
     """A healer of all sites, and the batches that it reads."""
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
-    found = kind(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words))), task, "auto", **more)
+    swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words)))
+    found = Healer(model, sites, swaps, task, "auto", replace(STEPS, **more), seed)
     found.prepare(fed.batches[0])
     return found, fed
 
@@ -308,7 +302,7 @@ def test_a_latent_that_heads_share_is_trained_as_one(words):
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
     swaps = fit(model, sites, {site: hooks.Replacement(parsed(words)) for site in sites}, fed, lambda _: None)
-    healer = Healer(model, sites, swaps, "causal", "auto")
+    healer = Healer(model, sites, swaps, "causal", "auto", STEPS)
     healer.prepare(fed.batches[0])
     optimiser = adamw(healer.leaves, 1e-2)
     descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "transfer", 1e-2)
@@ -326,7 +320,7 @@ def test_a_latent_that_heads_share_is_trained_as_one(words):
 
 def test_blocks_that_are_computed_again_give_the_same_gradient(demo):
     plain, fed = prepared(demo)
-    again, _ = prepared(demo, recompute=True)
+    again, _ = prepared(demo, checkpointing=True)
     assert len(again.blocks) == 4
     one, two = (gradients(h, lambda h=h: h.descend(fed.batches[0].inputs, None, 1.0)) for h in (plain, again))
     for first, second in zip(one, two, strict=True):
@@ -354,9 +348,9 @@ class Planted:
 
 
 def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
-    monkeypatch.setattr(course, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
+    monkeypatch.setattr(descent, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
     planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
-    rate, tried = course.choose_rate(planted, "whole", [fed] * 8, fed)
+    rate, tried = descent.choose_rate(planted, "whole", [fed] * 8, fed)
     assert not planted.leaves[0].any(), "the numbers are put back"
     assert all(isinstance(one, HealingRate) for one in tried)
 
@@ -438,14 +432,7 @@ def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
 def test_heal_and_split_keep_training_text_apart(demo):
     """The order of training is drawn from the training batches alone."""
     healer, fed = prepared(demo)
-    train, back = split(healer, fed, 0)
+    train, back = split(healer, fed)
     assert not {id(one.inputs) for one in train} & {id(one.inputs) for one in back}
-    found = heal(
-        healer,
-        fed,
-        HealOptions(Amount(3, "steps")),
-        0,
-        lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None,
-        lambda _: None,
-    )
+    found = heal(healer, fed, lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None, lambda _: None)
     assert found.tokens == 3 * 8 * 16

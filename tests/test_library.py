@@ -444,7 +444,7 @@ def test_what_cannot_be_replaced_is_refused_before_the_block(case):
 
 
 def test_what_has_no_meaning_at_a_site_is_refused_by_its_name(demo):
-    with pytest.raises(UsageError, match=r"window is undefined in cross-attention .decoder.block.0.layer.1"):
+    with pytest.raises(UsageError, match=r"window:4 is undefined in cross-attention .decoder.block.0.layer.1"):
         attnlens.replaced(families.build("t5"), "window:4")
     assert attnlens.replaced(families.build("t5"), "window:4", part="encoder")
     with pytest.raises(UsageError, match="needs every pair of tokens"):

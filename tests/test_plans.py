@@ -137,7 +137,7 @@ def test_a_plan_of_a_grouped_model_serves_its_groups():
     again = attnlens.find_ranks(model, ranks=plan, **READ)
     assert again.plan.ranks == plan.ranks
     assert again.plan.ranks[0].heads == [0, 1, 2]
-    with pytest.raises(UsageError, match=r"serves query heads 0, 1, 2, 3 in the plan, but 0, 1, 2 in the model"):
+    with pytest.raises(UsageError, match=r"has heads \[0, 1, 2, 3\] in the plan, but \[0, 1, 2\] in the model"):
         attnlens.find_ranks(model, ranks=changed(plan, heads=[0, 1, 2, 3]), **READ)
 
 
@@ -147,9 +147,9 @@ MISFITS = {
         "key head 1 of model.layers.0.attn, which the model lacks",
     ),
     "more key heads": ({"kv_head": 8, "heads": [8]}, "key head 8 of transformer.h.0.attn, which the model lacks"),
-    "other groups": ({"heads": [1, 2]}, "key head 1 serves query heads 1, 2 in the plan, but 1 in the model"),
-    "wider heads": ({"head_dim": 64}, "key head 1 has 64 dimensions in the plan, but 16 in the model"),
-    "another order": ({"layer": 1}, r"is layer 1 \(decoder\) in the plan, but 0 \(decoder\) in the model"),
+    "other groups": ({"heads": [1, 2]}, r"has heads \[1, 2\] in the plan, but \[1\] in the model"),
+    "wider heads": ({"head_dim": 64}, "has head_dim 64 in the plan, but 16 in the model"),
+    "another order": ({"layer": 1}, "has layer 1 in the plan, but 0 in the model"),
 }
 
 

@@ -107,7 +107,7 @@ def test_a_peer_under_rope_and_biases_is_its_weights_changed_in_place():
     sites = tuple(found.site for found in hooks.survey(model, inputs))
     reads = rank_peers.read_sites(loaded(model), sites, [SimpleNamespace(inputs=inputs)])
     basis = rank_peers.build_basis(rank_peers.PEERS["Palu J-LRD"], reads[sites[0]])
-    kernel = parsed("rank:4,group=all,rotation=before").with_fitted(basis.maps([8]))
+    kernel = parsed("rank:4,group=all,rotation=before").with_fitted(basis.latents.maps([8]))
     with torch.no_grad():
         own = model(**inputs).logits
         with hooks.replace(model, sites, {sites[0]: hooks.Replacement(kernel)}):

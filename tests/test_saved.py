@@ -19,10 +19,9 @@ from attnlens.kernels import parsed
 from attnlens.models import hooks, texts
 from attnlens.runs.swap import saved as room
 from attnlens.runs.swap.fit import fit
-from attnlens.runs.swap.kernel_run import KernelRun
+from attnlens.runs.swap.kernel_run import KernelRun, changed_weights
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import UnsavedError, load_swapped, save_swapped
-from attnlens.runs.swap.session import changed_weights
 
 READ = {"windows": 4, "length": 16, "batch_size": 4} | BARE
 
@@ -51,14 +50,14 @@ def healed(demo, tmp_path_factory):
 def test_a_healed_model_comes_back_with_the_same_logits(demo, inputs, healed):
     folder, _, run, sites = healed
     own = outputs(demo.model, inputs)
-    with changed_weights(demo.model, run.weights), hooks.replace(demo.model, sites, run.last):
+    with changed_weights(demo.model, run.last.weights), hooks.replace(demo.model, sites, run.last.swaps):
         expected = outputs(demo.model, inputs)
     back = load_swapped(folder)
     assert apart(expected, outputs(back.model, inputs)) == 0
     assert apart(own, expected) > 1e-3, "the control: it is another model"
     assert back.kernel == "rbf:gamma=0.5"
     back.close()
-    with changed_weights(demo.model, run.weights):
+    with changed_weights(demo.model, run.last.weights):
         assert apart(outputs(demo.model, inputs), outputs(back.model, inputs)) == 0, "closed, its own kernel is back"
     assert back.model.config._attn_implementation == demo.model.config._attn_implementation
 
@@ -80,7 +79,7 @@ def test_the_folder_is_a_plain_model_without_pickles(demo, inputs, healed):
     suffixes = {path.suffix for path in folder.iterdir()}
     assert suffixes <= {".json", ".safetensors", ".txt", ".jinja"}
     plain = tf.AutoModelForCausalLM.from_pretrained(folder).eval()
-    with changed_weights(demo.model, run.weights):
+    with changed_weights(demo.model, run.last.weights):
         assert apart(outputs(demo.model, inputs), outputs(plain, inputs)) == 0
     assert tf.AutoTokenizer.from_pretrained(folder)("And God said")["input_ids"]
     facts = json.loads((folder / "attnlens.json").read_text())
@@ -214,17 +213,6 @@ def test_what_is_there_is_left_alone(demo, tmp_path):
     assert (tmp_path / ".model.part" / "file").read_text() == "mine"
     assert (tmp_path / ".attnlens-save-mine" / "file").read_text() == "mine"
     assert (tmp_path / "model").stat().st_mode & 0o777 == (tmp_path / "empty").stat().st_mode & 0o777
-
-
-def test_a_run_clears_what_a_killed_one_left_and_not_what_a_running_one_writes(demo, tmp_path):
-    with room._part(tmp_path) as running:
-        (running / "half").write_text("…")
-        dead = tmp_path / ".attnlens-save-dead"
-        shutil.copytree(running.parent, dead)
-        swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
-        assert not dead.exists()
-        assert (running / "half").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_full_disk_is_an_output_error_and_leaves_nothing(demo, tmp_path, monkeypatch):

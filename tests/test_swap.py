@@ -608,7 +608,7 @@ def test_out_of_memory_asks_for_a_smaller_batch(demo, monkeypatch, error):
             raise error
         return honest(model, fed, task)
 
-    monkeypatch.setattr("attnlens.runs.swap.session.run", greedy)
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.run", greedy)
     with pytest.raises(ModelError) as refusal:
         swap_kernel(demo, "rbf", windows=8, length=16, batch_size=8)
     assert refusal.value.problem == "Not enough memory for 8 sequences at once."
@@ -624,7 +624,7 @@ def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
     fed = batches(demo).batches[0].inputs
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences"), resources.enough_memory(fed):
         really_failing()
-    monkeypatch.setattr("attnlens.runs.swap.session.run", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.run", lambda *_: really_failing())
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
         swap_kernel(demo, "rbf", **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."
@@ -648,7 +648,7 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     def failing(*_):
         raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr("attnlens.runs.swap.session.run", failing)
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
 

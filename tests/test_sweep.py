@@ -13,7 +13,6 @@ from attnlens.maths.statistics import Design, false_discovery, paired_difference
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.runs.progress import Interrupted
-from attnlens.runs.swap import sweep as predictors
 from attnlens.runs.swap import sweep as room
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sweep import sweep, units
@@ -193,7 +192,7 @@ def test_an_interrupted_sweep_keeps_what_was_measured_before(demo, monkeypatch, 
         done.append(1)
         return sweep(*given)
 
-    monkeypatch.setattr(predictors, "sweep", interrupted)
+    monkeypatch.setattr("attnlens.runs.swap.kernel_run.sweep", interrupted)
     with pytest.raises(Interrupted) as stop:
         swap_kernel(demo, ["rbf", "linear"], sweep="layers", **READ)
     swept, left = stop.value.report.swaps

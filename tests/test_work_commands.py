@@ -28,7 +28,7 @@ from safetensors.torch import load, save
 
 import attnlens
 from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
-from attnlens.lab.heal.course import Course
+from attnlens.lab.heal.descent import Descent
 from attnlens.lab.ranks import search
 from attnlens.lab.ranks.pipeline import rank_work
 from attnlens.requests import RanksRequest, SwapRequest
@@ -125,7 +125,7 @@ def case(request, places) -> Case:
         "heal": lambda: Case(
             ["heal", "demo", "--kernel", "rbf", *words_of(HEALED)],
             lambda **more: attnlens.heal("demo", "rbf", **HEALED | more),
-            (Course, "advance"),
+            (Descent, "advance"),
             "*/*/heal-*.safetensors",
             2,
         ),
@@ -318,21 +318,21 @@ def test_an_interrupted_run_reports_the_kernels_that_it_measured(tmp_path):
 
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_healing_resumes_from_its_last_check_and_with_no_resume_begins_anew(resume, monkeypatch, tmp_path):
-    honest, steps = Course.advance, []
+    honest, steps = Descent.advance, []
 
-    def stops(self: Course) -> Any:
+    def stops(self: Descent) -> Any:
         if len(steps) == 13:
             raise KeyboardInterrupt
         steps.append(self.step)
         return honest(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Course, "advance", stops)
+        patch.setattr(Descent, "advance", stops)
         with pytest.raises(Interrupted) as stopped:
             attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
     assert stopped.value.report.swap.healing.interrupted
     assert finished(tmp_path) == [], "an interrupted kernel is not a finished one"
-    with counted(Course, "advance") as calls:
+    with counted(Descent, "advance") as calls:
         found = attnlens.heal("demo", "rbf", **HEALED, work=tmp_path, resume=resume)
     assert len(calls) == (14 if resume else 24)
     assert bytes_of(found) == bytes_of(attnlens.heal("demo", "rbf", **HEALED))
@@ -345,7 +345,7 @@ def test_a_damaged_state_of_a_healing_is_named_and_the_healing_begins_anew(monke
     monkeypatch.undo()
     [state] = tmp_path.glob("*/*/heal-*.safetensors")
     state.write_bytes(state.read_bytes()[:-1])
-    with counted(Course, "advance") as calls:
+    with counted(Descent, "advance") as calls:
         attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
     assert len(calls) == 24
     assert f"it is kept as {state.name}.damaged" in caplog.text
@@ -550,7 +550,7 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(monkeypatch, tmp_pat
 
     options = SMALL | {"sweep": "layers", "work": tmp_path / "work", "save": tmp_path / "model"}
     with monkeypatch.context() as patch, counted(SweptBatch, "losses") as calls:
-        patch.setattr("attnlens.runs.swap.kernel_run.save_swapped", full)
+        patch.setattr("attnlens.runs.swap.pipeline.save_swapped", full)
         with pytest.raises(UnsavedError):
             attnlens.swap_kernel("demo", "rbf", **options)
     assert len(calls) == 4

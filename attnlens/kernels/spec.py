@@ -105,10 +105,6 @@ class Kernel:
         """Whether key heads share its fitted parameters, so that it cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
-    def leaves(self, key_heads: int) -> int:
-        """Return the number of key heads in its last latent if that is fewer than in the others; else 0."""
-        return key_heads % min(int(self.parameters.get("group", 1)), key_heads)
-
     def of_head(self, index: int) -> Kernel:
         """Return the kernel of one of the heads that it is fitted to, by index among them."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}

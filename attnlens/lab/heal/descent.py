@@ -10,38 +10,38 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnlens.choices import HealingStage
-from attnlens.errors import ModelError
-from attnlens.lab.heal.course import (
-    SLOWER,
-    STAGES,
-    STEPS,
-    Course,
-    Distances,
-    choose_rate,
-    cut_parts,
-    measure_distances,
-    set_values,
-    split,
-)
-from attnlens.lab.heal.healer import Healer
-from attnlens.models import hooks
-from attnlens.models.texts import Batches, sequences_in
-from attnlens.models.texts.targets import Fed
-from attnlens.records import Healing, HealingStep, HealingTraining
-from attnlens.requests.swap import HealOptions
+from attnlens.choices import HealingGoal, HealingStage
+from attnlens.errors import ModelError, TextError
+from attnlens.lab.heal.healer import Distances, Healer, measure_distances, transfer
+from attnlens.models import hooks, texts
+from attnlens.models.texts import Batches
+from attnlens.models.texts.sequences import choose_windows
+from attnlens.models.texts.targets import Fed, feed
+from attnlens.records import Healing, HealingRate, HealingStep, HealingTraining
+from attnlens.runs.outputs import tokens_in
 from attnlens.runs.progress import Tell
 from attnlens.runs.store import Store
-from attnlens.runs.swap.session import changed_weights
+from attnlens.runs.swap.kernel_run import changed_weights
 
-COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
-"""Fields of a `Course` that are stored without conversion."""
+SHARE, MOST, A_BATCH = 0.125, 4, 40
+"""Held-out batches: share of the calibration batches, maximum number, and training batches per held-out batch, so that
+checks take less time than training."""
+STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages in order
+TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
+"""Share of the total work at which attention transfer ends at the latest, by goal. Tuned on `demo`: per token, transfer
+gains more than end-to-end training, but it does not learn a new text."""
+WARM_UP = 20  # warm-up steps of the learning rate, at most a tenth of the stage's steps
+LOWEST = 0.02  # share of the learning rate at the end of the cosine decay
+BETAS = 0.9, 0.95
+"""AdamW's β₁ and β₂. With few steps, the usual β₂ = 0.999 is dominated by the larger gradients of the first steps."""
+LONGEST = 1.0  # maximum gradient norm, for clipping
+STATE = ("stage", "begun", "rate", "within", "step", "tokens", "order", "best", "least", "ended")
+"""Fields of a `Descent` that are stored without conversion."""
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100
 """Number of held-out checks during a healing: the default, the minimum for few steps, and the maximum for many."""
-NEAR, APART = 4, 50
-"""Approximate minimum and maximum number of steps between two checks."""
+NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
 PATIENCE, FEWEST = 0.3, 3
 """Early stopping: share of a stage's work, and number of checks, within which the distance must fall significantly."""
 STEPS_WANTED = 400
@@ -49,61 +49,100 @@ STEPS_WANTED = 400
 steps than in 200, and little more in 800."""
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
 """Shares of the total work at which the loss on the evaluation text is measured for the figure."""
-Evaluate = Callable[[], float | None]
-"""Function that returns the current model's loss on the evaluation text."""
+ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
 
 
 def heal(
     healer: Healer,
     batches: Batches,
-    options: HealOptions,
-    seed: int,
-    evaluate: Evaluate,
+    evaluate: Callable[[], float | None],
     progress: Tell,
     state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
     """Train for the requested amount, stage by stage, and end with the parameters of the smallest held-out distance.
 
-    While no check of a stage improves on its start, the stage restarts with smaller steps. It ends early if checks no
-    longer improve significantly. With `state`, each check stores the state, from which a killed healing resumes. After
-    the first checked step, Ctrl-C ends the healing early and sets `healer.interrupted`. Raises TextError for fewer than
-    two batches, ModelError if the initial distance is not finite.
+    A stage restarts with smaller steps until a check improves on its start, and ends once checks no longer improve
+    significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the state, from
+    which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`. Raises TextError for
+    fewer than two batches, ModelError if the initial distance is not finite.
     """
-    size = sequences_in(batches.batches[0].inputs)
-    train, held_out = split(healer, batches, seed, _estimate_batches(options, size, batches.tokens))
+    amount, size = healer.options.amount, texts.sequences_in(batches.batches[0].inputs)
+    train, held_out = split(healer, batches)
     healer.prepare(batches.batches[0])
-    batch = options.batch  # sequences per step; None: a batch
-    if batch is None and options.amount.unit == "tokens" and batches.tokens:
-        batch = int(max(1, min(size, options.amount.number / batches.tokens / STEPS_WANTED)))
-    parts, per_step = cut_parts(train, batch)
-    course = Course(healer, parts, per_step, options.amount, torch.Generator().manual_seed(seed))
-    work = Descent(course, held_out, evaluate, progress, state, patient=options.control)
+    batch = healer.options.batch  # sequences per step; None: a batch
+    if batch is None and amount.unit == "tokens" and batches.tokens:
+        batch = int(max(1, min(size, amount.number / batches.tokens / STEPS_WANTED)))
+    work = Descent(healer, *cut_parts(train, batch), held_out, evaluate, progress, state)
     saved = None if state is None or not state[0].resume else state[0].load(state[1])
     try:
         if saved is None:
-            work.check(0)
+            work.check()
         else:
             work.restore(saved)
-            stages = stages[stages.index(course.stage) :]
+            stages = stages[stages.index(work.stage) :]
         for stage in stages:
-            work.train(stage)
+            work.run_stage(stage)
     except KeyboardInterrupt:
         if len(work.curve) < 2:
             raise
         healer.interrupted = True
-    return work.finish(options, sequences_in(parts[0].inputs) * per_step)
+    return work.finish()
+
+
+def split(healer: Healer, batches: Batches) -> tuple[list[Fed], list[Fed]]:
+    """Split into training and held-out batches, spread over the texts; raise TextError for fewer than two batches."""
+    if len(batches) < 2:
+        raise TextError(
+            "Healing needs at least two batches of calibration text: one to train on, one to choose the best step.",
+            "Give a longer text with --calibration, or a smaller --batch-size.",
+        )
+    if healer.options.goal == "text":
+        fed = feed(healer.loaded, batches, healer.task, healer.seed)
+    else:
+        fed = [Fed(batch.inputs, None) for batch in batches]
+    amount, size = healer.options.amount, texts.sequences_in(batches.batches[0].inputs)
+    if amount.unit == "tokens":
+        trained = amount.number / max(1, size * batches.tokens)  # number of training batches
+    else:  # a time may suffice for MOST_CHECKS steps
+        steps = amount.number if amount.unit == "steps" else MOST_CHECKS
+        trained = steps * max(1.0, (healer.options.batch or size) / size)
+    count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
+    held_out = choose_windows(len(batches), count, "spread", seed=0)
+    return [batch for number, batch in enumerate(fed) if number not in held_out], [fed[number] for number in held_out]
+
+
+def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
+    """Cut batches into parts of at most `size` sequences; also return the number of parts per step."""
+    whole = texts.sequences_in(fed[0].inputs)
+    if size is None or size >= whole:
+        return list(fed), -(-(size or whole) // whole)
+    parts = []
+    for batch in fed:
+        count = texts.sequences_in(batch.inputs)
+        parts += [batch] if count == 1 else [batch.rows(start, start + size) for start in range(0, count, size)]
+    return parts, 1
 
 
 @dataclass
 class Descent:
-    """A healing in progress: its course, its checks and its records."""
+    """A healing in progress: its learning rate schedule, its checks and its records."""
 
-    course: Course
+    healer: Healer
+    train: Sequence[Fed]  # training text, in parts that run as one batch
+    per_step: int  # parts per step
     held_out: Sequence[Fed]  # batches on which distances are measured
-    evaluate: Evaluate
+    evaluate: Callable[[], float | None]
     progress: Tell
     state: tuple[Store, str] | None  # the store of the state, and its name there
+    order: list[int] = field(default_factory=list)  # parts left in this epoch, next one last
+    stage: HealingStage = "transfer"
+    begun: float = 0.0  # share of the total work at which the stage started
+    step: int = 0
+    tokens: int = 0
+    spent: float = 0.0  # seconds of previous sessions
+    within: int = 0  # steps of this stage at the current rate
+    rate: float = 0.0
     best: int = 0  # step with the smallest distance so far
     least: float = math.inf  # its distance
     values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
@@ -113,134 +152,178 @@ class Descent:
     """Checks of the current stage: share of the total work, and the distances."""
     resumed: bool = False
     ended: bool = False  # True if the stage is over
-    patient: bool = False  # True: no stage ends early or is skipped, so that a control trains equally long
     reported: int = 0  # amount reported to `progress` so far
 
+    def __post_init__(self) -> None:
+        """Create the optimiser, and estimate the share of the total work per step; 0 if the amount is a time."""
+        self.start, self.amount = time.monotonic(), self.healer.options.amount
+        self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the text
+        self.optimiser = adamw(self.healer.leaves, self.rate)
+        step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
+        self.one_step = {"steps": 1.0, "tokens": step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
+        self.planned = 1 / self.one_step if self.one_step else 1e9  # steps; a time does not bound them
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of healing, over all sessions."""
+        return self.spent + time.monotonic() - self.start
+
+    @property
+    def done(self) -> float:
+        """Finished work, in the unit of the amount."""
+        return {"steps": self.step, "tokens": self.tokens, "seconds": self.seconds}[self.amount.unit]
+
+    @property
+    def share(self) -> float:
+        """Finished share of the total work, at most 1."""
+        return min(1.0, self.done / self.amount.number)
+
+    @property
+    def end(self) -> float:
+        """Share of the total work at which the stage ends."""
+        return TRANSFER[self.healer.options.goal] if self.stage == "transfer" else 1.0
+
+    @property
+    def over(self) -> bool:
+        """True if the stage has used its share of the work; attention transfer leaves one step for the next stage."""
+        if self.stage == "whole":
+            return self.share >= 1
+        return self.share + self.one_step > self.end + ROUNDING or self.share >= self.end
+
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore a state that `_store` has saved."""
-        course, leaves = self.course, self.course.healer.leaves
-        for name in COURSE:
-            setattr(course, name, saved["course"][name])
-        course.spent = saved["seconds"]
-        course.generator.set_state(saved["generator"])
-        set_values(leaves, saved["now"])
-        self.best, self.least, values = saved["best"]
-        self.values = [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
-        course.optimiser.load_state_dict({**course.optimiser.state_dict(), "state": saved["moments"]})
+        """Restore a state that `_store_state` has saved."""
+        for name in STATE:
+            setattr(self, name, saved["fields"][name])
+        self.spent, self.resumed = saved["seconds"], True
+        self.generator.set_state(saved["generator"])
+        set_values(self.healer.leaves, saved["now"])
+        self.values = [best.to(leaf.device) for best, leaf in zip(saved["values"], self.healer.leaves, strict=True)]
+        self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": saved["moments"]})
         self.history = [(share, Distances(each, counts)) for share, each, counts in saved["history"]]
         self.curve = [HealingStep.model_validate(step) for step in saved["curve"]]
         self.trainings = [HealingTraining.model_validate(training) for training in saved["trainings"]]
-        self.ended, self.resumed = saved["ended"], True
         self._report_progress()
 
-    def _store(self, store: Store, name: str) -> None:
+    def _store_state(self, store: Store, name: str) -> None:
         value = {
-            "course": {name: getattr(self.course, name) for name in COURSE},
-            "seconds": self.course.seconds,
-            "generator": self.course.generator.get_state(),
-            "now": self.course.healer.leaves,
-            "moments": self.course.optimiser.state_dict()["state"],
-            "best": [self.best, self.least, self.values],
+            "fields": {name: getattr(self, name) for name in STATE},
+            "seconds": self.seconds,
+            "generator": self.generator.get_state(),
+            "now": self.healer.leaves,
+            "moments": self.optimiser.state_dict()["state"],
+            "values": self.values,
             "history": [[share, distances.each, distances.counts] for share, distances in self.history],
             "curve": [step.model_dump() for step in self.curve],
             "trainings": [training.model_dump() for training in self.trainings],
-            "ended": self.ended,
         }
         store.keep(name, value)
 
-    def train(self, stage: HealingStage) -> None:
+    def run_stage(self, stage: HealingStage) -> None:
         """Run a stage to its end, with a check whenever one is due."""
-        course = self.course
         if not self.resumed:
-            course.stage, course.begun = stage, course.share
-            if course.over:
+            self.stage, self.begun = stage, self.share
+            if self.over:
                 return
-            self._start(stage)
+            self._start_stage()
         self.resumed = False
-        while not (self.ended or (course.over and course.step)):  # at least one step, even if the time is over
+        while not (self.ended or (self.over and self.step)):  # at least one step, even if the time is over
             started = time.monotonic()
-            tokens = course.advance()
+            tokens = self.advance()
             training = self.trainings[-1]
             tokens, seconds = training.tokens + tokens, training.seconds + time.monotonic() - started
             speed = tokens / seconds if seconds > 0 else None
             self._update_training(steps=training.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
             self._report_progress()
-            if self._is_due() or course.over:
+            if self._is_due() or self.over:
                 self._run_check()
 
-    def _start(self, stage: HealingStage) -> None:
-        """Start a stage from the best parameters so far, with the learning rate that a range test chooses."""
-        course, leaves = self.course, self.course.healer.leaves
-        set_values(leaves, self.values)
-        planned = 1 / course.one_step if course.one_step else 1e9  # a time does not bound the steps
-        count = max(1, min(STEPS, round(planned / 10)))
-        endless = cycle(course.train)  # batches in order, repeated, grouped by step
-        steps = [list(islice(endless, course.per_step)) for _ in range(count)]
-        rate, tried = choose_rate(course.healer, stage, steps, self.held_out[:1])
-        if not rate and self.patient:
+    def _start_stage(self) -> None:
+        """Start the stage from the best parameters so far, with the learning rate that a range test chooses."""
+        set_values(self.healer.leaves, self.values)
+        count = max(1, min(STEPS, round(self.planned / 10)))
+        endless = cycle(self.train)  # batches in order, repeated, grouped by step
+        steps = [list(islice(endless, self.per_step)) for _ in range(count)]
+        rate, tried = choose_rate(self.healer, self.stage, steps, self.held_out[:1])
+        if not rate and self.healer.options.control:
             rate = min(trial.rate for trial in tried)
-        course.begin(stage, rate)
-        self.history = [(course.share, measure_distances(course.healer, self.held_out, stage))]
+        self._begin(rate)
+        self.history = [(self.share, measure_distances(self.healer, self.held_out, self.stage))]
         self.ended = rate == 0
-        training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
+        training = HealingTraining(stage=self.stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
+
+    def _begin(self, rate: float) -> None:
+        """Start the stage from the current parameters, or restart it at another rate, with a new optimiser."""
+        self.begun, self.rate, self.within = self.share, rate, 0
+        self.optimiser = adamw(self.healer.leaves, rate)
+
+    def advance(self) -> int:
+        """Make one training step and return its number of tokens."""
+        parts = []
+        for _ in range(self.per_step):
+            self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()
+            parts.append(self.train[self.order.pop()])
+        length = self.end - self.begun
+        steps = length / self.one_step if self.one_step else math.inf
+        factor = shape(self.within, (self.share - self.begun) / length if length > 0 else 1.0, steps)
+        descend(self.healer, self.optimiser, parts, self.stage, self.rate * factor)
+        tokens = sum(map(tokens_in, parts))
+        self.step, self.within, self.tokens = self.step + 1, self.within + 1, self.tokens + tokens
+        return tokens
 
     def _run_check(self) -> None:
         """Run a check: keep the best parameters, decide whether the stage continues, and save the state."""
-        course = self.course
-        whole = self.check(course.step)
-        distances = whole if course.stage == "whole" else measure_distances(course.healer, self.held_out, course.stage)
-        self.history.append((course.share, distances))
+        distances = self.check()
+        if self.stage == "transfer":
+            distances = measure_distances(self.healer, self.held_out, self.stage)
+        self.history.append((self.share, distances))
         improved = any(distances.mean < self.history[0][1].mean for _, distances in self.history)
-        if not improved and not course.over:  # restart the stage with smaller steps
-            set_values(course.healer.leaves, self.values)
-            first_rate = self.trainings[-1].lowered_from or course.rate
-            course.begin(course.stage, course.rate * SLOWER)
-            self._update_training(learning_rate=course.rate, lowered_from=first_rate)
-        # end the stage if the distance has not fallen significantly within its last PATIENCE
-        since = self.history[-1][0] - PATIENCE * (course.end - course.begun)
+        if not improved and not self.over:  # restart the stage with smaller steps
+            set_values(self.healer.leaves, self.values)
+            first_rate = self.trainings[-1].lowered_from or self.rate
+            self._begin(self.rate * SLOWER)
+            self._update_training(learning_rate=self.rate, lowered_from=first_rate)
+        # end the stage if the distance has not fallen significantly within its last PATIENCE; with a control, both
+        # models train equally long
+        since = self.history[-1][0] - PATIENCE * (self.end - self.begun)
         before = [distances for at, distances in self.history[:-FEWEST] if at <= since]
-        self.ended = not self.patient and bool(before) and not self.history[-1][1].falls_from(before[-1])
-        if self.ended and not course.over:
+        patient = self.healer.options.control
+        self.ended = not patient and bool(before) and not self.history[-1][1].falls_from(before[-1])
+        if self.ended and not self.over:
             self._update_training(stopped=True)
         if self.state is not None:
-            self._store(*self.state)
+            self._store_state(*self.state)
 
-    def check(self, step: int) -> Distances:
+    def check(self) -> Distances:
         """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
-        course = self.course
-        distances = measure_distances(course.healer, self.held_out)
-        if step == 0 and not distances.finite:
-            raise ModelError(
-                "The training loss of the swapped model is not finite, so it cannot be healed.",
-                "Try --fit, or fewer layers.",
-            )
+        distances = measure_distances(self.healer, self.held_out)
+        if self.step == 0 and not distances.finite:
+            problem = "The training loss of the swapped model is not finite, so it cannot be healed."
+            raise ModelError(problem, "Try --fit, or fewer layers.")
         if distances.mean < self.least:  # strict: keeps the first of equal steps
-            self.best, self.least = step, distances.mean
-            self.values = [leaf.detach().clone() for leaf in course.healer.leaves]
-        share, points = course.share, sum(step.loss is not None for step in self.curve)
-        due = points < len(DRAWN) and share >= DRAWN[points] - 1e-9  # 1e-9: rounding of shares
-        drawn = not self.curve or due or share >= 1
+            self.best, self.least = self.step, distances.mean
+            self.values = [leaf.detach().clone() for leaf in self.healer.leaves]
+        points = sum(step.loss is not None for step in self.curve)
+        due = points < len(DRAWN) and self.share >= DRAWN[points] - ROUNDING
         point = HealingStep(
-            step=step,
+            step=self.step,
             validation=distances.mean if distances.finite else None,
-            loss=self._evaluation_loss() if drawn else None,
-            tokens=course.tokens,
-            stage=course.stage if step else None,
+            loss=self._evaluation_loss() if due or not self.curve or self.share >= 1 else None,
+            tokens=self.tokens,
+            stage=self.stage if self.step else None,
         )
         self.curve.append(point)
         return distances
 
     def _is_due(self) -> bool:
         """Check whether a check is due: in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
-        course = self.course
-        planned = 1 / course.one_step if course.one_step else course.amount.number
+        planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
-        last = self.history[-1][0]  # 1e-9 below: rounding of shares
-        return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
+        now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))
+        return now > last
 
     def _evaluation_loss(self) -> float | None:
-        healer = self.course.healer
+        healer = self.healer
         with (
             changed_weights(healer.loaded.model, healer.values()),
             hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
@@ -251,39 +334,107 @@ class Descent:
         self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
 
     def _report_progress(self) -> None:
-        done = int(min(self.course.done, self.course.amount.number))
+        done = int(min(self.done, self.amount.number))
         self.progress(done - self.reported)
         self.reported = done
 
-    def finish(self, options: HealOptions, batch: int) -> Healing:
+    def finish(self) -> Healing:
         """Restore the best parameters and build the record."""
-        course, healer = self.course, self.course.healer
+        healer, options = self.healer, self.healer.options
         set_values(healer.leaves, self.values)
         for index, point in enumerate(self.curve):
             if point.step == self.best and point.loss is None:
                 self.curve[index] = point.model_copy(update={"loss": self._evaluation_loss()})
         rates = [training.learning_rate for training in self.trainings if training.steps]
         return Healing(
-            steps=int(options.amount.number) if options.amount.unit == "steps" else course.step,
+            steps=int(self.amount.number) if self.amount.unit == "steps" else self.step,
             best=self.best,
             parameters=healer.count,
             learning_rate=rates[-1] if rates else 0.0,
             curve=self.curve,
-            amount=str(options.amount),
-            goal=healer.goal,
+            amount=str(self.amount),
+            goal=options.goal,
             rank=options.rank,
-            batch=batch,
-            tokens=course.tokens,
-            seconds=course.seconds,
+            batch=texts.sequences_in(self.train[0].inputs) * self.per_step,
+            tokens=self.tokens,
+            seconds=self.seconds,
             stages=self.trainings,
             interrupted=healer.interrupted,
-            **{} if healer.eta is None else {"eta": healer.eta, "ksvd_convention": healer.convention},
+            **{} if options.eta is None else {"eta": options.eta, "ksvd_convention": options.convention},
         )
 
 
-def _estimate_batches(options: HealOptions, size: int, tokens: int) -> float:
-    """Estimate the number of training batches of `size` sequences; MOST_CHECKS steps if the amount is a time."""
-    number, unit = options.amount.number, options.amount.unit
-    if unit == "tokens":
-        return number / max(1, size * tokens)
-    return (number if unit == "steps" else MOST_CHECKS) * max(1.0, (options.batch or size) / size)
+def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy these values into the leaves."""
+    with torch.no_grad():
+        for leaf, value in zip(leaves, values, strict=True):
+            leaf.copy_(value)
+
+
+def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
+    """Build AdamW without weight decay, because the leaves are changes of weights."""
+    return torch.optim.AdamW(list(leaves), lr=rate, betas=BETAS, weight_decay=0.0)
+
+
+def shape(step: int, share: float, steps: float) -> float:
+    """Return min(1, (step + 1) / warm-up) times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1."""
+    warm = min(WARM_UP, max(1, steps // 10))
+    fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2
+    return min(1.0, (step + 1) / warm) * (LOWEST + (1 - LOWEST) * fall)
+
+
+def descend(
+    healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage, rate: float
+) -> None:
+    """Make one optimiser step on the mean loss over all tokens of `parts`, with summed and clipped gradients."""
+    optimiser.param_groups[0]["lr"] = rate
+    optimiser.zero_grad()
+    counts = [tokens_in(part) for part in parts]
+    for part, count in zip(parts, counts, strict=True):
+        weight = count / sum(counts)
+        if stage == "transfer":
+            transfer(healer, part.inputs, weight)
+        else:
+            healer.descend(part.inputs, part.targets, weight)
+    nn.utils.clip_grad_norm_(healer.leaves, LONGEST)
+    optimiser.step()
+
+
+RATES: dict[HealingStage, tuple[float, ...]] = {
+    "transfer": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+}
+"""Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
+SLOWER, LEAST = 0.1, 1e-7
+"""If no rate improves on the start, the smallest is multiplied by SLOWER and tried, down to LEAST."""
+STEPS = 8  # steps per tried rate, over which it rises and falls; at most a tenth of all planned steps
+ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
+
+
+def choose_rate(
+    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
+) -> tuple[float, list[HealingRate]]:
+    """Return the largest rate with ENOUGH of the largest reduction of the held-out distance (or 0), and all tried."""
+    before = [leaf.detach().clone() for leaf in healer.leaves]
+    start = measure_distances(healer, held_out, stage).mean
+    half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others
+    distances: dict[float, float] = {}  # by rate; ∞ if not finite
+
+    def try_rate(rate: float) -> None:
+        optimiser = adamw(healer.leaves, rate)
+        for number, parts in enumerate(steps):
+            descend(healer, optimiser, parts, stage, rate * min(number + 1, len(steps) - number) / half)
+        distances[rate] = measure_distances(healer, held_out, stage).mean
+        set_values(healer.leaves, before)
+
+    def enough(rate: float) -> bool:
+        return start - distances[rate] >= ENOUGH * (start - min(distances.values()))
+
+    for rate in RATES[stage]:
+        try_rate(rate)
+        if not enough(rate):
+            break
+    while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
+        try_rate(min(distances) * SLOWER)
+    tried = [HealingRate(rate=rate, validation=None if math.isinf(d) else d) for rate, d in distances.items()]
+    return 0.0 if min(distances.values()) >= start else max(filter(enough, distances)), tried

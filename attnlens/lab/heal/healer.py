@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,30 +15,33 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from attnlens.choices import HealingGoal
+from attnlens.choices import HealingStage
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
 from attnlens.kernels.attention.primal_scores import regulariser
 from attnlens.kernels.lowrank import copies
 from attnlens.maths.ksvd import Convention
+from attnlens.maths.statistics import paired_difference
+from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Site, Task
-from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions
+from attnlens.requests.swap import HealOptions
+from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
 
 
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of the swapped sites' weights (two axes or more) that select the entries to train.
+    """Return masks of the swapped sites' weights (two axes or more): 1 for the entries to train.
 
-    An entry is 1 if it affects queries or keys of swapped heads, but neither values nor other heads' queries and keys.
-    Computed from gradients, so any layout works: fused, interleaved, shared by several heads or sites.
+    These affect queries or keys of swapped heads alone, according to gradients, so that any layout works: fused,
+    interleaved, shared by several heads or sites.
     """
     short = texts.first(inputs, 1)
     affecting: dict[str, Tensor] = {}  # entries that affect queries and keys of swapped heads
@@ -89,8 +93,7 @@ class Trained:
     change: Tensor  # added to the initial value; a float32 leaf
     mask: Tensor | None = None
     """Factor of the change: 1 for the entries to train of a weight, or a step size; None: 1 everywhere."""
-    rows: Tensor | None = None
-    """Row of `start` of each head, if heads share rows; None: each head has its own."""
+    rows: Tensor | None = None  # row of `start` of each head, if heads share rows; None: each head has its own
     right: Tensor | None = None
     """V (columns, R) of a low-rank change mask ∘ (U Vᵀ), where `change` is U (Hu et al. 2022, Eq. 3)."""
 
@@ -143,56 +146,43 @@ class Healer:
     swaps: hooks.Swaps
     task: Task
     path: Route
-    eta: float | None = None  # weight of the KSVD regulariser; None for kernels without one
-    convention: Convention = "paper"  # convention of the regulariser's objective J
-    goal: HealingGoal = "teacher"  # target: the original model's predictions, or the text
-    rank: int | None = None  # rank of each weight's change; None: unconstrained
+    options: HealOptions
     seed: int = 0  # seed of low-rank changes, combined with the name of each weight
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
-    recompute: bool = False
-    """True: recompute activations inside the model's blocks in the backward pass instead of storing them."""
-    blocks: list[nn.Module] = field(default_factory=list)  # blocks to recompute
+    blocks: list[nn.Module] = field(default_factory=list)
+    """Blocks whose activations are recomputed in the backward pass instead of stored."""
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: Batch) -> None:
-        """Create the trainable changes of weights and kernel parameters; raise ModelError if there are no such weights.
-
-        These are the entries that `trainable` selects, and the kernels' trainable parameters (for primal its maps too),
-        which start at their fitted or else typed values.
-        """
+        """Create the changes of the weights that `trainable` selects, and of kernel parameters; ModelError if none."""
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError(
                 "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which does not train."
             )
         self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
-        if self.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
+        if self.options.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
                     multipliers = (fitted["log_multipliers"] + fitted["tokens"].log()[:, None]) / 2
                     kernel = swap.kernel.with_fitted({**fitted, "log_multipliers": multipliers})
                     self.swaps = {**self.swaps, site: hooks.Replacement(kernel, swap.heads)}
-        by_name = dict(self.loaded.model.named_parameters())
+        by_name, rank = dict(self.loaded.model.named_parameters()), self.options.rank
         for name, mask in masks.items():
-            if self.rank is None or self.rank >= min(by_name[name].flatten(1).shape):
+            if rank is None or rank >= min(by_name[name].flatten(1).shape):
                 self.weights[name] = Trained.of(by_name[name], mask)
             else:
                 # the seed depends on the name, so that weights of equal shape draw different V
                 seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
-                self.weights[name] = Trained.of_rank(by_name[name], mask, self.rank, seed)
-        if self.recompute:
+                self.weights[name] = Trained.of_rank(by_name[name], mask, rank, seed)
+        if self.options.checkpointing:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
-            if not self.blocks:
-                raise ModelError(
-                    "Checkpointing needs blocks that run exactly once per forward pass; this model has none.",
-                    "Disable checkpointing.",
-                )
         for site, swap in self.swaps.items():
-            shared = copies(swap.kernel.fitted)
+            shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.convention)
             self.parameters[site] = {
-                name: Trained.of(part.float(), _step_sizes(name, swap.kernel, self.convention), shared.get(name))
+                name: Trained.of(part.float(), sizes(name), shared.get(name))
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.trainable
             }
@@ -218,59 +208,71 @@ class Healer:
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss to the leaves.
-
-        J² of each primal layer is part of the loss (Chen et al. 2023, section 3.3). The student stays active in the
-        backward pass, which may recompute blocks.
-        """
+        """Add `weight` times the gradient of the loss, with J² of primal layers (Chen et al. 2023, section 3.3)."""
         penalties: list[Tensor] = []
-        original = self._run_original(inputs, targets)
-        with torch.enable_grad(), self._student(penalties), _apply_checkpointing(self.blocks):
-            losses, _ = self._compute_losses(inputs, targets, original)
+        with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def penalty(self, penalties: list[Tensor]) -> Tensor | float:
-        """Return η times the sum of the layers' regularisers (their mean by convention `code`); 0 if there are none."""
-        if not self.eta or not penalties:
-            return 0.0
-        squares = torch.stack(penalties)
-        return self.eta * (squares.sum() if self.convention == "paper" else squares.mean())
-
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean distance of each sequence with compared tokens, and their number."""
-        original = self._run_original(inputs, targets)
-        with torch.no_grad(), self._student():
-            losses, owners = self._compute_losses(inputs, targets, original)
-        return owned_means(losses, owners, texts.sequences_in(inputs))
+        with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
+            return owned_means(losses, owners, texts.sequences_in(inputs))
 
-    def _run_original(self, inputs: Mapping[str, Tensor], targets: Tensor | None) -> Tensor | None:
-        """Compute the original model's logits, or states if it is headless; None if the text is the goal."""
-        if self.goal == "text" and targets is not None:
+    def penalty(self, penalties: list[Tensor]) -> Tensor | float:
+        """Return η times the sum of the layers' regularisers (their mean by convention `code`); 0 if there are none."""
+        if not self.options.eta or not penalties:
+            return 0.0
+        squares = torch.stack(penalties)
+        return self.options.eta * (squares.sum() if self.options.convention == "paper" else squares.mean())
+
+    def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None] | None:
+        """Return a function that appends J² of an attention call to `penalties`; None if it is not part of the loss."""
+        if not self.options.eta:
             return None
-        with torch.no_grad():
-            return self._run(inputs)
 
-    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        result = hooks.forward(self.loaded.model, inputs, **output_options(self.task))
-        return states_of(result) if self.task == "hidden" else logits_of(result)
+        def visit(site: Site, call: Call) -> None:
+            swap = swaps[site]
+            part = call if swap.heads is None else call.select(swap.heads)
+            penalties.append(regulariser(part, swap.kernel, self.options.convention))
 
-    def _compute_losses(
-        self, inputs: Mapping[str, Tensor], targets: Tensor | None, original: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the student's loss at each compared token, and the number of its sequence.
+        return visit
+
+    @contextmanager
+    def run_student(
+        self, inputs: Mapping[str, Tensor], targets: Tensor | None, penalties: list[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the student; yield its loss at each compared token, and the number of the token's sequence.
 
         The loss is KL(original ‖ swapped) at real tokens in nats, for headless models 1 − cosine of the states, for the
-        goal `text` the cross-entropy of `targets` in nats.
+        goal `text` the cross-entropy of `targets` in nats. Swapped kernels and trained weights stay in place inside the
+        block, because the backward pass may recompute blocks. J² of primal layers are added to `penalties`.
         """
-        if original is None:
-            result = hooks.forward(self.loaded.model, inputs, **output_options(self.task))
-            assert targets is not None  # noqa: S101  # there is no original only for a text's targets
-            logits, predicted = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
-            assert logits is not None  # noqa: S101  # a model without predictions has no targets
-            losses = nn.functional.cross_entropy(logits, targets[predicted], reduction="none")
-            return losses, predicted.nonzero()[:, 0]
-        new, owners = self._run(inputs), owners_of(original, inputs)
+        model, options = self.loaded.model, output_options(self.task)
+        text = targets if self.options.goal == "text" else None
+        with torch.no_grad():
+            original = None if text is not None else self._select_output(hooks.forward(model, inputs, **options))
+        swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
+        with (
+            hooks.replace(model, self.sites, swaps, self.path, visit=self.collect_penalties(swaps, penalties)),
+            # private, but functional_call, which uses it, restores the parameters before blocks are recomputed
+            _reparametrize_module(model, values, tie_weights=True),
+            _apply_checkpointing(self.blocks),
+        ):
+            result = hooks.forward(model, inputs, **options)
+            if original is not None:
+                yield self._compare(original, self._select_output(result), inputs)
+            elif text is not None:
+                logits = predictions(result, Fed(dict(inputs), text), self.task)
+                assert logits is not None  # noqa: S101  # a model without predictions has no targets
+                yield token_losses(logits, text), (text != NOTHING).nonzero()[:, 0]
+
+    def _select_output(self, result: object) -> Tensor:
+        return states_of(result) if self.task == "hidden" else logits_of(result)
+
+    def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute the distance of each real token's output, and the number of its sequence."""
+        owners = owners_of(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
         if self.task != "classification":
@@ -281,35 +283,12 @@ class Healer:
             losses = divergence(original.float(), new.float())
         return losses.flatten(), owners
 
-    @contextmanager
-    def _student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
-        """Turn the model into the student inside the block: swapped kernels, and trained weights with gradients."""
-        swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
-        visit = None if penalties is None else self.collect_penalties(swaps, penalties)
-        with (
-            hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit),
-            # private, but functional_call, which uses it, restores the parameters before blocks are recomputed
-            _reparametrize_module(self.loaded.model, values, tie_weights=True),
-        ):
-            yield
-
-    def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None]:
-        """Return a function that appends J² of an attention call to `penalties`, if it is part of the loss."""
-
-        def visit(site: Site, call: Call) -> None:
-            if self.eta:
-                swap = swaps[site]
-                part = call if swap.heads is None else call.select(swap.heads)
-                penalties.append(regulariser(part, swap.kernel, self.convention))
-
-        return visit
-
     def values(self) -> dict[str, Tensor]:
         """Return the current values of the trained weights, by name, without gradients."""
         return {name: part.value.detach() for name, part in self.weights.items()}
 
 
-def _step_sizes(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
+def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
     """Return the step size per column of a map, since optimiser steps are equal in all columns; None: all 1.
 
     For A and B of kernel `rank`: the column length divided by the root mean square, so that long and short columns turn
@@ -336,3 +315,106 @@ def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
     finally:
         for block in blocks:
             del block.forward  # uncovers the method of the class
+
+
+SMALLEST = 1e-30  # lower bound on ‖own‖² in relative errors, since a site's output can be 0
+ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]
+"""A module, and the positional and keyword arguments that it was called with."""
+
+
+def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
+    """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
+
+    Σ_sites ‖new − own‖² / ‖own‖² of the site outputs softmax(…)V, mean over sequences (Zhang et al. 2024, LoLCATs, Eq.
+    6, with relative errors so that all sites count), and the regulariser of primal attention. The original model runs
+    once, then each module alone on its recorded input, so that only one module's graph is in memory.
+    """
+    total = 0.0
+    with torch.enable_grad():
+        for errors, penalties in _site_errors(healer, inputs):
+            penalty = healer.penalty(penalties) / (1 if healer.options.convention == "paper" else len(healer.swaps))
+            loss = sum((error.mean() for error in errors), torch.zeros((), device=errors[0].device)) + penalty
+            if loss.requires_grad:  # a site that shares its weights can lack trainable ones
+                (weight * loss).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+    return total
+
+
+def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return Σ_sites ‖new − own‖² / ‖own‖² of each sequence, without gradient and regulariser."""
+    with torch.no_grad():
+        errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
+    # add only sites with one row per sequence as the first: others attend within windows of an image, each its own row
+    alike = [error for error in errors if len(error) == len(errors[0])]
+    return torch.stack(alike).double().sum(0).cpu()
+
+
+def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the relative errors of each sequence at the sites of each module, and the module's regularisers."""
+    model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
+    paths = {model.get_submodule(site.path): site.path for site in swaps}
+    calls, original = list[ModuleCall](), dict[Site, Tensor]()
+    new, penalties = dict[Site, Tensor](), list[Tensor]()
+
+    def record_call(*call: *ModuleCall) -> None:
+        calls.append(call)
+
+    handles = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in paths]
+    watching = hooks.watch(model, sites, lambda _site, _call: None, original.__setitem__)
+    with torch.no_grad(), remove_hooks(handles), watching:
+        hooks.forward(model, inputs)
+    visit = healer.collect_penalties(swaps, penalties)
+    with hooks.replace(model, sites, swaps, healer.path, visit=visit, answered=new.__setitem__):
+        for module, args, kwargs in calls:
+            begin = f"{paths[module]}."
+            local = {
+                name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
+            }
+            torch.func.functional_call(module, local, args, kwargs)
+            yield [_relative_errors(output, original[site], inputs) for site, output in new.items()], penalties
+            new.clear()
+            penalties.clear()
+
+
+def _relative_errors(new: Tensor, original: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Compute ‖new − own‖² / ‖own‖² of each sequence over its real tokens."""
+    real = hooks.real_tokens(original, inputs)
+    error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - original, original))
+    return error / size.clamp_min(SMALLEST)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Distances of several sequences from their goal."""
+
+    each: Tensor  # mean distance over the tokens of each sequence, float64
+    counts: Tensor  # number of these tokens
+
+    @property
+    def mean(self) -> float:
+        """Mean over all tokens, ∞ if it is not finite; clamped to 0, since negative values are rounding errors."""
+        if not self.finite:
+            return math.inf
+        return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
+
+    @property
+    def finite(self) -> bool:
+        """True if the distance of every sequence is finite."""
+        return math.isfinite(float(self.each.sum()))
+
+    def falls_from(self, before: Distances) -> bool:
+        """Return True if the paired 95 % interval lies below `before`; use the mean for fewer than FEWEST_DRAWS."""
+        if not (self.finite and before.finite):
+            return self.finite
+        value, _, high = paired_difference(before.each, self.each, weights=self.counts)
+        return (value if len(self.each) < FEWEST_DRAWS or math.isnan(high) else high) < 0
+
+
+def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
+    """Measure the stage's loss on each sequence of these batches, without gradients and regulariser."""
+    if stage == "transfer":
+        errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
+        return Distances(errors, torch.ones_like(errors))
+    parts = [healer.by_sequence(batch.inputs, batch.targets) for batch in fed]
+    means, counts = (torch.cat(part).double() for part in zip(*parts, strict=True))
+    return Distances(means, counts)

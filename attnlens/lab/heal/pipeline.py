@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from attnlens.arguments import public
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN
 from attnlens.lab.heal import descent
-from attnlens.lab.heal.course import STAGES
+from attnlens.lab.heal.descent import STAGES
 from attnlens.lab.heal.healer import Healer
 from attnlens.lab.ranks.pipeline import RankSearch
 from attnlens.maths.statistics import paired_difference
@@ -22,16 +22,14 @@ from attnlens.records import Healing, HealingControl
 from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
 from attnlens.requests.swap import HealOptions, heal_options
-from attnlens.runs.differences import Differences, mean_loss
-from attnlens.runs.outputs import Variant, enough_memory, peak_of
+from attnlens.runs.differences import mean_loss
+from attnlens.runs.outputs import enough_memory, peak_of
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.store import key_of
-from attnlens.runs.swap.kernel_run import EXACT, NO_PEAK, KernelRun, healed_far_part
+from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, digests_of, healed_far_part
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
-from attnlens.runs.swap.session import digest_of
 
-LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384
-"""Minimum and maximum number of calibration sequences."""
+LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
 
 
 @public
@@ -81,24 +79,17 @@ class Training:
         with enough_memory(calibrated.batches[0].inputs, "to train on"):
             healing, healer = train_swap(run, self.options, calibrated)
             wanted = self.options.control and not healer.interrupted
-            control = train_swap(run, self.options, calibrated, control=True) if wanted else None
-        run.interrupted = healer.interrupted or (control is not None and control[1].interrupted)
-        run.weights, run.stages["healed"] = healer.values(), healer.healed_swaps()
-        variants: dict[object, Variant] = {"healed": session.variant(run.last, run.weights)}
-        far = healed_far_part(run.last, run.weights, session.shapes) if session.options.controls else None
-        if far is not None:
-            run.controls.append(far)
-            variants[far.key] = session.variant(far.swaps, far.weights, EXACT)
-        if control is not None:
-            variants["control"] = session.variant(control[1].healed_swaps(), control[1].values())
-        differences = run.compare_variants(variants)
-        run.measured["healed"] = differences["healed"]
-        if far is not None:
-            run.measured_controls[far.key] = differences[far.key]
-        if control is not None:
-            record = compare_control(control[0], differences["control"], differences["healed"], session.seed)
-            reasons = healing.reasons if record else {**healing.reasons, "control": "a model diverged"}
-            healing = healing.model_copy(update={"control": record, "reasons": reasons})
+            controls = [train_swap(run, self.options, calibrated, control=True)] if wanted else []
+        run.interrupted = healer.interrupted or any(each.interrupted for _, each in controls)
+        healed = run.stages["healed"] = ChangedModel(healer.healed_swaps(), healer.values())
+        if session.options.controls:
+            run.controls += healed_far_part(healed.swaps, healed.weights, session.shapes)
+        trained = [ChangedModel(each.healed_swaps(), each.values()) for _, each in controls]
+        run.measure([healed, *run.control_models, *trained])
+        for (record, _), control in zip(controls, trained, strict=True):
+            comparison = compare_control(record, control, healed, session.seed)
+            reasons = healing.reasons if comparison else {**healing.reasons, "control": "a model diverged"}
+            healing = healing.model_copy(update={"control": comparison, "reasons": reasons})
         run.healing = healing
 
 
@@ -107,52 +98,37 @@ def train_swap(
 ) -> tuple[Healing, Healer]:
     """Heal the last stage; with `control`, train the original model on the same batches for the same amount instead.
 
-    The control skips attention transfer, since the original model is its own target there. Raises UsageError for the
-    goal `text` if the model predicts no token of a text.
+    The control skips attention transfer, since the original model is its own target there.
     """
-    session, swaps, name = run.session, run.last, "heal"
+    session, swaps, name = run.session, run.last.swaps, "heal"
     if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
-        raise UsageError(
-            "--learn text: this model does not predict tokens.",
-            "Omit --learn to train on the original model's predictions.",
-        )
+        problem = "--learn text: this model does not predict tokens."
+        raise UsageError(problem, "Omit --learn to train on the original model's predictions.")
     if control:
         swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
-    healer = Healer(
-        session.loaded,
-        session.sites,
-        swaps,
-        session.task,
-        session.options.path,
-        None if control else options.eta,
-        options.convention,
-        goal=options.goal,
-        rank=options.rank,
-        seed=session.seed,
-        recompute=options.checkpointing,
-    )
+        options = replace(options, eta=None)
+    model = session.loaded.model
+    healer = Healer(session.loaded, session.sites, swaps, session.task, session.options.path, options, session.seed)
     # facts that determine the result besides the model, texts and options of the run
-    facts = [
-        [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
-        for site, swap in swaps.items()
-    ]
+    facts = [digests_of(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
     state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")
-    model, tell = session.loaded.model, run.teller(name, int(options.amount.number))
     evaluate = partial(mean_loss, model, session.fed, session.task)
-    work = calibrated, options, session.seed, evaluate, tell, state, STAGES[1:] if control else STAGES
+    tell, stages = run.teller(name, int(options.amount.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
-    peak = peak_of(model, lambda: records.append(descent.heal(healer, *work)))
+    peak = peak_of(model, lambda: records.append(descent.heal(healer, calibrated, evaluate, tell, state, stages)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
     return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 
 
-def compare_control(record: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
+def compare_control(record: Healing, control: ChangedModel, healed: ChangedModel, seed: int) -> HealingControl | None:
     """Build the control's record; None if one of the two models has no finite loss."""
-    of_control, of_healed = control.outcome(seed, []), healed.outcome(seed, [])
+    trained, swapped = control.differences, healed.differences
+    assert trained is not None and swapped is not None  # noqa: S101, PT018  # both are measured
+    of_control, of_healed = trained.outcome(seed, []), swapped.outcome(seed, [])
     if of_control.loss is None or of_control.perplexity is None or of_healed.perplexity is None:
         return None
-    first, second, counts = torch.cat(control.after), torch.cat(healed.after), torch.cat(healed.counts)
-    delta, low, high = paired_difference(first, second, healed.sampled, weights=counts, seed=seed)
+    first, second, counts = torch.cat(trained.after), torch.cat(swapped.after), torch.cat(swapped.counts)
+    delta, low, high = paired_difference(first, second, swapped.sampled, weights=counts, seed=seed)
     return HealingControl(
         best=record.best,
         tokens=record.tokens or 0,

@@ -23,13 +23,13 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
 from attnlens.records import Call, Site, Task
 from attnlens.runs.progress import Tell
-from attnlens.runs.swap.fit import sample_loss, set_metrics, set_rotations, turns
+from attnlens.runs.swap.fit import sample_gradients, set_metrics, set_rotations, turns
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
+def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
@@ -56,8 +56,7 @@ def _with(kernel: Kernel, **parameters: float) -> Kernel:
     return replace(kernel, parameters={**kernel.parameters, **parameters})
 
 
-Fits = dict[Site, MapsFit]
-"""The fit of each site."""
+Fits = dict[Site, MapsFit]  # the fit of each site
 
 
 @dataclass(frozen=True)
@@ -88,34 +87,19 @@ class Basis:
         """Return the query heads that use a latent."""
         return [head for head, used in zip(self.heads, self.latent_of, strict=True) if used == latent]
 
-    def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """Return the kernel's fitted parameters for these ranks, one per latent."""
-        return self.latents.maps(ranks)
-
 
 def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) -> float:
     """Return the rank per key head, mean over query heads, for the rank of each latent."""
-    total, heads = 0.0, 0
-    for site, basis in bases.items():
-        for latent, (rank, group) in enumerate(zip(ranks[site], basis.groups, strict=True)):
-            readers = len(basis.heads_of(latent))
-            total, heads = total + rank / len(group) * readers, heads + readers
-    return total / heads
+    pairs = [
+        (rank / len(group), len(basis.heads_of(latent)))
+        for site, basis in bases.items()
+        for latent, (rank, group) in enumerate(zip(ranks[site], basis.groups, strict=True))
+    ]
+    return sum(rank * readers for rank, readers in pairs) / sum(readers for _, readers in pairs)
 
 
-@dataclass
-class FormFits:
-    """The fits to the calibration texts, by form and text."""
-
-    heads: dict[Site, tuple[int, ...]]  # swapped query heads of each site
-    kv_heads: dict[Site, tuple[int, ...]]  # their key heads
-    fits: dict[str, dict[str, Fits]]  # fits by spelling of the form, text and site
-
-    def bases(self, form: str, without: str | None = None) -> dict[Site, Basis]:
-        """Return the directions of each site, fitted to all texts, or to all but `without`."""
-        by_text = [fits for name, fits in self.fits[form].items() if name != without]
-        latents = {site: reduce(MapsFit.plus, (fits[site] for fits in by_text)).latents() for site in self.heads}
-        return {site: Basis(self.heads[site], self.kv_heads[site], latents[site]) for site in self.heads}
+Forms = dict[str, dict[str | None, dict[Site, Basis]]]
+"""Directions by form's spelling and site, fitted to all texts (None) or, if there are several, to all but one."""
 
 
 def fit_forms(
@@ -127,7 +111,7 @@ def fit_forms(
     task: Task,
     seed: int,
     progress: Tell,
-) -> FormFits:
+) -> Forms:
     """Fit each form of latents to these batches, each of one text, in one pass of the original model.
 
     If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted
@@ -144,13 +128,13 @@ def fit_forms(
         of_text = [fed for text, fed in batches if text == name]
         pairs = [pair for by_text in by_form.values() for pair in by_text[name].items()]
         set_metrics(loaded, sites, swaps, pairs, of_text, task, seed)
-    result = FormFits({}, {}, by_form)
+    heads_of: dict[Site, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # query heads and key heads
 
     def visit(site: Site, call: Call) -> None:
         if site not in swaps:
             return
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
-        result.heads[site], result.kv_heads[site] = heads, _check_groups(site, heads, call.group)
+        heads_of[site] = heads, _check_groups(site, heads, call.group)
         for part in iterate_unpadded(call.select(heads), site, fed.inputs):
             by_attention = pairs_weighted(part)
             for by_text in by_form.values():
@@ -160,8 +144,14 @@ def fit_forms(
         for text, fed in batches:  # noqa: B007  # `visit` reads both variables
             hooks.forward(loaded.model, fed.inputs)
             progress(texts.sequences_in(fed.inputs))
-    result.heads = {site: result.heads[site] for site in swaps}
-    return result
+
+    def join(by_text: Mapping[str, Fits], left_out: str | None) -> dict[Site, Basis]:
+        parts = [fits for name, fits in by_text.items() if name != left_out]
+        latents = {site: reduce(MapsFit.plus, (fits[site] for fits in parts)).latents() for site in swaps}
+        return {site: Basis(*heads_of[site], latents[site]) for site in swaps}
+
+    subsets = [None, *(names if len(names) > 1 else ())]
+    return {form: {name: join(by_text, name) for name in subsets} for form, by_text in by_form.items()}
 
 
 def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
@@ -200,13 +190,11 @@ def sensitivities(
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank
     for fed in batches:
-        calls, outputs, loss, drawn = sample_loss(loaded, sites, bases, fed, task, generator)
-        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
+        calls, outputs, gradients, drawn = sample_gradients(loaded, sites, bases, fed, task, generator)
         count += drawn
-        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
-            if gradient is not None:
-                with torch.no_grad():
-                    totals[site] = totals[site] + _squares(bases[site], kernel, calls[site], output, gradient).cpu()
+        for site, gradient in gradients.items():
+            with torch.no_grad():
+                totals[site] = totals[site] + _squares(bases[site], kernel, calls[site], outputs[site], gradient).cpu()
         progress(texts.sequences_in(fed.inputs))
     return {site: _between(total / (2 * count), bases[site].sizes) for site, total in totals.items()}
 
@@ -230,7 +218,7 @@ def _squares(
     latent_of = torch.tensor(basis.latent_of)
     for step in range(len(levels(max(sizes))) - 1):
         ranks = [(levels(size) + [size] * LEVELS)[step] for size in sizes]
-        change = (slope * (attend(part, kernel.with_fitted(basis.maps(ranks))) - original)).sum(-1)
+        change = (slope * (attend(part, kernel.with_fitted(basis.latents.maps(ranks))) - original)).sum(-1)
         sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, latent_of, change.square().sum((0, 1)).cpu())
         for latent, (rank, size) in enumerate(zip(ranks, sizes, strict=True)):
             if rank < size:

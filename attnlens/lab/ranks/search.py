@@ -19,16 +19,7 @@ from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
-from attnlens.lab.ranks.bases import (
-    Basis,
-    FormFits,
-    by_output,
-    fit_forms,
-    form_name,
-    mean_rank,
-    possible_forms,
-    sensitivities,
-)
+from attnlens.lab.ranks.bases import Basis, Forms, by_output, fit_forms, form_name, list_forms, mean_rank, sensitivities
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
@@ -41,17 +32,15 @@ from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
 from attnlens.runs.progress import Tell
 from attnlens.runs.store import Keep, keep_nothing, key_of
-from attnlens.runs.swap.session import digest_of
+from attnlens.runs.swap.kernel_run import digest_of, digests_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-SEQUENCES = 192
-"""Number of calibration windows for a budget, over all texts and parts."""
-PARTS = 3
-"""Number of parts of the calibration text: for fitting, choosing ranks and estimating the promised rise, in turn."""
-LEAST = 4
-"""Minimum number of windows per text and part: one or two do not represent a text."""
+SEQUENCES = 192  # number of calibration windows for a budget, over all texts and parts
+USES = ("fitting", "choosing ranks", "the promised rise")  # uses of the parts of the calibration text, in turn
+PARTS = len(USES)
+LEAST = 4  # minimum number of windows per text and part: one or two do not represent a text
 
 
 class Sample(NamedTuple):
@@ -86,18 +75,15 @@ def cut_samples(
             _check_amount(contents, parts[0], evaluated, intervals)
         skip = evaluated.sequences + turn * cut.sequences
         one_third = replace(cut, turn=(turn, PARTS))
-        parts.append(texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip))
-    uses = (
-        ("the text for choosing ranks", "the text for fitting"),
-        ("the held-out text", "the text for fitting or choosing"),
-    )
-    for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
-        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
+        part = texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip)
+        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts)) if parts else 0.0
         if share > MOST_SHARED:
             raise TextError(
-                f"The calibration text is repetitive: {100 * share:.0f} % of {use} also occurs in {earlier}.",
+                f"The calibration text is repetitive: {100 * share:.0f} % of the text for {USES[turn]} also occurs in "
+                f"the text for {' or '.join(USES[:turn])}.",
                 "Give a less repetitive --calibration text.",
             )
+        parts.append(part)
     return tuple(Sample(part, Design.of(part.parts, intervals)) for part in parts)
 
 
@@ -107,10 +93,8 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
             raise TextError(
-                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not used for "
-                "evaluation; a budget "
-                f"needs {PARTS * LEAST} of each text: {LEAST} for fitting, {LEAST} for choosing ranks and {LEAST} for "
-                "the estimate.",
+                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not used for evaluation; a "
+                f"budget needs {PARTS * LEAST} of each text, {LEAST} each for {', '.join(USES)}.",
                 "Give a longer text, reduce --length or --windows, or omit that text.",
             )
     if intervals == "texts" and len(contents) < FEWEST_TEXTS:
@@ -143,6 +127,11 @@ class Losses(NamedTuple):
     counts: Float[Tensor, " some"]  # number of predictions
     design: Design  # how the sequences were sampled
 
+    @classmethod
+    def of(cls, differences: Differences) -> Losses:
+        """Return the losses of the original model in a comparison."""
+        return cls(torch.cat(differences.before), torch.cat(differences.counts), differences.sampled)
+
     @property
     def mean(self) -> float:
         """Mean over all predictions, in nats."""
@@ -169,14 +158,20 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     """
     if not bool(after.isfinite().all()):
         return None
+
+    def measure(rows: list[int], design: Design) -> tuple[float, tuple[float, float] | None]:
+        """Compute the rise over these sequences, and its interval, or None if there is no spread."""
+        pair, counts = (before.means[rows], after[rows]), before.counts[rows]
+        share, low, high = map(math.expm1, paired_difference(*pair, design, weights=counts, of=UNITS[unit], seed=seed))
+        return share, None if math.isnan(low) else (low, high)
+
     design = before.design
-    share, interval = _rise(before, after, seed, unit)
-    by_text = {}
-    for number, name in enumerate(names if len(names) > 1 else ()):
-        rows = [row for row, text in enumerate(design.texts) if text == number]
-        if rows:
-            part = Losses(before.means[rows], before.counts[rows], Design.plain(len(rows)))
-            by_text[name] = _rise(part, after[rows], seed, unit)
+    share, interval = measure(list(range(len(after))), design)
+    of_text = {
+        name: [row for row, text in enumerate(design.texts) if text == number]
+        for number, name in enumerate(names if len(names) > 1 else ())
+    }
+    by_text = {name: measure(rows, Design.plain(len(rows))) for name, rows in of_text.items() if rows}
     return Rise(
         share=share,
         ci95=interval,
@@ -188,28 +183,12 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     )
 
 
-def _rise(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
-    """Compute the rise and its 95 % interval; the interval is None if there is no spread."""
-    means, counts, design = before
-    difference = paired_difference(means, after, design, weights=counts, of=UNITS[unit], seed=seed)
-    share, low, high = (math.expm1(end) for end in difference)
-    return share, None if math.isnan(low) else (low, high)
-
-
-def rise_in(differences: Differences, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
-    """Compute the rise of a comparison on the evaluation text; see `rise_of`."""
-    before, counts = torch.cat(differences.before), torch.cat(differences.counts)
-    return rise_of(Losses(before, counts, differences.sampled), torch.cat(differences.after), names, seed, unit)
-
-
 MARGIN = 2
 """Half-widths of its interval by which a plan's estimated rise must stay below the budget. With 1, the rise over all
 windows meets the budget too, but the promise from an equal amount of other text exceeds it in a third of the runs;
 with 2 in 5 % of them (benchmarks/promises.py), at the cost of ranks larger by 0.4 to 0.6 of 16."""
-TRIES = 7
-"""Maximum number of nested plans measured."""
-FORMS = 5
-"""Maximum number of forms of latents compared."""
+TRIES = 7  # maximum number of nested plans measured
+FORMS = 5  # maximum number of forms of latents compared
 
 
 @dataclass(frozen=True)
@@ -219,13 +198,12 @@ class Choice:
     bases: dict[Site, Basis]  # the directions of each site
     ranks: dict[Site, list[int]]  # the rank of each latent
     swaps: hooks.Swaps  # the swap with these ranks
-    estimated: Rise | None  # rise on the text that chose the ranks; None if they were given
-    promised: Rise | None
+    estimated: Rise | None = None  # rise on the text that chose the ranks; None if they were given
+    promised: Rise | None = None
     """Rise on calibration text not used to fit or choose; None if it diverges, or if the ranks were given."""
-    steps: list[PlanStep]  # the measured nested plans, by decreasing ranks
-    reason: str | None  # why no rank could be reduced
-    forms: list[FormTried] = field(default_factory=list)
-    """The compared forms of latents, at half of full rank."""
+    steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, by decreasing ranks
+    reason: str | None = None  # why no rank could be reduced
+    forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
     held_out: bool = False  # True if each text was measured with maps fitted to the other texts
 
 
@@ -246,8 +224,7 @@ class Budgeting:
     bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)
     """Directions fitted to all texts but one, by the name of that text."""
     unit: Unit = "loss"  # rises are shares of the loss or of perplexity
-    keep: Keep = keep_nothing
-    """Stores the losses of measured plans, from which an interrupted search resumes."""
+    keep: Keep = keep_nothing  # stores the losses of measured plans, from which an interrupted search resumes
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
         """Choose the smallest ranks among nested plans that stay within the budget.
@@ -290,30 +267,28 @@ class Budgeting:
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
             return []
-        forms = possible_forms(self.loaded, self.swaps)
+        forms = list_forms(self.loaded, self.swaps)
         fits = self.fit(forms, fed)
-        tried = [(form, fits, self._try_form(fits, form, trial)) for form in forms]
+        tried = [(form, self._try_form(fits, form, trial)) for form in forms]
         best = by_output(min(tried, key=_rise_share)[0])
-        fits = self.fit([best], fed)
-        tried.append((best, fits, self._try_form(fits, best, trial)))
-        form, fits, _ = min(tried, key=_rise_share)
-        self.use_form(fits, form)
-        return [record for _, _, record in tried]
+        fits |= self.fit([best], fed)
+        tried.append((best, self._try_form(fits, best, trial)))
+        self.use_form(fits, min(tried, key=_rise_share)[0])
+        return [record for _, record in tried]
 
-    def _try_form(self, fits: FormFits, form: Kernel, trial: Trial) -> FormTried:
+    def _try_form(self, fits: Forms, form: Kernel, trial: Trial) -> FormTried:
         """Measure the rise if each latent of this form has half of its full rank."""
         self.use_form(fits, form)
         return FormTried(form=form_name(form), rise=trial.rise([size // 2 for size in self.full_ranks]))
 
-    def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> FormFits:
+    def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> Forms:
         """Fit these forms to the calibration texts; see `fit_forms`."""
         return fit_forms(self.loaded, self.sites, self.swaps, forms, fed, self.task, self.seed, self.progress)
 
-    def use_form(self, fits: FormFits, form: Kernel) -> None:
+    def use_form(self, fits: Forms, form: Kernel) -> None:
         """Use this form, fitted to all texts and, if there are several, also to all texts but one."""
-        self.bases = fits.bases(form.spelling)
-        names = list(fits.fits[form.spelling])
-        self.bases_without = {name: fits.bases(form.spelling, name) for name in names} if len(names) > 1 else {}
+        self.bases = fits[form.spelling][None]
+        self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
@@ -337,14 +312,11 @@ class Budgeting:
                 high = at
             if high - low < 2:
                 break
-            at = self._next_step(predicted, budget / largest if largest > 0 else math.inf, low, high)
+            # the predicted step that meets the budget, at least an eighth of the range away from either end
+            least = max(1, (high - low) // 8)
+            guess = self._count_steps(predicted * (budget / largest)) if largest > 0 else high
+            at = min(max(guess, low + least), high - least)
         return best, tried
-
-    def _next_step(self, predicted: float, share: float, low: int, high: int) -> int:
-        """Predict the step that meets the budget, at least an eighth of the range away from either end."""
-        least = max(1, (high - low) // 8)
-        guess = self._count_steps(predicted * share) if math.isfinite(share) else high
-        return min(max(guess, low + least), high - least)
 
     @property
     def full_ranks(self) -> list[int]:
@@ -374,11 +346,8 @@ class Budgeting:
     def build_swaps(
         self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None
     ) -> hooks.Swaps:
-        """Build the swaps with these ranks; the kernel's `rank` is the largest number per key head, rounded up.
-
-        `bases` defaults to the directions fitted to all texts.
-        """
-        bases = bases or self.bases
+        """Build the swaps with these ranks; the kernel's `rank` is the largest number per key head, rounded up."""
+        bases = bases or self.bases  # those fitted to all texts
         per_key = [
             -(-rank // len(group))
             for site, of_site in ranks.items()
@@ -388,7 +357,7 @@ class Budgeting:
         kernel = replace(kernel, parameters={**kernel.parameters, "rank": max(1, *per_key)})
         return {
             site: hooks.Replacement(
-                kernel.with_fitted(bases[site].maps(of_site)),
+                kernel.with_fitted(bases[site].latents.maps(of_site)),
                 None if self.swaps[site].heads is None else bases[site].heads,
             )
             for site, of_site in ranks.items()
@@ -411,12 +380,9 @@ class Trial:
 
     @classmethod
     def of(cls, search: Budgeting, part: Sample) -> Trial:
-        """Create a trial with the losses of the original model; raise TextError if their mean is 0."""
+        """Create a trial with the losses of the original model."""
         fed = feed(search.loaded, part.batches, search.task, search.seed)
-        original = losses(search.loaded, fed, search.task, part.design)
-        if not original.mean > 0:
-            raise TextError("The model's loss is 0 on the calibration text.", "Give another --calibration text.")
-        return cls(search, part, fed, original)
+        return cls(search, part, fed, losses(search.loaded, fed, search.task, part.design))
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
         """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it diverges."""
@@ -438,11 +404,6 @@ class Trial:
         return rise_of(self.original, torch.cat(means), names, search.seed, search.unit)
 
 
-def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
-    """Return a hash of the fitted parameters at every site."""
-    return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
-
-
-def _rise_share(trial: tuple[Kernel, FormFits, FormTried]) -> float:
-    rise = trial[2].rise
+def _rise_share(trial: tuple[Kernel, FormTried]) -> float:
+    rise = trial[1].rise
     return math.inf if rise is None else rise.share

@@ -247,8 +247,7 @@ def _inspect_sides(
         swaps: hooks.Swaps = {}
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: options.pop(name) for name in list(options) if name in Loading.model_fields}
-            saved = restore_saved(Path(subject).expanduser(), **load_options)
-            subject, swaps = saved.loaded, saved.swaps
+            subject, _, swaps = restore_saved(Path(subject).expanduser(), **load_options)
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         run = prepare(subject, InspectRequest(**options), side_tokenizer, progress)
         if sides:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError, UnreadableError, UsageError
 from attnlens.kernels import Kernel
@@ -38,9 +36,8 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 class NearShares:
     """Fit of log γ such that near keys have the same mean share of the weights over queries as in the original model.
 
-    This log γ minimises Σ KL(own ‖ hybrid) over queries, whose derivative Σ γN/(γN + F) − Σ own share increases with
-    log γ. N is the weight of near keys at γ = 1; F is that of far keys plus the sink, which counts as an outcome.
-    Queries that see only near keys are ignored.
+    It minimises Σ KL(own ‖ hybrid) over queries that also see far keys: the derivative Σ γN/(γN + F) − Σ own share
+    increases with log γ. N is the weight of near keys at γ = 1, F that of far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -80,10 +77,9 @@ TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a 
 
 @dataclass
 class Search:
-    """Line search per head between the typed and the fitted parameters, minimising the divergence from own attention.
+    """Line search per head between typed and fitted parameters that minimises KL(own ‖ new) of the attention rows.
 
-    Least squares weights all scores equally, softmax mainly the large ones: the least-squares optimum can have a larger
-    KL(own ‖ new) of the attention rows (including the share of a sink) than the typed parameters have.
+    Least squares weights all scores equally, softmax mainly the large ones, so that its optimum can have a larger KL.
     """
 
     kernel: Kernel  # the kernel as typed
@@ -130,8 +126,7 @@ def fit(
 ) -> hooks.Swaps:
     """Return the swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
-    Makes two passes over the text: least squares in closed form, then the line search of `Search` or, for a hybrid,
-    the weight of near keys. Kernels without typed parameters to start from make only the first pass.
+    The first pass over the text is least squares in closed form, the second `Search` or, for a hybrid, `NearShares`.
     """
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -201,37 +196,30 @@ def _update_fits(
             progress(batch.size)
 
 
-def sample_loss(
+def sample_gradients(
     loaded: Loaded, sites: tuple[Site, ...], chosen: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
-) -> tuple[dict[Site, Call], dict[Site, Tensor], Tensor, int]:
-    """Run a batch with targets drawn from the model's predictions; return calls, outputs, loss and target count.
+) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
+    """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
 
-    Calls are those of all sites. Outputs of the `chosen` sites, (batch, queries, heads, value_dim), are in the graph of
-    the loss, which is summed over targets, in nats. Raises ModelError if the loss has no gradient.
+    Returns the calls of all sites, the outputs (batch, queries, heads, value_dim) of the chosen ones, the gradients of
+    the loss with respect to them, summed over targets, in nats, and the number of targets.
     """
     calls: dict[Site, Call] = {}
     outputs: dict[Site, Tensor] = {}
-    watching = hooks.watch(loaded.model, sites, calls.__setitem__, outputs.__setitem__)
-    with torch.enable_grad(), _differentiable(loaded.model), watching:
+
+    def record_output(site: Site, output: Tensor) -> None:
+        outputs[site] = output.requires_grad_()  # the weights may be frozen
+
+    with torch.enable_grad(), hooks.watch(loaded.model, sites, calls.__setitem__, record_output):
         logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
         if logits is None or not logits.requires_grad:
-            raise ModelError("This model's loss has no gradient.", "Choose ranks manually, e.g. --kernel rank:32.")
+            problem = "The effect on predictions is unknown: this model makes no predictions, or they have no gradient."
+            raise ModelError(problem, "Leave out metric=output, and choose ranks manually, e.g. --kernel rank:32.")
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-        return calls, {site: outputs[site] for site in chosen if site in outputs}, loss, len(targets)
-
-
-@contextmanager
-def _differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """Let all floating-point weights require gradients inside the block."""
-    frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
-    try:
-        for weight in frozen:
-            weight.requires_grad_(True)
-        yield
-    finally:
-        for weight in frozen:
-            weight.requires_grad_(False)
+    outputs = {site: outputs[site] for site in chosen if site in outputs}
+    gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True, materialize_grads=True)
+    return calls, outputs, dict(zip(outputs, gradients, strict=True)), len(targets)
 
 
 SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
@@ -244,9 +232,8 @@ def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site,
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
-            raise UsageError(
-                f"{site.name} has no keys before rotation: {turn}.", "Omit rotation=before or these layers."
-            )
+            problem = f"{site.name} has no keys before rotation: {turn}."
+            raise UsageError(problem, "Omit rotation=before or these layers.")
         fit.turn = turn
 
 
@@ -259,29 +246,17 @@ def set_metrics(
     task: Task,
     seed: int,
 ) -> None:
-    """Set the output metric of fits that need one; raise UsageError or ModelError without predictions or gradient."""
+    """Set the output metric of fits that need one; raise ModelError without predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
-    if not by_output:
-        return
-    if task == "hidden":
-        raise UsageError(
-            "metric=output weights pairs by their effect on predictions, but this model makes no predictions.",
-            "Leave out metric=output.",
-        )
-    metrics = output_metrics(loaded, sites, _first_sequences(fed, SEQUENCES), task, seed)
+    first, left = list[Fed](), SEQUENCES if by_output else 0
+    for batch in fed:
+        count = texts.sequences_in(batch.inputs)
+        first += [batch if count <= left else batch.rows(0, left)] if left > 0 else []
+        left -= count
+    metrics = output_metrics(loaded, sites, first, task, seed)
     for site, fit in by_output:
         heads = swaps[site].heads
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
-
-
-def _first_sequences(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
-    """Yield the first `sequences` sequences of these batches, cutting the last batch if needed."""
-    for batch in fed:
-        count = texts.sequences_in(batch.inputs)
-        if sequences <= 0:
-            return
-        yield batch if count <= sequences else batch.rows(0, sequences)
-        sequences -= count
 
 
 def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
@@ -322,10 +297,8 @@ def output_metrics(
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for batch in fed:
-        _, outputs, loss, _ = sample_loss(loaded, sites, sites, batch, task, generator)
-        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
-        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
-            slope = torch.zeros_like(output) if gradient is None else gradient
+        _, _, gradients, _ = sample_gradients(loaded, sites, sites, batch, task, generator)
+        for site, slope in gradients.items():
             moment = torch.einsum("bqhv,bqhw->hvw", slope.double(), slope.double())
             totals[site] = totals.get(site, torch.zeros_like(moment)) + moment
     return totals

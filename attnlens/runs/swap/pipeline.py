@@ -18,11 +18,10 @@ from attnlens.analyzers import registry
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
-from attnlens.maths.statistics import Design
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
-from attnlens.records import Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
+from attnlens.records import BeyondWindow, Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
 from attnlens.report.report import Report
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
@@ -34,9 +33,8 @@ from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of, report_of
 from attnlens.runs.store import Store, key_of, versions
-from attnlens.runs.swap.kernel_run import KernelRun
-from attnlens.runs.swap.saved import UnsavedError
-from attnlens.runs.swap.session import RankStep, SwapSession, TrainingStep
+from attnlens.runs.swap.kernel_run import ChangedModel, KernelRun, RankStep, SwapSession, TrainingStep, changed_weights
+from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
@@ -53,8 +51,10 @@ class SwapWork:
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
+    ranks: RankStep | None = None  # chooses the ranks instead of a fit
+    training: TrainingStep | None = None  # trains the model after it has been measured
     call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
-    unsaved: OutputError | None = None  # why the changed model could not be saved
+    last: ChangedModel | None = None  # the last model that this process measured
 
     @cached_property
     def facts(self) -> dict[str, object]:
@@ -70,7 +70,7 @@ class SwapWork:
             "prompts": prompts,
             "code": [code_of(kernel.info).hex() for kernel in session.options.kernels],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
-            "ranks": None if session.ranks is None else session.ranks.facts,
+            "plan": None if self.ranks is None else str(self.ranks.options.plan),
             "sites": [[site.name, heads] for site, heads in session.chosen.items()],
         }
         return {
@@ -95,10 +95,7 @@ class SwapWork:
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report, and a function that removes the stored units, to call after the report is written.
-
-        Raises Interrupted with the report of what is finished, and UnsavedError with the report.
-        """
+        """Return the report and a function that removes the stored units; raise Interrupted or UnsavedError with it."""
         plan, count = WorkPlan.of(self.request), len(self.names)
         more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
@@ -109,11 +106,21 @@ class SwapWork:
             raise KeyboardInterrupt
         timings = self.session.timings | {"all": time.perf_counter() - self.start}
         report = build_report(self.session, outcome.values, outcome.missing, timings)
+        self._save(report)
         if outcome.stopped:
             raise Interrupted(report)
-        if self.unsaved is not None:
-            raise UnsavedError(self.unsaved, report)
         return report, self.store.clear if self.store is not None and not outcome.missing else lambda: None
+
+    def _save(self, report: Report) -> None:
+        """Save the changed model if requested; raise UnsavedError with the report if that fails."""
+        session, last = self.session, self.last
+        if session.options.save is None or last is None:
+            return
+        try:
+            with changed_weights(session.loaded.model, last.weights):
+                save_swapped(session.options.save, session.loaded, session.sites, last.swaps)
+        except OutputError as error:
+            raise UnsavedError(error, report) from error
 
     def finish(self) -> Report:
         """Return the report, and remove the stored units."""
@@ -126,11 +133,11 @@ class SwapWork:
         kernel = next(kernel for kernel in self.session.options.kernels if kernel.spelling == name)
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
-        run = KernelRun(self.session, kernel, {"swapped": swaps}, store)
+        run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store, self.ranks, self.training)
         try:
             return run.run()
         finally:
-            self.unsaved = run.unsaved
+            self.last = run.last
 
 
 def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, object], Compute]:
@@ -176,13 +183,10 @@ def prepare(
     request: KernelRequest,
     progress: Progress = silent,
     *,
-    ranks: RankStep[KernelRun] | None = None,
-    training: TrainingStep[KernelRun] | None = None,
+    ranks: RankStep | None = None,
+    training: TrainingStep | None = None,
 ) -> SwapWork:
-    """Load the model, cut the texts, find and check the sites, and return the work of the run.
-
-    `ranks` replaces the fit of the kernel, and `training` is run after it has been measured.
-    """
+    """Load the model, cut the texts, find and check the sites, and return the work of the run."""
     start = time.perf_counter()
     load_options, settings = feeding.load_options(request, model), reading.settings(request)
     files = reading.files(request)
@@ -194,10 +198,8 @@ def prepare(
     contents = feeding.contents(named, loaded)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
     if repeated is not None:
-        raise TextError(
-            f"The calibration text ({repeated.name}) is the same as the evaluation text.",
-            "Omit --calibration to use windows that are not evaluated, or choose another text.",
-        )
+        problem = f"The calibration text ({repeated.name}) is the same as the evaluation text."
+        raise TextError(problem, "Omit --calibration to use windows that are not evaluated, or choose another text.")
     prompts = None if lines is None else of_file(loaded, lines)
     cut = feeding.cut_of(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
@@ -212,30 +214,30 @@ def prepare(
         fed=feed(loaded, evaluated, task, settings.seed),
         design=feeding.design_of(settings, evaluated),
         progress=progress,
-        ranks=ranks,
-        training=training,
     )
+    work = SwapWork(session, request, start, not isinstance(model, loading.Loaded), ranks, training)
     if options.reads_calibration or training:
-        _cut_calibration(session, others or contents, replace(cut, pack=cut.pack or bool(others)), named=bool(others))
+        _cut_calibration(work, others or contents, replace(cut, pack=cut.pack or bool(others)), named=bool(others))
     session.settings = feeding.describe_input(session.settings, evaluated, loaded)
     if options.generate:
         session.prompts = prompts_of(loaded.model, session.fed, task, prompts)
     session.survey()
-    return SwapWork(session, request, start, stored=not isinstance(model, loading.Loaded))
+    return work
 
 
-def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
-    """Cut the text for fits and training, and the parts that ranks are chosen by, and describe them in the settings.
+def _cut_calibration(work: SwapWork, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
+    """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named`: the calibration text was given, and does not consist of other windows of the evaluated text. Raises
-    UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
+    `named`: it was given, and does not consist of other windows of the evaluated text. Raises UsageError for images and
+    sounds, TextError if it contains too many of the evaluated tokens.
     """
+    session, ranks, training = work.session, work.ranks, work.training
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
             "Omit image and audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
         )
-    loaded, evaluated, ranks, training = session.loaded, session.evaluated, session.ranks, session.training
+    loaded, evaluated = session.loaded, session.evaluated
     if training is not None or ranks is None:
         some = replace(cut, sequences=FITTING if training is None else training.sequences(cut.tokens or 128))
         skip = evaluated.sequences
@@ -244,31 +246,23 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
         session.rank_parts = ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
     session.shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
-    merged = merge_texts(batches)
-    if session.shared > texts.MOST_SHARED and not named:
-        raise TextError(
-            f"The text is repetitive: {100 * session.shared:.0f} % of the evaluated tokens also occur in the windows "
-            "for calibration.",
-            "Give a separate --calibration text, or a less repetitive --text.",
-        )
+    by_hash: dict[str, Text] = {}  # each text with the windows of all parts
+    for text in chain.from_iterable(part.texts for part in batches):
+        windows = {*text.windows, *(by_hash[text.sha256].windows if text.sha256 in by_hash else ())}
+        by_hash[text.sha256] = text.model_copy(update={"windows": sorted(windows)})
+    merged = list(by_hash.values())
     if session.shared > texts.MOST_SHARED:
-        raise TextError(
-            f"The calibration text ({Text.of(merged).name}) contains {100 * session.shared:.0f} % of the evaluated "
-            "tokens.",
-            "Choose a different --calibration text, or omit it to use windows that are not evaluated.",
-        )
+        share = f"{100 * session.shared:.0f} % of the evaluated tokens"
+        if named:
+            raise TextError(
+                f"The calibration text ({Text.of(merged).name}) contains {share}.",
+                "Choose a different --calibration text, or omit it to use windows that are not evaluated.",
+            )
+        problem = f"The text is repetitive: {share} also occur in the windows for calibration."
+        raise TextError(problem, "Give a separate --calibration text, or a less repetitive --text.")
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}
     update = {"calibration": Text.of(merged), "calibrations": merged, "notes": texts.foreign_notes(unknown)}
     session.settings = session.settings.model_copy(update=update)
-
-
-def merge_texts(parts: Sequence[texts.Batches]) -> list[Text]:
-    """Merge the texts of several parts by hash; each gets the windows of all parts."""
-    merged: dict[str, Text] = {}
-    for text in (text for part in parts for text in part.texts):
-        windows = {*text.windows, *(merged[text.sha256].windows if text.sha256 in merged else ())}
-        merged[text.sha256] = text.model_copy(update={"windows": sorted(windows)})
-    return list(merged.values())
 
 
 Part = TypeVar("Part", bound=Outcome)
@@ -283,32 +277,29 @@ class KernelResult(BaseModel):
     plan: Plan | None
     window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
     notes: list[str]  # notes for the settings of the report
-    losses: dict[str, list[Tensor]]  # fields of TokenLosses, by stage or by the number of a control
+    losses: dict[str, list[list[Tensor]]]  # fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
-    def with_window(self, window: int, design: Design, seed: int) -> Swap:
+    def with_window(self, window: int, session: SwapSession) -> Swap:
         """Return the kernel's record with the losses beyond `window` instead of those beyond its own window."""
-
-        def update(outcome: Part, owner: str) -> Part:
-            if owner not in self.losses or outcome.loss is None:
-                return outcome
-            return _with_beyond(outcome, _join_losses(self.losses[owner]).beyond(window, design, seed))
-
-        stages = [update(stage, stage.name) for stage in self.swap.stages]
-        controls = [update(control, str(number)) for number, control in enumerate(self.swap.controls)]
-        swap = self.swap.model_copy(update={"stages": stages, "controls": controls})
-        return _with_beyond(swap, stages[-1].beyond_window or stages[-1].reasons.get("beyond_window"))
-
-
-def _join_losses(parts: Sequence[Tensor]) -> TokenLosses:
-    return TokenLosses(*([part] for part in parts))
+        beyond = {
+            name: TokenLosses(*losses).beyond(window, session.design, session.seed)
+            for name, losses in self.losses.items()
+        }
+        swap = self.swap
+        stages = [_with_beyond(stage, beyond.get(stage.name)) for stage in swap.stages]
+        controls = [_with_beyond(control, beyond.get(str(number))) for number, control in enumerate(swap.controls)]
+        swap = swap.model_copy(update={"stages": stages, "controls": controls})
+        return _with_beyond(swap, beyond.get(stages[-1].name))
 
 
-def _with_beyond(outcome: Part, beyond: object) -> Part:
-    """Replace the losses beyond a window by a BeyondWindow, or by the reason why there are none."""
+def _with_beyond(outcome: Part, beyond: BeyondWindow | str | None) -> Part:
+    """Replace the losses beyond a window, or the reason why there are none."""
+    if beyond is None or outcome.loss is None:
+        return outcome
     reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
     if isinstance(beyond, str):
-        reasons, beyond = reasons | {"beyond_window": beyond}, None
+        return outcome.model_copy(update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}})
     return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
 
 
@@ -318,33 +309,30 @@ def build_report(
     """Build the report from the values of finished kernels; `missing` explains why others lack one."""
     by_name = {name: KernelResult.model_validate(value) for name, value in values.items()}
     results = list(by_name.values())
+    idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
         Skipped(site=f"kernel {kernel.spelling}", reason=missing.get(kernel.spelling, INTERRUPTED))
         for kernel in session.options.kernels
         if kernel.spelling not in by_name
     ]
     settings = session.settings
-    design = Design.of(session.evaluated.parts or ("",) * session.evaluated.sequences, settings.intervals)
     # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
-    first = next((_join_losses(parts) for result in results for parts in result.losses.values()), TokenLosses())
+    first = next((TokenLosses(*losses) for result in results for losses in result.losses.values()), TokenLosses())
     windows = [each.window for each in results if isinstance(each.window, int) and first.count(each.window) >= FEWEST]
     window = max(windows, default=None)
-    swaps = [
-        each.swap if window in (None, each.window) else each.with_window(window, design, settings.seed)
-        for each in results
-    ]
+    swaps = [each.swap if window in (None, each.window) else each.with_window(window, session) for each in results]
     columns = [{"kernel": name, "stage": stage.name} for name, each in by_name.items() for stage in each.swap.stages]
     places = [(text.name, number) for text in settings.texts for number in text.windows]
     measures = [name for name in COLUMNS if name in results[0].windows and places]  # none if windows are not numbered
     by_measure = {name: torch.cat([each.windows[name] for each in results], 1) for name in measures}
     notes = dict.fromkeys(chain.from_iterable(each.notes for each in results))
-    heads = sum(session.heads_of[site] if chosen is None else len(chosen) for site, chosen in session.chosen.items())
+    heads = sum(shape.heads for shape in session.shapes.values())
     return report_of(
         session.command,
         "swap",
         model=session.loaded.info,
         settings=settings.model_copy(update={"notes": [*settings.notes, *notes]}),
-        coverage=Coverage(sites=len(session.chosen), heads=heads, analysed=heads, skipped=[*session.idle, *unfinished]),
+        coverage=Coverage(sites=len(session.chosen), heads=heads, analysed=heads, skipped=[*idle, *unfinished]),
         summary=Summary(identity_error=session.identity_error),
         swap=SwapBody(**dict(swaps[0]), others=swaps[1:], plan=results[0].plan),
         timings=dict(timings),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from attnlens import arguments
 from attnlens.choices import Part
-from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, open_file, read_object, sha256, unwritten_folder
+from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError
+from attnlens.files import make_folder, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
 from attnlens.models import hooks, texts
 from attnlens.models.loading import SWAPPED, Loaded, first_line, load
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
-PART, LOCK = ".attnlens-save-", "lock"
-"""Prefix of the temporary folder that a model is written to, and the lock file that the writing process holds in it."""
+WRITTEN = "Give a folder that --save wrote, unchanged."
 
 
 class UnsavedError(OutputError):
@@ -79,29 +76,13 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: h
     real = Path(os.path.realpath(folder))
     make_folder(real.parent)
     try:
-        with _part(real.parent) as part:
+        with TemporaryDirectory(prefix=".attnlens-save-", dir=real.parent) as temporary:
+            part = Path(temporary, "model")
+            part.mkdir()  # with the umask's mode; temporary folders have mode 0700
             _write_folder(part, loaded, sites, swaps)
             part.rename(real)
     except (OSError, SafetensorError) as error:
         raise unwritten_folder(folder, getattr(error, "strerror", None) or str(error)) from None
-
-
-@contextmanager
-def _part(parent: Path) -> Iterator[Path]:
-    """Create a folder inside a temporary one in `parent`, which is removed at exit; remove those of killed runs too."""
-    for old in parent.glob(f"{PART}*/{LOCK}"):
-        with suppress(OSError), open_file(old) as lock:  # `open_file` does not block on a pipe
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if the process is alive
-            shutil.rmtree(old.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
-    try:
-        with (temporary / LOCK).open("xb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            part = temporary / "model"
-            part.mkdir()  # with the umask's mode; mkdtemp creates folders with mode 0700
-            yield part
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
@@ -143,9 +124,6 @@ def _hide_quantization(model: Any) -> Iterator[None]:
             config.quantization_config = quantization
 
 
-SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save wrote, unchanged."
-
-
 @dataclass(frozen=True)
 class Swapped:
     """A model whose attention uses another kernel until `close` is called."""
@@ -160,115 +138,102 @@ class Swapped:
         self.replacing.close()
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The content of a `--save` folder: a model with its own kernel, all of its sites, and the kernels to swap in."""
-
-    loaded: Loaded
-    sites: tuple[Site, ...]
-    swaps: hooks.Swaps
-    kernel: str  # its spelling
-
-
 @arguments.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     """Load a model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
 
     Raises ModelError if the folder does not hold such a model, or if a file has changed since it was saved.
     """
-    saved = restore_saved(Path(arguments.path("folder", folder)), **loading)
+    loaded, sites, swaps = restore_saved(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
     # A caller may run the encoder alone, or close the model without running it.
-    replacing.enter_context(hooks.replace(saved.loaded.model, saved.sites, saved.swaps, every_site=False))
-    return Swapped(saved.loaded.model, saved.loaded.tokenizer, saved.kernel, replacing)
+    replacing.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
+    return Swapped(loaded.model, loaded.tokenizer, next(iter(swaps.values())).kernel.spelling, replacing)
 
 
-def restore_saved(place: Path, **loading: Any) -> Restored:
-    """Load the model and the kernel of a `--save` folder without swapping; raises the errors of `load_swapped`."""
+def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...], hooks.Swaps]:
+    """Return model, sites and kernels of a `--save` folder without swapping; raises the errors of `load_swapped`."""
     Loading(**loading)  # raises UsageError for invalid values
-    facts, fitted = _read_attributes(place)
+    with _refusing(place):
+        facts, fitted = _read_attributes(place)
     loaded = load(str(place), swapped=True, **loading)
-    _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    sites = _check_sites(facts, hooks.survey(loaded.model, inputs), place)
-    swaps = _build_swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
-    try:
+    reached = hooks.survey(loaded.model, inputs)
+    sites = tuple(each.site for each in reached)
+    with _refusing(place):
+        _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
+        _check_sites(facts, reached)
+        swaps = _build_swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()})
         with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
-    except (*FAILURES, AttnlensError) as error:
-        raise _error(place, f"its kernel does not fit its model ({first_line(error)})") from None
-    return Restored(loaded, sites, swaps, facts.kernel)
+    return loaded, sites, swaps
+
+
+@contextmanager
+def _refusing(place: Path) -> Iterator[None]:
+    """Turn the errors that a damaged or altered folder causes into a ModelError."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"its {FACTS} is not what --save writes ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+    except (*FAILURES, OSError, SafetensorError, AttnlensError) as error:
+        problem = first_line(error).rstrip(".")
+    else:
+        return
+    raise ModelError(f"{place} does not contain a valid swapped model: {problem}.", WRITTEN)
 
 
 def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """Read attnlens.json and the fitted parameters; check the parameters' hash, names, shapes and finiteness."""
-    try:
-        refuse_outside(place, place / FACTS)
-        facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
-    except ModelError as error:
-        raise _error(place, error.problem.rstrip("."), SAVED) from None
-    except ValidationError as error:
-        where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise _error(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
-    try:
-        stored = weight_file(place, FITTED)
-        digest, fitted = sha256(stored), load_file(stored)
-    except (OSError, ModelError, SafetensorError) as error:
-        raise _error(place, first_line(error).rstrip("."), SAVED) from None
-    _check_files(facts, {FITTED: digest}, place)
+    refuse_outside(place, place / FACTS)
+    facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
+    stored = weight_file(place, FITTED)
+    _check_files(facts, {FITTED: sha256(stored)}, place)
+    fitted = load_file(stored)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
-        raise _error(place, f"its {FITTED} does not contain the parameters named in its {FACTS}")
+        raise ValueError(f"its {FITTED} does not contain the parameters named in its {FACTS}")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
-        raise _error(place, f"{broken[0]} in its {FITTED} contains NaN or Inf")
+        raise ValueError(f"{broken[0]} in its {FITTED} contains NaN or Inf")
     return facts, fitted
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ModelError if a weight file is missing, additional, or differs from its hash in attnlens.json."""
+    """Raise ValueError if a weight file is missing, additional, or differs from its hash in attnlens.json."""
     present = {path.name for path in place.glob("*.safetensors")}
     changed = sorted(present ^ facts.files.keys()) or [
         name for name, digest in digests.items() if facts.files.get(name, digest) != digest
     ]
     if changed:
-        raise _error(place, f"{changed[0]} was changed after it was saved with its {FACTS}")
+        raise ValueError(f"{changed[0]} was changed after it was saved with its {FACTS}")
 
 
-def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall], place: Path) -> tuple[Site, ...]:
-    """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
-    for saved, actual in zip(facts.sites, reached, strict=False):
-        if SavedSite.model_validate(actual.site) != saved.model_copy(update={"heads": None}):
-            raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model lacks")
+def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
+    """Raise ValueError if attnlens.json lists other sites than the model's, or swaps heads or layers it lacks."""
+    sites = [SavedSite.model_validate(each.site) for each in reached]
+    if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
+        raise ValueError(f"its {FACTS} lists other attention than the model has")
+    for saved, each in zip(facts.sites, reached, strict=True):
         heads = saved.heads or []
-        if len(set(heads)) != len(heads) or not all(0 <= head < actual.call.query.shape[1] for head in heads):
-            raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
-    if len(facts.sites) != len(reached):
-        raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, but the model has {len(reached)}")
-    missing = [f"layer {layer}, which the model lacks" for layer in facts.swapped if not 0 <= layer < len(reached)]
-    if missing or not facts.swapped:
-        raise _error(place, f"its {FACTS} swaps {next(iter(missing), 'none')}")
-    return tuple(each.site for each in reached)
+        if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
+            raise ValueError(f"its {FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
+    if not facts.swapped or not set(facts.swapped) <= set(range(len(reached))):
+        raise ValueError(f"its {FACTS} swaps no layer, or one that the model lacks")
 
 
-def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
-    """Return the kernel of each swapped site; raise ModelError if the sites' fitted parameters differ in names."""
-    try:
-        kernel = parsed(facts.kernel, allow_signed=True)
-    except UsageError as error:
-        raise _error(place, f"its {FACTS} does not name a valid kernel: {error.problem.rstrip('.')}") from None
+def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor]) -> hooks.Swaps:
+    """Return the kernel of each swapped site; raise ValueError if the sites' fitted parameters differ in names."""
+    kernel = parsed(facts.kernel, allow_signed=True)
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():
         number, _, name = full_name.partition(".")
         if number in map(str, facts.swapped):
             by_layer[int(number)][name] = value
     if len({tuple(sorted(parameters)) for parameters in by_layer.values()}) > 1:
-        raise _error(place, f"its {FITTED} lacks parameters of some swapped layers")
+        raise ValueError(f"its {FITTED} lacks parameters of some swapped layers")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
     return {
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
         for layer, parameters in by_layer.items()
     }
-
-
-def _error(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
-    return ModelError(f"{place} does not contain a valid swapped model: {why}.", remedy)

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import PARTS, Call, Site, SiteSwap, Skipped
+from attnlens.records import PARTS, Call, Site, SiteSwap
 from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
@@ -56,8 +55,7 @@ def leaks(
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
     """Measure ‖changed − own‖ / ‖own‖ of the outputs at each sequence's first half when the ids of the second change.
 
-    Applies to models with causal (decoder) self-attention. Returns a reason instead of a number if no output has one
-    row per token, or if the original model has the error too. Raises IdentityError above 1e-5.
+    For models with causal (decoder) self-attention; see `_check_error`.
     """
     name = next(name for name in IDS if name in inputs)
     ids = inputs[name]
@@ -67,14 +65,11 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
 
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
-    """Measure ‖changed − own‖ / ‖own‖ at real tokens when padding before (`left`) or after each sequence changes.
-
-    Returns a reason instead of a number if the model does not take a padding mask, if no output has one row per token,
-    or if the original model has the error too. Raises IdentityError above 1e-5.
-    """
-    name = "input_ids"
-    if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
-        return NO_ROWS if MASKS[name] in inputs else "the model does not support padding"
+    """Measure ‖changed − own‖ / ‖own‖ at real tokens when padding before (`left`) or after each sequence changes."""
+    if "attention_mask" not in inputs:
+        return "the model does not support padding"
+    if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
+        return NO_ROWS
     pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
     return _check_error(loaded, pair, variant, slice(None), "the padding's content changes", "attends to padding")
 
@@ -82,7 +77,10 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
 def _check_error(
     loaded: Loaded, pair: tuple[Mapping[str, Tensor], ...], variant: Variant, positions: slice, when: str, flaw: str
 ) -> float | str:
-    """Return the error, or a reason for none; raise IdentityError above 1e-5 unless the original model has it too."""
+    """Return the error, or a reason: no output has one row per token, or the original has the error (> 1e-5) too.
+
+    Raises IdentityError above 1e-5 if the original model does not have the error.
+    """
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
         return NO_ROWS
@@ -147,11 +145,10 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 
 
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    known = texts.vocabulary(loaded.model) or texts.CHARACTERS
-    standing = texts.placeholder_ids(loaded.model)
+    """Draw random ids of the shape of `like`, which keeps its placeholders (of images, for example)."""
+    known, standing = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
     plain = torch.tensor([number for number in range(known) if number not in standing])
-    drawn = plain[torch.randint(len(plain), like.shape, generator=generator)].to(like)
+    drawn = plain[torch.randint(len(plain), like.shape, generator=torch.Generator().manual_seed(seed))].to(like)
     return drawn.where(~torch.isin(like, like.new_tensor(sorted(standing))), like)
 
 
@@ -200,9 +197,7 @@ def replaced(
             inputs = tensors(loaded.model, batch)
         survey = checks.survey_model(loaded, inputs)
         checks.proven_whole(loaded, inputs)
-        chosen = chosen_sites(survey.sites, layers, heads, part)
-        idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
-        refuse_crossing(new, list(chosen))
+        chosen = choose_sites(survey, [new], layers, heads, part)
         sites = tuple(each.site for each in survey.sites)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
@@ -210,12 +205,20 @@ def replaced(
     return hooks.replace(loaded.model, sites, swaps)
 
 
-def chosen_sites(
-    reached: Sequence[SiteCall], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
+def choose_sites(
+    survey: hooks.Survey,
+    kernels: Sequence[Kernel],
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    part: Part | None,
 ) -> dict[Site, tuple[int, ...] | None]:
-    """Return the chosen sites with their heads (None: all); raise UsageError for missing ones or if none is left."""
-    heads_of = {each.site: each.call.query.shape[1] for each in reached}
-    checks.check_chosen(layers, heads, reached)
+    """Return the chosen sites with their heads (None: all).
+
+    Raises UsageError for missing ones, if none is left, or for a kernel that is undefined in cross-attention, and
+    ModelError if all layers are chosen and some attention cannot be replaced.
+    """
+    heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
+    checks.check_chosen(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
     for site, count in heads_of.items():
         if (layers is None or site.layer in layers) and part in (None, site.part):
@@ -224,9 +227,21 @@ def chosen_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        raise UsageError(
-            "No attention sites selected to swap.", f"The model has the parts {parts}; widen --layers or --part."
-        )
+        remedy = f"The model has the parts {parts}; widen --layers or --part."
+        raise UsageError("No attention sites selected to swap.", remedy)
+    for path, why in survey.missed.items():
+        if why is not None and layers is None:
+            last = len(survey.sites) - 1
+            remedy = f"Swap only the {last + 1} supported sites: --layers 0-{last}."
+            raise ModelError(f"{path} can't be swapped: {why}.", remedy)
+    crossing = [site.name for site in chosen if site.part == "cross"]
+    for kernel in kernels if crossing else ():
+        if kernel.tie or kernel.filter or kernel.near or kernel.info.oracle or kernel.info.form == "output":
+            raise UsageError(
+                f"{kernel.spelling} is undefined in cross-attention ({crossing[0]}), where queries and keys belong to "
+                "different sequences.",
+                "Choose --part encoder or --part decoder.",
+            )
     return chosen
 
 
@@ -245,33 +260,6 @@ def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ..
     return shapes
 
 
-def idle_sites(survey: hooks.Survey, layers: Sequence[int] | None) -> list[Skipped]:
-    """Return attention that the inputs do not run; raise ModelError if `layers` is None and some cannot be replaced."""
-    for path, why in survey.missed.items():
-        if why is not None and layers is None:
-            raise ModelError(
-                f"{path} can't be swapped: {why}.",
-                f"Swap only the {len(survey.sites)} supported sites: --layers 0-{len(survey.sites) - 1}.",
-            )
-    return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in survey.missed.items() if why is None]
-
-
-def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
-    """Raise UsageError if one of the sites is cross-attention and the kernel is not defined there."""
-    crossing = next((site for site in sites if site.part == "cross"), None)
-    modified = kernel.filter or kernel.near
-    what, why = kernel.tie or (modified.modifier.name if modified else None), ""
-    if kernel.info.form == "output":
-        what, why = kernel.info.name, ": its e- and r-scores would belong to different sequences"
-    elif kernel.info.oracle is not None:
-        what, why = kernel.info.name, ": no token has both a query and a key"
-    if crossing and what:
-        raise UsageError(
-            f"{what} is undefined in cross-attention ({crossing.name}){why}.",
-            "Choose --part encoder or --part decoder.",
-        )
-
-
 ROWS = 256  # number of attention rows computed at once
 PRIMAL = (
     "Primal attention maps each token's own e- and r-scores to the output and reads no values; where the mask is "
@@ -282,93 +270,11 @@ CONSTANT = 1e-4
 """Relative spread of ‖k‖ up to which keys count as equally long; 2 eps of the number type if that is larger."""
 
 
-@dataclass
-class Local:
-    """Effects of a swap at each site, computed in one forward pass of the original model."""
-
-    sites: list[SiteSwap] = field(default_factory=list)  # in execution order
-    counts: Counter[str] = field(default_factory=Counter)
-    """Number of sites with each special property: `capped`, `biased`, `sinking`, keys of `constant` length, and
-    `bounded`: fewer primal scores than requested."""
-    left: list[int] = field(default_factory=list)
-    """Number of key heads of the last latent, per site where it has fewer than the other latents."""
-    beyond: list[int] = field(default_factory=list)  # number of key heads, per site with fewer than `group`
-
-    def count(self, call: Call, kernel: Kernel) -> None:
-        """Count the special properties of a site."""
-        key_heads = len(set(call.key_heads))
-        self.left += [left] if (left := kernel.leaves(key_heads)) else []
-        self.beyond += [key_heads] if key_heads < kernel.parameters.get("group", 1) < ALL else []
-        norms = call.key.double().norm(dim=-1)
-        spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
-        self.counts.update(
-            capped=call.softcap is not None,
-            biased=call.bias is not None,
-            sinking=call.sinks is not None,
-            constant=bool((norms.std(-1) <= spread * norms.mean(-1)).all()),
-            bounded=kernel.info.form == "output" and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"],
-        )
-
-    def notes(self, kernel: Kernel) -> list[str]:
-        """Return notes for the report, one sentence per property."""
-        info, parameters, total = kernel.info, kernel.parameters, len(self.sites)
-        capped, biased, sinking, constant, bounded = (
-            f"{self.counts[name]} of {total} sites" if self.counts[name] else ""
-            for name in ("capped", "biased", "sinking", "constant", "bounded")
-        )
-        if info.form == "output":
-            notes = [PRIMAL]
-            if capped or biased or sinking:
-                notes.append("Terms that the model adds to its scores (softcap, position bias, sinks) are not used.")
-            if bounded:
-                bounds = "head_dim or the number of samples" if parameters["samples"] else "head_dim"
-                notes.append(
-                    f"{parameters['scores']:.0f} scores were asked for; at {bounded} {bounds} bounds their rank, and "
-                    "there are no more."
-                )
-            return notes
-        notes = []
-        if capped:
-            effect = "is read through the model's softcap" if info.form == "score" else "replaces it whole"
-            notes.append(f"The model caps its scores at {capped}; the new kernel {effect}.")
-        if biased:
-            notes.append(f"The model adds a position bias at {biased}; it is added to log k too.")
-        if sinking:
-            notes.append(f"The model has attention sinks at {sinking}; log k keeps all its terms.")
-        if constant and info.equal_lengths:
-            notes.append(
-                f"All keys of a head have one length at {constant} (QK-norm of unit gain): there {info.name} is "
-                f"{info.equal_lengths}."
-            )
-        if kernel.oracle:
-            notes.append(
-                "An analysis: the parts that are kept are those of the evaluated text's own logits, each sequence seen "
-                "as a whole. No model computes them."
-            )
-        elif info.caution:
-            notes.append(info.caution)
-        if kernel.tie is not None and TIES[kernel.tie].caution:
-            notes.append(TIES[kernel.tie].caution)
-        if self.left:
-            notes.append(
-                f"The groups do not divide the key heads at {len(self.left)} of {total} sites: the last latent there "
-                f"has {_format_numbers(self.left)}."
-            )
-        if self.beyond:
-            notes.append(
-                f"group={parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} sites "
-                f"({_format_numbers(self.beyond)} there): all of them share one latent, as with group=all."
-            )
-        if kernel.signed:
-            notes.append("The kernel can be negative: rows of its attention matrix are not probabilities.")
-        return notes
-
-
-def locally(
+def measure_sites(
     loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor], path: Route
-) -> Local:
-    """Compare own and new output of each swapped site, given the original model's queries, keys and values."""
-    local = Local()
+) -> tuple[list[SiteSwap], list[str]]:
+    """Compare own and new output of each swapped site on the original's inputs; return records, and notes on sites."""
+    records, counts = list[SiteSwap](), Counter[str]()
 
     def visit(site: Site, call: Call) -> None:
         if (swap := swaps.get(site)) is None:
@@ -377,7 +283,7 @@ def locally(
         outputs = attend(part, hooks.OWN), attend(part, swap.kernel, path)
         original, new = (hooks.at_real_tokens(output, inputs).double() for output in outputs)
         error = float((new - original).norm() / original.norm())
-        local.sites.append(
+        records.append(
             SiteSwap(
                 site=site.name,
                 layer=site.layer,
@@ -388,23 +294,72 @@ def locally(
                 off_simplex=_off_simplex(part, swap.kernel, inputs),
             )
         )
-        local.count(part, swap.kernel)
+        counts.update(_special_properties(part, swap.kernel))
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         hooks.forward(loaded.model, inputs)
-    return local
+    kernel = next(iter(swaps.values())).kernel
+    return records, _describe_sites(kernel, {name: f"{n} of {len(records)} sites" for name, n in counts.items() if n})
 
 
-def _format_numbers(numbers: Sequence[int]) -> str:
-    """Format the distinct numbers in ascending order, as in `1 or 2`."""
-    return " or ".join(map(str, sorted(set(numbers))))
+def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
+    """Return the properties of a site that notes mention."""
+    norms, group = call.key.double().norm(dim=-1), int(kernel.parameters.get("group", 1))
+    spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
+    return {
+        "capped": call.softcap is not None,
+        "biased": call.bias is not None,
+        "sinking": call.sinks is not None,
+        "constant": bool((norms.std(-1) <= spread * norms.mean(-1)).all()),
+        "uneven": group < ALL and len(set(call.key_heads)) % group > 0,
+        "bounded": kernel.info.form == "output" and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"],
+    }
+
+
+def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> list[str]:
+    """Return notes for the report; `special` has the number of sites with each special property, in words."""
+    info = kernel.info
+    if info.form == "output":
+        notes = [PRIMAL]
+        if not special.keys().isdisjoint(("capped", "biased", "sinking")):
+            notes.append("Terms that the model adds to its scores (softcap, position bias, sinks) are not used.")
+        if "bounded" in special:
+            notes.append(
+                f"Fewer than {kernel.parameters['scores']:.0f} scores are used at {special['bounded']}: head_dim or "
+                "the number of samples bounds their rank."
+            )
+        return notes
+    notes = []
+    if "capped" in special:
+        effect = "is read through the model's softcap" if info.form == "score" else "replaces it whole"
+        notes.append(f"The model caps its scores at {special['capped']}; the new kernel {effect}.")
+    if "biased" in special:
+        notes.append(f"The model adds a position bias at {special['biased']}; it is added to log k too.")
+    if "sinking" in special:
+        notes.append(f"The model has attention sinks at {special['sinking']}; log k keeps all its terms.")
+    if "constant" in special and info.equal_lengths:
+        notes.append(
+            f"All keys of a head have one length at {special['constant']} (QK-norm of unit gain): there {info.name} is "
+            f"{info.equal_lengths}."
+        )
+    if kernel.oracle:
+        notes.append(
+            "An analysis: the parts that are kept are those of the evaluated text's own logits, each sequence seen as "
+            "a whole. No model computes them."
+        )
+    elif info.caution:
+        notes.append(info.caution)
+    if kernel.tie is not None and TIES[kernel.tie].caution:
+        notes.append(TIES[kernel.tie].caution)
+    if "uneven" in special:
+        notes.append(f"The last latent has fewer key heads than the others, or than group, at {special['uneven']}.")
+    if kernel.signed:
+        notes.append("The kernel can be negative: rows of its attention matrix are not probabilities.")
+    return notes
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Return the mean of Σ max(−w, 0) / Σ |w| over the attention rows of real tokens, 0 for a positive kernel.
-
-    None if a row is not finite, or if the kernel has no attention matrix.
-    """
+    """Return the mean of Σ max(−w, 0) / Σ |w| over real tokens' attention rows; None without finite rows."""
     if kernel.info.form == "output":
         return None
     if not kernel.signed:

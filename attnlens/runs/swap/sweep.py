@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -19,14 +19,13 @@ from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tes
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_of
-from attnlens.records import Effect, Prediction, Predictor, Site, Swap, Task
+from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Task
 from attnlens.runs import checks
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import read_sites
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.runs.progress import Tell, time_stage
+from attnlens.runs.progress import Tell
 from attnlens.runs.store import Keep, keep_nothing
-from attnlens.runs.swap.session import SwapSession, SweptMeasures
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -37,39 +36,20 @@ FEWEST_HEADS = 8  # minimum number of swept heads to correlate measures with the
 CONSTANT = "the same in every head"
 
 
-def sweep_units(
-    session: SwapSession, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
-) -> Swap:
-    """Return the record with the individual effect of each head or layer and, for heads, predictors of the effect."""
-    options, seed = session.options, session.settings.seed
-    chosen = units(swaps, str(options.sweep), session.heads_of)
-    correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
-    if correlated and session.measures is None:
-        tell = teller("predictors", 1)
-        with time_stage(session.timings, "predictors"):
-            session.measures = head_measures(session, chosen)
-        tell(1)
-    tell = teller("sweep", len(chosen) * len(session.fed))
-    work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
-    alone = sweep(*work, tell, keep)
-    effects = alone.effects(seed)
-    if not correlated or session.measures is None:
-        return swap.model_copy(update={"sweep": effects})
-    predictors, prediction = predicted_by(alone, session.measures, seed)
-    index = {(site.layer, head): number for number, (site, head) in enumerate(chosen)}
-    order = [index[effect.layer, effect.head] for effect in effects]
-    for number, predictor in enumerate(predictors):
-        values = session.measures.values[predictor.measure][order].tolist()
-        finite = [None if math.isnan(value) else value for value in values]
-        predictors[number] = predictor.model_copy(update={"values": finite})
-    return swap.model_copy(update={"sweep": effects, "predictors": predictors, "prediction": prediction})
+@dataclass(frozen=True)
+class SweptMeasures:
+    """The scalar measures of the swept heads."""
+
+    values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
+    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, of means over sequences
+    reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
-def head_measures(session: SwapSession, units: Sequence[Unit]) -> SweptMeasures:
+def head_measures(loaded: Loaded, batches: texts.Batches, settings: Settings, units: Sequence[Unit]) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
-    analyzers, loaded, batches = registry.select_sweep_analyzers(), session.loaded, session.evaluated
+    analyzers = registry.select_sweep_analyzers()
     sites = checks.survey_model(loaded, batches.batches[0].inputs).sites
-    run = PreparedRun(loaded, session.settings, analyzers)
+    run = PreparedRun(loaded, settings, analyzers)
     results = read_sites(run, sites, {site for site, _ in units}, batches)
     measures = {(record.site, record.head): record.measures for record in results.heads}
     values, windows = dict[str, Tensor](), dict[str, Tensor]()
@@ -148,6 +128,7 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
         p_corrected=p_values[1],
         holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
         reasons=reasons if layers else reasons | {"layers_ci95": "all heads belong to one layer"},
+        values=[None if math.isnan(number) else number for number in value[alone.order].tolist()],
     )
 
 
@@ -179,12 +160,16 @@ class Alone:
         means = (self.changed - self.original).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
 
-    def effects(self, seed: int) -> list[Effect]:
-        """Return the effect of each unit, in order of decreasing harm; diverged units come first.
+    @property
+    def order(self) -> list[int]:
+        """Numbers of the units by decreasing harm, diverged ones first."""
+        return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
-        Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
-        `significant` controls the false discovery rate at 5 %. On noise the effect is KL(original ‖ changed), for a
-        headless model 1 − cosine of its hidden states: these distances are never negative and have no p-value.
+    def effects(self, seed: int) -> list[Effect]:
+        """Return the effect of each unit, in `order`, with paired 95 % intervals over sequences.
+
+        `significant` controls the false discovery rate at 5 %; distances have no p-value, because they are never
+        negative.
         """
         finite = self.changed.isfinite().all(1)
         p = torch.full((len(self.units),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
@@ -192,7 +177,8 @@ class Alone:
             p[finite] = p_values((self.changed - self.original)[finite], self.design, self.sizes, seed)
         significant = false_discovery(p).tolist()
         effects = []
-        for number, (site, head) in enumerate(self.units):
+        for number in self.order:
+            site, head = self.units[number]
             effect = Effect(layer=site.layer, head=head, part=site.part, delta=None)
             if finite[number]:
                 pair = self.original, self.changed[number]
@@ -202,7 +188,7 @@ class Alone:
                 update = {"delta": delta, "ci95": ci95, "p_value": p_value, "significant": significant[number]}
                 effect = effect.model_copy(update=update)
             effects.append(effect)
-        return sorted(effects, key=lambda effect: -math.inf if effect.delta is None else -effect.delta)
+        return effects
 
 
 def sweep(
