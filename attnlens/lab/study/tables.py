@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Literal
 
-from attnlens.lab.study.tasks import TaskForm
+from attnlens.lab.study.examples import TaskForm
 from attnlens.models.kernel_transformers import AttentionForm
 
 ScaleName = Literal["tiny", "small", "paper"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,21 +13,15 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.tasks.language import NextTokens, Reversal, SentencePairs
-from attnlens.lab.study.tasks.task import BEGIN, END, NOTHING, PADDING, Examples, Labelled, Split
+from attnlens.lab.study.examples import BEGIN, END, NOTHING, PADDING, Examples, Split, StudyTask
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+    from tokenizers import Tokenizer
     from torch import Tensor
 
     from attnlens.models.kernel_transformers import EncoderDecoder
 
-StudyTask: TypeAlias = NextTokens | Labelled | SentencePairs | Reversal
-"""Examples for training (`training`, a function of the seed only) and for evaluation (`held_out`).
-
-`form` is the kind of task; `metric` is the key of `score`'s result by which models are compared. Input ids are below
-`vocabulary` (0: a series of `channels`), targets below `outputs`. No sequence is longer than `length`.
-"""
 WIDTH = 4  # number of beams, as in the papers' translation tables
 
 
@@ -35,7 +29,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
 
     All forms: `loss`, the mean over all targets (tokens or classes) in nats. Language: `perplexity` exp(loss), and
-    `bits_per_byte` if ids encode text, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
+    `bits_per_byte`, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
     Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
     if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
@@ -46,8 +40,9 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
         if task.form == "classification":
             return {"loss": loss, "accuracy": right / targets}
         if task.form == "language":
-            widths = task.pairs.widths
-            width = sum(float(widths[batch.targets[batch.targets != NOTHING].cpu()].sum()) for batch in batches)
+            names = {number: name for name, number in cast("Tokenizer", task.tokenizer).get_vocab().items()}
+            predicted = torch.cat([batch.targets[batch.targets != NOTHING] for batch in batches]).tolist()
+            width = sum(len(names[number]) for number in predicted)  # a byte-level name has one character per byte
             # exp overflows float64 above 709; the product keeps NaN
             perplexity = math.exp(loss) if loss < 700 else loss * math.inf
             return {"loss": loss, "perplexity": perplexity, "bits_per_byte": total / math.log(2) / width}
@@ -57,8 +52,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
         for batch in batches:
             translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, most=task.length)
             for written, target in zip(translations, batch.targets.tolist(), strict=True):
-                reference = [number for number in target if number not in (NOTHING, END)]
-                pairs.append((task.decode(written), task.decode(reference)))
+                pairs.append((task.decode(written), task.decode(number for number in target if number > END)))
         return {"loss": loss} | bleu_and_chrf(pairs)
 
 
