@@ -527,7 +527,7 @@ def test_pairs_that_are_held_out_are_not_trained_on(tmp_path):
     path.write_text("".join(f"eins {n % 50}\tone {n % 50}\n" for n in range(600)))
     task = tasks.translation(path, sizes(length=16, vocabulary=270, evaluated=8))
     pairs = {
-        part: list(zip(*map(lambda side: [tuple(ids.tolist()) for ids in side], of_part), strict=True))
+        part: [(tuple(source.tolist()), tuple(target.tolist())) for source, target in zip(*of_part, strict=True)]
         for part, of_part in task.cases.items()
     }
     assert pairs["training"]
