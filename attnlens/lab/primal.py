@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
-NAME = "attnlens_primal"
-"""Name under which the attention of the models built here is registered with transformers."""
+NAME = "attnlens_primal"  # name under which the attention of the models built here is registered with transformers
 ONLY_BY = "attnlens.lab.primal.build"
 """Attention implementation written to a saved config.json. No implementation has this name, so `from_pretrained`
 refuses the folder. Otherwise it would load canonical attention and only list the unexpected keys."""

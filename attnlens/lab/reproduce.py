@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -15,10 +15,10 @@ from attnlens.analyzers.selection import Selector
 from attnlens.arguments import checked_name, public, switch
 from attnlens.choices import CLAIMS, SHOWN, WHERE_POSED
 from attnlens.errors import UsageError
-from attnlens.lab.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.lab.experiments.binary_kernel import binary_kernel
 from attnlens.lab.experiments.one_head import hardening, train_head
 from attnlens.lab.experiments.settings import ExperimentSettings
+from attnlens.lab.experiments.synthetic import EXPERIMENTS, golden
 from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.lab.study.cells import train_table
 from attnlens.maths.attsvm.head import Nearness
@@ -66,8 +66,7 @@ def reproduce(
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
-WIDTH = 10
-"""Dimension d of the tokens in the paper's experiments."""
+WIDTH = 10  # dimension d of the tokens in the paper's experiments
 
 
 @public
@@ -82,11 +81,12 @@ def converge_synthetic(
     `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
+    rows = [partial(_run_synthetic, name, quick, full.overrides(), progress) for name in full.chosen]
+    return run_rows("converge", rows, full.seed, full.d or WIDTH)
 
-    def row(name: str) -> Callable[[], list[Experiment]]:
-        return lambda: run_experiments([name], quick=quick, overrides=full.overrides(), progress=progress)
 
-    return run_rows("converge", [row(name) for name in full.chosen], full.seed, full.d or WIDTH)
+def _run_synthetic(name: str, quick: bool, overrides: Mapping[str, object], progress: Progress) -> list[Experiment]:
+    return [EXPERIMENTS[name].run(overrides, quick, progress)]
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
@@ -197,29 +197,18 @@ def pose_selection(
 
 Row = Callable[[bool, int, Progress], list[Experiment]]
 """(quick, seed, progress) → finished experiments."""
-
-
-def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Run one synthetic experiment of Att-SVM at the published sizes."""
-    return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
-
-
-@one_thread()
-def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Train with and without Primal-Attention, without a verdict; takes over a minute, so quick skips it."""
-    return [] if quick else [primal_decay(seed, progress)]
-
-
 ROWS: list[Row] = [
     lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing
-    *(partial(synthetic_row, name) for name in EXPERIMENTS),
+    *(
+        lambda quick, seed, progress, name=name: _run_synthetic(name, quick, {"seed": seed}, progress)
+        for name in EXPERIMENTS
+    ),
     binary_kernel,
     lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast as well
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
-    training_row,
+    lambda quick, seed, progress: [] if quick else [primal_decay(seed, progress)],  # no verdict; takes over a minute
 ]
 """Functions that `reproduce claims` runs, in this order; to check another claim, add a function."""
-
 LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick allows")
 """Entry of a quick report's coverage for the experiment it skips."""
 

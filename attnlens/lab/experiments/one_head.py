@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from attnlens.maths.attsvm.problem import Problem
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
-SMALL = 0.01
-"""‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient."""
+SMALL = 0.01  # ‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient
 NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")  # settings in the record
 

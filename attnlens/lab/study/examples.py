@@ -21,12 +21,9 @@ TaskForm: TypeAlias = Literal["language", "translation", "classification"]
 Split: TypeAlias = Literal["validation", "test"]
 """Held-out part: validation for choosing settings, test for one evaluation at the end."""
 PARTS = ("training", "validation", "test")
-NOTHING = -100
-"""Target of positions without a prediction; torch's cross-entropy ignores this value."""
-PADDING, BEGIN, END = 0, 1, 2
-"""First ids of every vocabulary of sentences."""
-SPECIALS = ("<pad>", "<s>", "</s>")
-"""Names of PADDING, BEGIN and END."""
+NOTHING = -100  # target of positions without a prediction; torch's cross-entropy ignores this value
+PADDING, BEGIN, END = 0, 1, 2  # first ids of every vocabulary of sentences
+SPECIALS = ("<pad>", "<s>", "</s>")  # names of PADDING, BEGIN and END
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +121,8 @@ def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "bat
     return batch, None if bool(mask.all()) else mask
 
 
-POOL = 32
-"""Maximum number of batches per pool of a shuffled epoch; a pool is sorted by length, which saves padding."""
-POOLS = 4
-"""Minimum number of pools per epoch; sorting a whole epoch would batch the same examples together each time."""
+POOL = 32  # maximum number of batches per pool of a shuffled epoch; a pool is sorted by length, which saves padding
+POOLS = 4  # minimum number of pools per epoch; sorting a whole epoch would batch the same examples together each time
 
 
 def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
@@ -149,8 +144,7 @@ def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]
 
 STRETCHES = 10
 """Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
-SHARE = 0.05
-"""Share of validation examples, and of test examples."""
+SHARE = 0.05  # share of validation examples, and of test examples
 
 
 def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:

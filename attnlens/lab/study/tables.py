@@ -232,5 +232,4 @@ ALL = (
         "primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, tuple(_primal()), CHEN_DATA
     ),
 )
-TABLES = {table.name: table for table in ALL}
-"""Name on the command line → table."""
+TABLES = {table.name: table for table in ALL}  # name on the command line → table

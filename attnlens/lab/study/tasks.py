@@ -89,8 +89,7 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[
 
 BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"
 """Whole King James Bible, present in a checkout but not in an installed package."""
-BLOCK_CHARACTERS = 2000
-"""Minimum characters per held-out block; a shorter text is cut into fewer stretches."""
+BLOCK_CHARACTERS = 2000  # minimum characters per held-out block; a shorter text is cut into fewer stretches
 LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line is searched
 
 
@@ -233,8 +232,7 @@ def pair_rows(
     )
 
 
-HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}
-"""Seeds of the held-out examples, far from training seeds."""
+HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
 
 
 class Reversal(StudyTask):

@@ -199,15 +199,14 @@ EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be
 FEASIBLE_SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
 
 
-def feasibility(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Compute by d the share of draws for which the SVM of each input's first token has a solution.
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
     all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
     default, only that size is run.
     """
-    s = settings
-    sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
+    sizes = SIZES if (s.n, s.T) == SIZES[0] else ((s.n, s.T),)
     known = FEASIBLE_SHARES if published else {}
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
@@ -245,30 +244,25 @@ def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Pro
     return separable / s.trials
 
 
-FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
-FEASIBILITY = Study("feasibility", feasibility, FEASIBLE, replace(FEASIBLE, trials=30))
+FEASIBILITY = Study(
+    "feasibility", feasibility, ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5)), {"trials": 30}
+)
 
 
-SELECTED_SHARES = {
-    **{2: 0.12, 3: 0.28, 4: 0.35, 6: 0.49, 8: 0.62, 10: 0.67},
-    **{15: 0.85, 20: 0.82, 30: 0.91, 50: 0.96, 100: 0.955},
-}
+SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}
 SELECTED_TRIALS = 200
 SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
 
 
-def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def global_selection(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
     shares = {}
-    for d in settings.d:
-        hits = 0
-        for draws, descent in descend_chunks(settings, d, "global selection", progress):
-            hits += int((descent.chosen[-1] == draws.best).all(-1).sum())
-        shares[d] = hits / settings.trials
+    for d in s.d:
+        runs = descend_chunks(s, d, "global selection", progress)
+        shares[d] = sum(int((descent.chosen[-1] == draws.best).all(-1).sum()) for draws, descent in runs) / s.trials
     known = SELECTED_SHARES if published else {}
     rows = {
-        f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), SELECTED_TRIALS)
-        for d, share in shares.items()
+        f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), SELECTED_TRIALS) for d, share in shares.items()
     }
     selected = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
     return Experiment(
@@ -282,8 +276,7 @@ def global_selection(settings: ExperimentSettings, published: bool, progress: Pr
 
 
 SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
-SELECTED_QUICK = replace(SELECTED, trials=50, d=(2, 4, 10))
-GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, SELECTED_QUICK)
+GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, {"trials": 50, "d": (2, 4, 10)})
 
 
 LONGER = 5
@@ -304,12 +297,12 @@ SVMS: dict[str, Solver] = {
 }
 
 
-def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def local_convergence(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects.
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
-    s, known = settings, CORRELATIONS if published else {}
+    known = CORRELATIONS if published else {}
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
@@ -318,14 +311,14 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
-    def correlate(descent: Descent, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of the correlation with the SVM of the tokens selected at the last step; return its end."""
+    def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
+        """Add the curve, up to the record `end`, of the correlation with the SVM of the tokens selected there."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
-        solutions = directions(SVMS[svm], instances, descent.chosen[-1], tick)
-        correlations, label = descent.correlation(solutions), f"{name} to {NORMS[svm]}{suffix}"
-        correlation_curve = curve(descent.steps, correlations, CORRELATION, bounded=True, label=label)
-        curves[f"{name} to {svm}{suffix}"] = correlation_curve
-        return correlations[-1]
+        solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
+        steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]
+        label = f"{name} to {NORMS[svm]}{suffix}"
+        curves[f"{name} to {svm}{suffix}"] = curve(steps, correlations, CORRELATION, bounded=True, label=label)
+        return correlations[end]
 
     for name, start in initial.items():
         if s.parameterisation not in ("both", name):
@@ -342,15 +335,14 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
             record={*grid(s.iterations), *grid(last)},
             progress=partial(progress, f"local convergence, {name}"),
         )
-        end = descent.steps.index(s.iterations) + 1
-        short = replace(descent, **{part: getattr(descent, part)[:end] for part in ("steps", "W", "chosen", "largest")})
-        for svm in SVMS:
-            figure = f"{name}_to_{svm}"
-            label = f"{name} to {NORMS[svm]}"
-            rows[figure] = average_trials(correlate(short, name, svm), label, known.get(figure, UNPUBLISHED))
-        rows[f"{name}_largest_weight"] = average_trials(descent.largest[end - 1].mean(-1))
+        end = descent.steps.index(s.iterations)
+        for svm, norm in NORMS.items():
+            figure, correlations = f"{name}_to_{svm}", correlate(descent, end, name, svm)
+            rows[figure] = average_trials(correlations, f"{name} to {norm}", known.get(figure, UNPUBLISHED))
+        rows[f"{name}_largest_weight"] = average_trials(descent.largest[end].mean(-1))
         if longer in known:
-            value = correlate(descent, name, "frobenius", ", longer").nanmedian().item()
+            last_step = len(descent.steps) - 1
+            value = correlate(descent, last_step, name, "frobenius", ", longer").nanmedian().item()
             last_rows[longer] = replace(known[longer], value=value, label=f"{name} to Frobenius, longer")
     return Experiment(
         name="local convergence",
@@ -362,12 +354,10 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     )
 
 
-CONVERGENCE = ExperimentSettings(trials=100)
-LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, CONVERGENCE, replace(CONVERGENCE, trials=20))
+LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, ExperimentSettings(trials=100), {"trials": 20})
 
 
-TIGHT = 1e-8
-"""Relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
+TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
 RANKS = {
     "nuclear_least": Figure(published=2.0, bound="at least"),
     "nuclear_most": Figure(published=4.0, bound="at most"),
@@ -378,13 +368,12 @@ RANKS_SOURCE = (
 )
 
 
-def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def rank(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Count, by d, the σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
 
     `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
     rank − min(n, d).
     """
-    s = settings
     svms: dict[str, Solver] = {"nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT), "frobenius": attsvm.solve}
     ranks: dict[tuple[int, str], Float[Tensor, " trials"]] = {}  # NaN in a trial without a solution
     for d, (svm, solve) in product(s.d, svms.items()):
@@ -394,8 +383,8 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
         ranks[d, svm] = torch.tensor(trial_ranks, dtype=torch.float64)
     rows = {f"{svm}_d{d}": average_trials(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
-    beyond = [values[~values.isnan()] - min(s.n, d) for (d, svm), values in ranks.items() if svm == "nuclear"]
-    most = max((float(row.max()) for row in beyond if len(row)), default=None)
+    beyond = torch.cat([ranks[d, "nuclear"] - min(s.n, d) for d in s.d])
+    most = None if beyond.isnan().all() else float(beyond[~beyond.isnan()].max())
     for name, value, label in (
         ("nuclear_least", min(means, default=None), "nuclear, least mean"),
         ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
@@ -413,6 +402,4 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
     )
 
 
-RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))
-RANK_QUICK = replace(RANK_SIZES, trials=10, d=(6, 10))
-RANK = Study("rank", rank, RANK_SIZES, RANK_QUICK)
+RANK = Study("rank", rank, ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)), {"trials": 10, "d": (6, 10)})
