@@ -15,8 +15,7 @@ import torch
 from program import environment_with, python
 
 from attnlens.lab.study.cells import Speed, build_cell, build_table, build_trainer, set_up_worker
-from attnlens.lab.study.examples import StudyTask
-from attnlens.lab.study.scores import score
+from attnlens.lab.study.examples import StudyTask, score
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.lab.study.tasks import Reversal, translation
 from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples
-from attnlens.lab.study.scores import beam_search, bleu_and_chrf, mean_loss, score
+from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples, beam_search, bleu_and_chrf, mean_loss, score
 from attnlens.lab.study.tasks import Reversal
 
 OUTPUTS, MOST = 5, 4

@@ -21,13 +21,14 @@ from attnlens.lab.study.examples import (
     NOTHING,
     PADDING,
     blocks,
+    cross_entropy,
     encode,
     endless,
     numbers,
+    score,
     space_evenly,
     train_byte_pairs,
 )
-from attnlens.lab.study.scores import cross_entropy, score
 from attnlens.lab.study.tables import SCALES
 from attnlens.lab.study.tasks import Reversal
 

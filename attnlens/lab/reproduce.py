@@ -22,14 +22,13 @@ from attnlens.lab.experiments.synthetic import EXPERIMENTS, golden
 from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.lab.study.cells import train_table
 from attnlens.maths.attsvm.head import Nearness
-from attnlens.models import loading, texts
+from attnlens.models import loading
 from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Settings, Skipped
 from attnlens.report.report import Report
-from attnlens.requests import Feeding, InspectRequest, reading, takes
+from attnlens.requests import Feeding, InspectRequest, takes
 from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyRequest, SyntheticRequest, checked_table
-from attnlens.runs import feeding
 from attnlens.runs.inspect.inspection import PreparedRun
-from attnlens.runs.inspect.pipeline import compute, survey
+from attnlens.runs.inspect.pipeline import compute, prepare, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 
@@ -142,43 +141,27 @@ def converge_head(
     Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
-    descent_options: dict[str, Any] = {
-        "lr": lr,
-        "loss": loss,
-        "iterations": iterations,
-        "parameterisation": parameterisation,
-    }
-    descent = DescentRequest(**descent_options).explicit()
+    options: dict[str, Any] = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = DescentRequest(**options).explicit()
     layer, number = location = requests.head(head)
-    query = InspectRequest(**request.explicit(), source="tokens", layers=[layer], heads=[number])
-    load_options, requested = feeding.load_options(request, model), reading.settings(query)
-    descent_settings = ExperimentSettings(trials=1, seed=requested.seed, **descent)
-    named = texts.read_each(reading.files(query), offline=query.offline)
-    loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(query), requested.length)
-    contents, settings = feeding.contents(named, loaded), feeding.of_model(requested, loaded)
-    cut = feeding.cut_of(settings, query)
-    report, selector, nearness = pose_selection(loaded, settings, contents, cut, progress)
+    query = InspectRequest(**request.explicit(), source="tokens", analyzers=[SHOWN], layers=[layer], heads=[number])
+    run = prepare(model, query, progress=progress)
+    report, selector, nearness = pose_selection(run)
     start = time.perf_counter()
     hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
+    settings = ExperimentSettings(trials=1, seed=run.settings.seed, **descent)
     where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
     experiments = [
         made.model_copy(update={"settings": where | made.settings})
-        for made in (train_head(nearness, location, descent_settings, progress), hardened)
+        for made in (train_head(nearness, location, settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     body = {"kind": "experiments", "experiments": experiments, "inspection": InspectionBody()}
     return report.model_copy(update={"command": "converge", **body, "timings": timings})
 
 
-def pose_selection(
-    loaded: loading.Loaded,
-    settings: Settings,
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-    progress: Progress = silent,
-) -> tuple[Report, Selector, Nearness]:
-    """Inspect the one head in `settings`; return the report, its selector and its solved selection problem."""
+def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
+    """Inspect the one head in the settings; return the report, its selector and its solved selection problem."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
@@ -186,8 +169,9 @@ def pose_selection(
         return selectors[-1]
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
-    keeping = replace(selection, begin=begin)
-    report, _ = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress)))
+    # the report is one of experiments, whose settings name no analyzer
+    settings = run.settings.model_copy(update={"analyzers": [], "select": None})
+    report, _ = compute(survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)])))
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
     if isinstance(nearness, str):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
 from statistics import median
 from timeit import timeit
@@ -51,19 +51,16 @@ from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.wording import join_items
 
-METRICS: dict[TaskForm, Literal["perplexity", "BLEU", "accuracy"]] = {
-    "language": "perplexity",
-    "translation": "BLEU",
-    "classification": "accuracy",
+MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[str, ...]]] = {
+    "language": ("perplexity", ("loss",)),
+    "translation": ("BLEU", ("BLEU", "loss")),
+    "classification": ("accuracy", ("accuracy",)),
 }
-"""Measure of the papers; of these, only a perplexity is better if it is lower."""
-MEASURES_OF: dict[TaskForm, tuple[str, ...]] = {
-    "language": ("loss",),
-    "translation": ("BLEU", "loss"),
-    "classification": ("accuracy",),
-}
-"""Scores that compare cells, the paper's first. For translation the loss too, which separates better: BLEU scores the
-words written, so models that hardly translate yet all have a little of it."""
+"""Measure of the papers, and the scores that compare cells, the paper's first.
+
+For translation the loss too, which separates better: BLEU scores the words written, so models that hardly translate yet
+all have a little of it.
+"""
 
 
 def build_table(
@@ -82,7 +79,6 @@ def build_table(
         pair.model_copy(update={"p_holm": None if math.isnan(p) else p})
         for pair, p in zip(uncorrected, corrected, strict=True)
     ]
-    orderings = [_correlate_order(cells, task, measure, pairs) for task in tasks for measure in MEASURES_OF[task.form]]
     return studies.StudyTable(
         name=table.name,
         question=table.question,
@@ -92,7 +88,7 @@ def build_table(
             studies.StudyColumn(
                 name=task.name,
                 form=task.form,
-                metric=METRICS[task.form],
+                metric=MEASURES[task.form][0],
                 higher_is_better=task.form != "language",
                 vocabulary=task.vocabulary,
                 length=task.length,
@@ -107,7 +103,7 @@ def build_table(
         cells=list(cells),
         not_trained=list(not_trained),
         pairs=pairs,
-        orderings=[ordering for ordering in orderings if ordering is not None],
+        orderings=[ordering for task in tasks for ordering in _correlate_orders(cells, task, pairs)],
     )
 
 
@@ -169,7 +165,8 @@ def _mean(runs: Sequence[studies.StudyRun], task: StudyTask) -> tuple[float | No
     """Compute mean and standard error of the measure over seeds; for perplexity from its logarithm."""
     if any(run.problem for run in runs):
         return None, None
-    values = torch.tensor([run.scores[MEASURES_OF[task.form][0]] for run in runs], dtype=torch.float64)
+    measure, *_ = MEASURES[task.form][1]
+    values = torch.tensor([run.scores[measure] for run in runs], dtype=torch.float64)
     mean = float(values.mean())
     se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
     if task.form == "language":
@@ -182,7 +179,7 @@ def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Itera
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
         return
-    for measure in MEASURES_OF[task.form]:
+    for measure in MEASURES[task.form][1]:
         values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in converged], dtype=torch.float64)
         seeds = Blocks(values, [cell.published_diverged for cell in converged])
         # 1 if the measure and the published metric improve in the same direction, else −1
@@ -205,33 +202,32 @@ def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Itera
             )
 
 
-def _correlate_order(
-    cells: Sequence[studies.StudyCell], task: StudyTask, measure: str, pairs: Sequence[studies.StudyPair]
-) -> studies.StudyOrdering | None:
-    """Compute Kendall's τ over the published cells; None if there are fewer than two.
+def _correlate_orders(
+    cells: Sequence[studies.StudyCell], task: StudyTask, pairs: Sequence[studies.StudyPair]
+) -> Iterator[studies.StudyOrdering]:
+    """Yield Kendall's τ over the published cells by measure, if there are at least two.
 
     Its interval keeps every decided pair as decided and lets every undecided one go either way. Holm's correction keeps
     the probability of any false decision below 5 %, so the interval covers the true τ in at least 95 % of studies.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
-    task_pairs = [pair for pair in pairs if (pair.task, pair.measure) == (task.name, measure)]
-    known = [pair for pair in task_pairs if pair.first in published and pair.second in published]
-    if not known:
-        return None
-    ordered = [pair for pair in known if published[pair.first] != published[pair.second]]
-    decided = [pair for pair in ordered if pair.p_holm is not None and pair.p_holm <= studies.LEVEL]
-    agree = sum(bool(pair.agrees) for pair in decided)
-    disagree, undecided = len(decided) - agree, len(ordered) - len(decided)
-    return studies.StudyOrdering(
-        task=task.name,
-        measure=measure,
-        tau=sum(0 if pair.agrees is None else 2 * pair.agrees - 1 for pair in known) / len(known),
-        low=(agree - disagree - undecided) / len(known),
-        high=(agree - disagree + undecided) / len(known),
-        agree=agree,
-        disagree=disagree,
-        undecided=undecided,
-    )
+    known = [pair for pair in pairs if pair.task == task.name and {pair.first, pair.second} <= published.keys()]
+    for measure in dict.fromkeys(pair.measure for pair in known):
+        compared = [pair for pair in known if pair.measure == measure]
+        ordered = [pair for pair in compared if published[pair.first] != published[pair.second]]
+        decided = [pair for pair in ordered if pair.p_holm is not None and pair.p_holm <= studies.LEVEL]
+        agree = sum(bool(pair.agrees) for pair in decided)
+        disagree, undecided = len(decided) - agree, len(ordered) - len(decided)
+        yield studies.StudyOrdering(
+            task=task.name,
+            measure=measure,
+            tau=sum(0 if pair.agrees is None else 2 * pair.agrees - 1 for pair in compared) / len(compared),
+            low=(agree - disagree - undecided) / len(compared),
+            high=(agree - disagree + undecided) / len(compared),
+            agree=agree,
+            disagree=disagree,
+            undecided=undecided,
+        )
 
 
 ROUNDS = 12  # steps that are timed, after an untimed first one
@@ -256,8 +252,7 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
             model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
         optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
         module, optimiser = accelerator.prepare(model.core, optimiser)
-        step = partial(take_step, accelerator, module, optimiser, batch, unit.form.eta)
-        return lambda: timeit(step, number=1)
+        return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
 
     time_standard, speeds = build_timer(replace(units[0], form=STANDARD), "sdpa"), {}
     for unit in units:
@@ -294,17 +289,15 @@ def train_cells(
     """
     tasks = list({id(task): task for _, task in cells}.values())
     digests = {task.name: hash_task(task) for task in tasks}
+    scales = [plan.scales[task.form] for _, task in cells]
     search_units = [
         [
             TrainingUnit(task.name, form, scale, rate, scale.search_steps, SEARCH_SEED)
-            for form in cell.forms
-            for rate in scale.rates
+            for form, rate in product(cell.forms, scale.rates)
         ]
-        for cell, task in cells
-        for scale in [plan.scales[task.form]]
+        for (cell, task), scale in zip(cells, scales, strict=True)
     ]
-    total = sum(map(len, search_units)) + sum(plan.scales[task.form].seeds for _, task in cells)
-    numbers = count(1)
+    total, numbers = sum(map(len, search_units)) + sum(scale.seeds for scale in scales), count(1)
 
     def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
         """Train units, or load their stored results. Raises ModelError if a unit could not be trained."""

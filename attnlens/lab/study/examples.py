@@ -1,20 +1,27 @@
-"""A task's examples: split into training, validation and test, encoded as byte pairs, and batched."""
+"""A task's examples: split into parts, encoded as byte pairs and batched; and a model's scores on them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
+from attnlens.runs.in_memory import at_rest
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    from attnlens.models.kernel_transformers import EncoderDecoder
 
 TaskForm: TypeAlias = Literal["language", "translation", "classification"]
 """Kind of task: predict the next token, translate a sentence, or classify a sequence."""
@@ -207,3 +214,132 @@ def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[s
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
     """Encode texts as ids, without special tokens."""
     return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+WIDTH = 4  # number of beams, as in the papers' translation tables
+
+
+def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+    """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
+
+    All forms: `loss`, the mean over all targets (tokens or classes) in nats. Language: `perplexity` exp(loss), and
+    `bits_per_byte`, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
+    Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
+    if the loss is not finite. Raises UsageError if sacrebleu is missing.
+    """
+    with at_rest(cast(PreTrainedModel, model)):
+        batches, total, targets, right = _add_losses(task, model, split, size)
+        loss = total / targets
+        if task.form == "classification":
+            return {"loss": loss, "accuracy": right / targets}
+        if task.form == "language":
+            names = {number: name for name, number in cast(Tokenizer, task.tokenizer).get_vocab().items()}
+            predicted = torch.cat([batch.targets[batch.targets != NOTHING] for batch in batches]).tolist()
+            width = sum(len(names[number]) for number in predicted)  # a byte-level name has one character per byte
+            # exp overflows float64 above 709; the product keeps NaN
+            perplexity = math.exp(loss) if loss < 700 else loss * math.inf
+            return {"loss": loss, "perplexity": perplexity, "bits_per_byte": total / math.log(2) / width}
+        if not math.isfinite(loss):  # beam search needs finite probabilities
+            return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
+        pairs = []
+        for batch in batches:
+            translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, most=task.length)
+            for written, target in zip(translations, batch.targets.tolist(), strict=True):
+                pairs.append((task.decode(written), task.decode(number for number in target if number > END)))
+        return {"loss": loss} | bleu_and_chrf(pairs)
+
+
+def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
+    """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
+    with at_rest(cast(PreTrainedModel, model)):
+        _, total, targets, _ = _add_losses(task, model, split, size)
+    return total / targets
+
+
+def _add_losses(task: StudyTask, model: nn.Module, split: Split, size: int) -> tuple[list[Examples], float, int, int]:
+    """Return the batches, the sum of all losses in nats, the number of targets, and that of correct predictions."""
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
+    for batch in batches:
+        logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
+        total += float(cross_entropy(logits, batch.targets))
+        targets += int((batch.targets != NOTHING).sum())
+        right += int((logits.argmax(-1) == batch.targets).sum())
+    return batches, total, targets, right
+
+
+def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Compute BLEU and chrF2 of translations with one reference each (Post 2018), with sacrebleu's defaults.
+
+    Raises UsageError if sacrebleu is missing.
+    """
+    try:
+        import sacrebleu
+    except ImportError:
+        raise UsageError(
+            "BLEU scores require sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
+        ) from None
+    written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(written, references).score,
+        "chrF": sacrebleu.corpus_chrf(written, references).score,
+    }
+
+
+def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
+    """Compute Σ −log p of the targets in nats, ignoring targets that are NOTHING."""
+    flat = logits.flatten(0, -2).float()
+    return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
+
+
+class _Generator(PreTrainedModel, GenerationMixin):
+    """Adapter that lets transformers' `generate` call an encoder and a decoder."""
+
+    def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
+        super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
+        self._model, self._device = model, device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device  # the model need not have parameters from which to infer it
+
+    def forward(
+        self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: object
+    ) -> Seq2SeqLMOutput:
+        mask = None if bool(attention_mask.all()) else attention_mask.bool()
+        return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], mask))
+
+
+@torch.no_grad()
+def beam_search(
+    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = WIDTH
+) -> list[list[int]]:
+    """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
+
+    `most` and |y| include END; the result contains no BEGIN, END or padding. A source is finished when `width`
+    sentences have ended. At token `most` a sentence must end, and END's log-probability counts.
+    """
+
+    def bar(written: Tensor, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[1], device=scores.device)
+        last = written.shape[1] == most
+        barred = places != END if last else (places == BEGIN) | (places == PADDING)
+        return scores.masked_fill(barred, -torch.inf)
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=most,
+        num_beams=width,
+        early_stopping=True,
+        use_cache=False,
+        decoder_start_token_id=BEGIN,
+        eos_token_id=END,
+        pad_token_id=PADDING,
+    )
+    generator: Any = _Generator(model, inputs.device)  # `generate` expects a Protocol that GenerationMixin lacks
+    rows: Tensor = generator.generate(
+        encoder_outputs=BaseModelOutput(model.encode(inputs, mask)),
+        attention_mask=torch.ones_like(inputs) if mask is None else mask,
+        logits_processor=LogitsProcessorList([bar]),
+        generation_config=config,
+    )
+    return [[number for number in row if number not in (BEGIN, END, PADDING)] for row in rows.tolist()]

@@ -23,8 +23,17 @@ from attnlens.errors import UsageError
 from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import PrimalHeads, regulariser
-from attnlens.lab.study.examples import BEGIN, END, NOTHING, PADDING, Examples, StudyTask
-from attnlens.lab.study.scores import cross_entropy, mean_loss, score
+from attnlens.lab.study.examples import (
+    BEGIN,
+    END,
+    NOTHING,
+    PADDING,
+    Examples,
+    StudyTask,
+    cross_entropy,
+    mean_loss,
+    score,
+)
 from attnlens.lab.study.tables import Scale
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import hooks
