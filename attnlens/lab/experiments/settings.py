@@ -125,3 +125,8 @@ def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantit
     )
     known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
     return Curve.model_validate(known | fields)
+
+
+def share_curve(shares: Mapping[int, float], quantity: str) -> Curve:
+    """Build the curve of a share by dimension."""
+    return Curve(steps=list(shares), median=list(shares.values()), quantity=quantity, bounded=True)

@@ -46,10 +46,6 @@ class Training:
     scores: int = 16  # s of the primal layer
     eta: float = ETA  # weight of ΣJ² in the loss of Primal.+, in the paper's convention
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate at a step."""
-        return self.lr * min(1.0, (step + 1) / WARM_UP) * (1 - 0.95 * step / self.steps)
-
 
 def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
     """Build a new model and its copy with a primal last layer; parameters that both have start equal."""
@@ -73,7 +69,7 @@ def fit(
     model.train()
     for step in range(training.steps):
         for group in optimiser.param_groups:
-            group["lr"] = training.rate(step)
+            group["lr"] = training.lr * min(1.0, (step + 1) / WARM_UP) * (1 - 0.95 * step / training.steps)
         chosen = windows[torch.randperm(len(windows), generator=generator)[: training.batch]]
         optimiser.zero_grad()
         with torch.enable_grad():
@@ -117,10 +113,8 @@ def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
     ids = sample(loaded, TOKENS, ALL)
-    held_out = torch.arange(len(ids)) % EVERY == EVERY - 1
-    experiment = compare_training(
-        config, ids[~held_out], ids[held_out], Training(), range(seed, seed + SEEDS), progress
-    )
+    held_out, seeds = torch.arange(len(ids)) % EVERY == EVERY - 1, range(seed, seed + SEEDS)
+    experiment = compare_training(config, ids[~held_out], ids[held_out], Training(), seeds, progress)
     split = f"{TEXT}, every eighth window for evaluation"
     return experiment.model_copy(update={"model": MODEL, "settings": {"text": split, **experiment.settings}})
 

@@ -23,7 +23,7 @@ from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import check_folder, make_folder, unwritten_folder
 from attnlens.lab.study.examples import StudyTask, TaskForm
-from attnlens.lab.study.tables import TABLES, PaperCell, PaperTable, Scale, describe_features, scale_of
+from attnlens.lab.study.tables import PAPER, SCALES, SUM, TABLES, PaperCell, PaperTable, Scale, describe_features
 from attnlens.lab.study.tasks import Reversal, iwslt, language, load_labelled, series, translation, wikitext
 from attnlens.lab.study.units import (
     RunOutcome,
@@ -40,7 +40,6 @@ from attnlens.lab.study.units import (
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models import texts
-from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import Coverage, ModelInfo, Settings, studies
 from attnlens.records.provenance import File
 from attnlens.report.report import Report
@@ -231,7 +230,6 @@ def _correlate_orders(
 
 
 ROUNDS = 12  # steps that are timed, after an untimed first one
-STANDARD = AttentionForm(positions="sum", in_value=True)  # the transformer of Vaswani et al. 2017
 
 
 class Speed(NamedTuple):
@@ -254,7 +252,8 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
         module, optimiser = accelerator.prepare(model.core, optimiser)
         return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
 
-    time_standard, speeds = build_timer(replace(units[0], form=STANDARD), "sdpa"), {}
+    # the standard transformer is that of Vaswani et al. 2017
+    time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
     for unit in units:
         time_unit = build_timer(unit)
         pairs = [(time_standard(), time_unit()) for _ in range(1 + ROUNDS)][1:]
@@ -287,7 +286,7 @@ def train_cells(
     The test set is read once per run, at its end. The heads of the first seed's run are measured during training.
     `make` rebuilds the tasks in other processes. At the end a few steps of each cell are timed.
     """
-    tasks = list({id(task): task for _, task in cells}.values())
+    tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
     scales = [plan.scales[task.form] for _, task in cells]
     search_units = [
@@ -370,7 +369,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         jobs = 1  # only this process can read stdin
     work = WorkPlan(request.work, jobs=jobs, engine=request.engine, address=request.address)
     work.check(request.text)
-    defaults = {form: scale_of(request.scale, form) for form in get_args(TaskForm)}
+    defaults = PAPER if request.scale == "paper" else dict.fromkeys(get_args(TaskForm), SCALES[request.scale])
     scales = {form: replace(scale, seeds=request.seeds or scale.seeds) for form, scale in defaults.items()}
     if request.save is not None:
         check_folder(Path(request.save))

@@ -72,7 +72,7 @@ class StudyTask:
     form: TaskForm
     cases: Mapping[str, Cases]  # of each part; sentences are without BEGIN and END
     length: int  # largest number of tokens of a sequence; for translation, of a side with END
-    vocabulary: int  # number of ids; 0 for a series
+    vocabulary: int = 0  # number of ids; 0 for a series
     classes: int = 0  # number of classes; 0 if ids are predicted
     channels: int = 0  # numbers per step of a series; 0 for ids
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file by name; empty for built-in data

@@ -7,6 +7,7 @@ import io
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = list[tuple[str, ...]]
 """Columns of each line of a file."""
+Series: TypeAlias = "Sequence[tuple[Tensor, str]]"
+"""Ids (tokens,) or a series (steps, channels) of each example, and its label; numbers of steps can differ."""
 LARGEST_CONTENT = 2**30  # bytes of the largest file accepted, both packed and unpacked
 
 
@@ -81,9 +84,8 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[
     width = len(rows[0]) if len(rows[0]) in columns else columns[0]
     bad = [number for number, row in enumerate(rows, 1) if len(row) != width or not all(row)]
     if bad:
-        first = ", ".join(map(str, bad[:5])) + ("…" if len(bad) > 5 else "")
-        count = f"{len(bad)} lines (numbers {first})" if len(bad) > 1 else f"line {first}"
-        raise TextError(f"{path}: {count}: expected {width} non-empty columns separated by tabs.", remedy)
+        others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise TextError(f"{path}: line {bad[0]}{others}: expected {width} non-empty columns separated by tabs.", remedy)
     return rows, {Path(path).name: digest}
 
 
@@ -297,23 +299,29 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     parts = _split_by_class(str(path), labels, classes)
     tokenizer = train_byte_pairs((lines[number] for number in parts["training"]), scale.vocabulary)
     ids = encode(tokenizer, lines)
-    cases = {
-        part: Cases(
-            [torch.tensor(ids[number][: scale.length], dtype=torch.int64) for number in chosen],
-            torch.tensor([classes.index(labels[number]) for number in chosen]),
-        )
+    rows_of = {
+        part: [(torch.tensor(ids[number][: scale.length], dtype=torch.int64), labels[number]) for number in chosen]
         for part, chosen in parts.items()
     }
+    task = build_classification(Path(path).name, rows_of, classes, files)
+    left_out = {"repeated": len(rows) - len(lines), "cut": sum(len(row) > scale.length for row in ids)}
+    return replace(task, vocabulary=tokenizer.get_vocab_size(), tokenizer=tokenizer, left_out=left_out)
+
+
+def build_classification(
+    name: str, parts: Mapping[str, Series], classes: Sequence[str], files: Mapping[str, str]
+) -> StudyTask:
+    """Build a classification task from rows with their labels already split into parts."""
     return StudyTask(
-        name=Path(path).name,
+        name=name,
         form="classification",
-        cases=cases,
-        length=min(scale.length, max(map(len, ids))),
-        vocabulary=tokenizer.get_vocab_size(),
+        cases={
+            part: Cases([row for row, _ in rows], torch.tensor([classes.index(label) for _, label in rows]))
+            for part, rows in parts.items()
+        },
+        length=max(len(row) for rows in parts.values() for row, _ in rows),
         classes=len(classes),
         files=files,
-        tokenizer=tokenizer,
-        left_out={"repeated": len(rows) - len(lines), "cut": sum(len(row) > scale.length for row in ids)},
     )
 
 
@@ -336,8 +344,6 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
 
 
 REMEDY = "Give a file in the .ts format of the UEA archive, with class labels and without missing values."
-Series: TypeAlias = "list[tuple[Tensor, str]]"
-"""Cases of a file: a series (steps, channels), float64, and its label; numbers of steps can differ."""
 
 
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
@@ -354,13 +360,11 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
         header[word.lower()] = value.strip()
         if word.lower() == "@data":
             break
-    if "@data" not in header:
-        raise TextError(f"{path} lacks an @data line.", REMEDY)
     if header.get("@timestamps", "").lower() == "true":
         raise TextError(f"{path} has time stamps, which are not supported.", REMEDY)
     if header.get("@classlabel", "").startswith("false"):
         raise TextError(f"{path} has no class labels.", REMEDY)
-    cases: Series = []
+    cases = list[tuple["Tensor", str]]()
     for number, line in enumerate((line for line in lines if line.strip() and not line.startswith("#")), 1):
         *channels, label = line.split(":")
         if not channels or not label.strip():
@@ -379,7 +383,7 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
             )
         cases.append((case, label.strip()))
     if not cases:
-        raise TextError(f"{path} has no cases below @data.", REMEDY)
+        raise TextError(f"{path} has no cases below a line @data.", REMEDY)
     return header, cases, digest
 
 
@@ -420,21 +424,9 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     steps = torch.cat([case for case, _ in parts["training"]])
     deviation = steps.std(0, correction=0)
     mean, scale = steps.mean(0), torch.where(deviation > 0, deviation, torch.ones_like(deviation))
-    return StudyTask(
-        name=header.get("@problemname", first_name),
-        form="classification",
-        cases={
-            part: Cases(
-                [((case - mean) / scale).float() for case, _ in of_part],
-                torch.tensor([classes.index(label) for _, label in of_part]),
-            )
-            for part, of_part in parts.items()
-        },
-        length=max(len(case) for case, _ in first + second),
-        vocabulary=0,
-        classes=len(classes),
-        channels=channels,
-        files=files,
+    scaled = {part: [(((case - mean) / scale).float(), label) for case, label in rows] for part, rows in parts.items()}
+    return replace(
+        build_classification(header.get("@problemname", first_name), scaled, classes, files), channels=channels
     )
 
 

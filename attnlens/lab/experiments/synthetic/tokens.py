@@ -23,12 +23,13 @@ from attnlens.lab.experiments.settings import (
     average_trials,
     columns,
     curve,
+    share_curve,
     share_of,
 )
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, most_iterations
 from attnlens.records.studies import Curve, Experiment
-from attnlens.runs.progress import Progress, silent
+from attnlens.runs.progress import Progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -136,11 +137,11 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 """Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
 
 
-def golden(progress: Progress = silent) -> Experiment:
+def golden() -> Experiment:
     """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
     rows: dict[str, Figure] = {}
     problems = instances()
-    for done, (name, (problem, known)) in enumerate(problems.items()):
+    for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
         figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
         if "nuclear" in known:
@@ -149,7 +150,6 @@ def golden(progress: Progress = silent) -> Experiment:
         for what, value in known.items():
             label = f"{name.replace('_', ' ')} {WRITTEN[what]}"
             rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=TOLERANCE)
-        progress("golden instances", done + 1, len(problems))
     return Experiment(
         name="golden instances",
         question="Do the solutions of the reference instances agree with those of a general convex solver?",
@@ -188,15 +188,12 @@ def _prompt_d() -> attsvm.Problem:
     return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
-SIZES = ((5, 5), (10, 5), (5, 10))  # (n, T)
-FEASIBLE_SHARES = {
+FEASIBLE_SHARES = {  # by (n, T)
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
 }
-FEASIBLE_TRIALS = 60
 EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
-FEASIBLE_SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
 
 
 def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
@@ -206,7 +203,7 @@ def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> E
     all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
     default, only that size is run.
     """
-    sizes = SIZES if (s.n, s.T) == SIZES[0] else ((s.n, s.T),)
+    sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     known = FEASIBLE_SHARES if published else {}
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
@@ -214,19 +211,18 @@ def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> E
         shares = {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, certain})}
         for d, share in shares.items():
             reference, label = known.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, FEASIBLE_TRIALS)
+            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, theirs=60)
         sure[f"sure_n{n}_T{T}"] = Figure(
             shares[certain] if certain > 1 else None,
             label=f"sure, n = {n}, T = {T}",
             published=1.0 if published else None,
         )
-        steps, median = list(shares), list(shares.values())
-        curves[f"n={n}, T={T}"] = Curve(steps=steps, median=median, quantity="share separable", bounded=True)
+        curves[f"n={n}, T={T}"] = share_curve(shares, "share separable")
     return Experiment(
         name="feasibility",
         question="For which sizes does some W separate arbitrarily chosen tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
-        source=FEASIBLE_SOURCE if published else None,
+        source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)" if published else None,
         axis="d",
         curves=curves,
         **columns(rows | sure, EQUAL),
@@ -250,8 +246,6 @@ FEASIBILITY = Study(
 
 
 SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}
-SELECTED_TRIALS = 200
-SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
 
 
 def global_selection(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
@@ -261,16 +255,13 @@ def global_selection(s: ExperimentSettings, published: bool, progress: Progress)
         runs = descend_chunks(s, d, "global selection", progress)
         shares[d] = sum(int((descent.chosen[-1] == draws.best).all(-1).sum()) for draws, descent in runs) / s.trials
     known = SELECTED_SHARES if published else {}
-    rows = {
-        f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), SELECTED_TRIALS) for d, share in shares.items()
-    }
-    selected = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
+    rows = {f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), theirs=200) for d, share in shares.items()}
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
-        source=SELECTED_SOURCE if published else None,
+        source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)" if published else None,
         axis="d",
-        curves={"all best tokens selected": selected},
+        curves={"all best tokens selected": share_curve(shares, "share of trials")},
         **columns(rows),
     )
 
@@ -325,15 +316,9 @@ def local_convergence(s: ExperimentSettings, published: bool, progress: Progress
             continue
         longer = f"{name}_to_frobenius_longer"
         last = LONGER * s.iterations if longer in known else s.iterations
+        record, tick = {*grid(s.iterations), *grid(last)}, partial(progress, f"local convergence, {name}")
         descent = descend(
-            instances,
-            start,
-            last,
-            lr=s.lr,
-            loss=s.loss,
-            normaliser=normaliser,
-            record={*grid(s.iterations), *grid(last)},
-            progress=partial(progress, f"local convergence, {name}"),
+            instances, start, last, lr=s.lr, loss=s.loss, normaliser=normaliser, record=record, progress=tick
         )
         end = descent.steps.index(s.iterations)
         for svm, norm in NORMS.items():
