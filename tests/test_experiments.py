@@ -9,10 +9,10 @@ import torch
 from experiment_words import assert_in_words
 
 from attnlens.errors import UsageError
+from attnlens.lab.experiments import EXPERIMENTS, golden
 from attnlens.lab.experiments.settings import NAMES
-from attnlens.lab.experiments.synthetic import EXPERIMENTS, golden
-from attnlens.lab.experiments.synthetic.tokens import draw, grid, instances, starts
-from attnlens.lab.experiments.synthetic.weights import corpus
+from attnlens.lab.experiments.tokens import draw, grid, instances, starts
+from attnlens.lab.experiments.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
 from attnlens.report.sentences.reports import format_label, setting

@@ -25,6 +25,7 @@ WIDTHS = (2, 4, 8, 16, 32)  # m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x)
 HIDDEN = 48  # width of a network's two tanh hidden layers; the output layer has m features
 LENGTH = 0.7  # ℓ of the planted kernel
 TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° its symmetric part is the least definite
+uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
 QUANTITY = "relative L2 error"
@@ -154,7 +155,7 @@ def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> 
     kernels = partial(planted_kernels, torch.stack([_rotation(generator) for generator in generators]))
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
-    x, y = (torch.stack([2 * _uniform(generator, points, 2) - 1 for generator in generators]) for _ in range(2))
+    x, y = (torch.stack([2 * uniform(points, 2, generator=each) - 1 for each in generators]) for _ in range(2))
     axis = torch.linspace(-1, 1, GRID, dtype=torch.float64)
     grid = torch.cartesian_prod(axis, axis).expand(size.trials, -1, -1)
     return Fits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
@@ -175,13 +176,9 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
     return relative
 
 
-def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
     low, high = (math.radians(degrees) for degrees in TURN)
-    angle = low + (high - low) * _uniform(generator, 1)
+    angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, -sin)), torch.cat((sin, cos))))
 

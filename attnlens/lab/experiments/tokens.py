@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -86,20 +86,17 @@ def starts(
     return (torch.zeros_like(W) if start == "zero" else W), (K, Q)
 
 
-def descend_chunks(
-    s: ExperimentSettings, d: int, stage: str, progress: Progress, *, size: int = 50, floor: float = 0.0
-) -> Iterator[tuple[Draws, Descent]]:
-    """Yield the instances of one dimension with their descents, in chunks of trials that fit in the CPU cache."""
-    for first in range(0, s.trials, size):
-        trials = min(size, s.trials - first)
-        draws = draw(s.n, s.T, d, trials, s.seed + first, s.attention, s.head)
+def descend_trials(
+    s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
+) -> tuple[Draws, Descent]:
+    """Draw the instances of one dimension, and descend on all of them at once."""
+    draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
-        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
-            done = s.d.index(d) + (first + trials * step / s.iterations) / s.trials
-            progress(stage, round(1000 * done), 1000 * len(s.d))
+    def tick(step: int, steps: int) -> None:
+        progress(stage, s.d.index(d) * steps + step, len(s.d) * steps)
 
-        W, _ = starts(draws, 1, s.start)
-        yield draws, descend(draws.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=floor, progress=tick)
+    W, _ = starts(draws, 1, s.start)
+    return draws, descend(draws.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=floor, progress=tick)
 
 
 def directions(
@@ -252,8 +249,8 @@ def global_selection(s: ExperimentSettings, published: bool, progress: Progress)
     """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
     shares = {}
     for d in s.d:
-        runs = descend_chunks(s, d, "global selection", progress)
-        shares[d] = sum(int((descent.chosen[-1] == draws.best).all(-1).sum()) for draws, descent in runs) / s.trials
+        draws, descent = descend_trials(s, d, "global selection", progress)
+        shares[d] = int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials
     known = SELECTED_SHARES if published else {}
     rows = {f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), theirs=200) for d, share in shares.items()}
     return Experiment(

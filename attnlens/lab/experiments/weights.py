@@ -21,7 +21,7 @@ from attnlens.lab.experiments.settings import (
     columns,
     curve,
 )
-from attnlens.lab.experiments.synthetic.tokens import descend_chunks, grid
+from attnlens.lab.experiments.tokens import descend_trials, grid
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Scores, gradient, unit
 from attnlens.records.studies import Curve, Experiment
@@ -85,16 +85,14 @@ def multi_token(s: ExperimentSettings, published: bool, progress: Progress) -> E
 
 def _measure_size(s: ExperimentSettings, d: int, progress: Progress) -> Float[Tensor, "accepted 3"]:
     """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
-    rows: list[list[float]] = []
-    for draws, descent in descend_chunks(s, d, "multi-token", progress, size=250, floor=FLOOR):
-        # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
-        weights = descent.log_weights.exp()
-        between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
-        dropped = (weights <= GONE).flatten(1).any(-1)
-        accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
-        for trial in accepted.nonzero().flatten().tolist():
-            if (row := _compare_directions(draws.instances, descent, trial)) is not None:
-                rows.append(row)
+    draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
+    # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
+    weights = descent.log_weights.exp()
+    between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
+    dropped = (weights <= GONE).flatten(1).any(-1)
+    accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
+    trials = accepted.nonzero().flatten().tolist()
+    rows = [row for trial in trials if (row := _compare_directions(draws.instances, descent, trial)) is not None]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
 
 
