@@ -115,11 +115,7 @@ def build_cell(
     speed: Speed,
     seed: int,
 ) -> studies.StudyCell:
-    """Build the record of a cell from one outcome per seed, the first of which is `seed`.
-
-    `unit` has the attention form and learning rate chosen by the search; `searched` lists (learning rate, validation
-    loss) of its form.
-    """
+    """Build a cell's record: the unit chosen by the search, (rate, validation loss) of its form, outcomes by seed."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -281,10 +277,9 @@ class StudyPlan:
 def train_cells(
     cells: Sequence[tuple[PaperCell, StudyTask]], make: MakeTasks, plan: StudyPlan, tell: Progress
 ) -> list[studies.StudyCell]:
-    """Train every cell: short runs choose the learning rate of smallest validation loss, which every seed then uses.
+    """Train every cell: short runs choose form and learning rate of smallest validation loss for the runs of all seeds.
 
     The test set is read once per run, at its end. The heads of the first seed's run are measured during training.
-    `make` rebuilds the tasks in other processes. At the end a few steps of each cell are timed.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}

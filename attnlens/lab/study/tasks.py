@@ -72,8 +72,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
     """Read the columns of each line of a file; the first line sets their number, which must be in `columns`.
 
-    Returns them stripped, with the file's name and SHA-256. Raises TextError with `remedy` if the file is unreadable or
-    empty, or if a column is missing, empty or one too many.
+    Returns them stripped, with the file's name and SHA-256. Raises TextError with `remedy` for any other file.
     """
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
@@ -99,7 +98,7 @@ def language(contents: Sequence[tuple[str, str]], scale: Scale) -> StudyTask:
     """Build a language task from (name, text) pairs; without any, from the King James text that ships with attnlens.
 
     Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each). Raises
-    TextError if a part has no window of `length` + 1 tokens, UsageError for a vocabulary below 256.
+    TextError for a short text, UsageError for a vocabulary below 256.
     """
     files = {name: sha256(text.encode()).hexdigest() for name, text in contents}
     contents = contents or [load_default_text()]
@@ -208,16 +207,17 @@ def pair_rows(
         sides = (encode(tokenizer, [row[side] for row in rows]) for side in (0, 1))
         pairs = [(tuple(source), tuple(target)) for source, target in zip(*sides, strict=True)]
         short[part] = [pair for pair in pairs if max(map(len, pair)) < scale.length]
-        if not short[part]:
-            raise TextError(
-                f"{name}: none of the {len(rows)} pairs in its {part} part has at most {scale.length} tokens per side.",
-                "Give more pairs, or shorter ones.",
-            )
     chosen = {
         part: [short[part][index] for index in space_evenly(len(short[part]), scale.evaluated)] for part in PARTS[1:]
     }
     held_out = set(chain.from_iterable(chosen.values()))
     chosen["training"] = [pair for pair in short["training"] if pair not in held_out]
+    for part, pairs in chosen.items():
+        if not pairs:
+            raise TextError(
+                f"{name}: none of the pairs in its {part} part can be used, with at most {scale.length} tokens per side.",
+                "Give more pairs, or shorter ones.",
+            )
     return StudyTask(
         name=name,
         form="translation",

@@ -150,11 +150,10 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss; `model` ends with the weights of the smallest validation loss.
+    """Minimise the task's loss, on a CPU with one thread deterministically; keep the weights of least validation loss.
 
     At every evaluation, `watch` measures the model, and the state is saved to the store `state`, from which the same
-    call resumes with the same result. A run has not converged if its loss is not finite (it then stops) or never falls
-    below the loss before the first step. Deterministic on a CPU with one thread.
+    call resumes. A run has not converged if its loss is not finite (it then stops) or never falls below the first.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
@@ -283,11 +282,11 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]:
-    """Compute the median over heads of each measure that has a value; shares have none for causal heads.
+    """Compute the median over heads of each measure; primal layers, and shares of causal heads, have none.
 
-    tokens.* are those of `inspect`, averaged over held-out sequences, with log k of the model's own kernel instead of
-    s⟨q, k⟩. weights.* are of s W_Q W_Kᵀ, and the only ones if a kernel can be negative. Primal layers have none. The
-    SVM of the selection is posed for kernels that depend on the inner product only and have no position bias.
+    tokens.* are averaged over held-out sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
+    s W_Q W_Kᵀ, and the only ones if a kernel can be negative. The SVM of the selection is posed for kernels that depend
+    on the inner product only and have no position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
