@@ -29,7 +29,7 @@ from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import PrimalAttention, PrimalHeads, regulariser
 from attnlens.kernels.attention.primal_scores import whole_reach
-from attnlens.records import Call
+from attnlens.records import Call, ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,13 +68,15 @@ def build(
     (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid layers or
     numbers.
     """
-    from attnlens.models import hooks, texts
-    from attnlens.runs.in_memory import at_rest, held_model
+    from attnlens.models import hooks, loading, texts
+    from attnlens.runs.in_memory import at_rest
 
     model = base if isinstance(base, nn.Module) else _new_model(base)
+    info = ModelInfo(id=type(model).__name__, architecture=type(model).__name__, parameters=0)
+    loaded = loading.Loaded(model, None, "", info, loading.kind_of(model))
     try:  # one forward pass over four tokens, or noise, records the attention modules
         with at_rest(model):
-            reached = hooks.survey(model, texts.placeholder(held_model(model), 4, 0).batches[0].inputs)
+            reached = hooks.survey(model, texts.placeholder(loaded, 4, 0).batches[0].inputs)
     except TextError as error:
         raise ModelError(error.problem, error.remedy) from None
     chosen = _select_layers(reached, layers)
@@ -91,9 +93,9 @@ def build(
         model.generation_config.use_cache = False
     hooks.install(model, NAME, _compute_attention)
     model.config.attnlens_primal = [
-        {"layer": target.site.layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
+        {"layer": target.site.layer, "scores": part.log_multipliers.shape[-1], "samples": part.samples}
         for target in reached
-        if isinstance(heads := getattr(target.module, "primal", None), PrimalHeads)
+        if isinstance(part := getattr(target.module, "primal", None), PrimalHeads)
     ]
     model.config.attn_implementation = ONLY_BY
     return model

@@ -144,7 +144,7 @@ def converge_head(
     options: dict[str, Any] = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
     descent = DescentRequest(**options).explicit()
     layer, number = location = requests.head(head)
-    query = InspectRequest(**request.explicit(), source="tokens", analyzers=[SHOWN], layers=[layer], heads=[number])
+    query = InspectRequest(**request.explicit(), source="tokens", analyzers=(SHOWN,), layers=[layer], heads=[number])
     run = prepare(model, query, progress=progress)
     report, selector, nearness = pose_selection(run)
     start = time.perf_counter()

@@ -104,7 +104,7 @@ def as_instances(problem: Problem) -> Instances:
     """
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
-    by_query = (-problem.differences[problem.query_of.argsort(stable=True)]).split(counts.tolist())
+    by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())
     tokens = pad_sequence([torch.nn.functional.pad(each, (0, 0, 1, 0)) for each in by_query], batch_first=True)
     allowed = torch.arange(tokens.shape[1]) <= counts[:, None]
     scores = torch.zeros(1, *allowed.shape, dtype=torch.float64)

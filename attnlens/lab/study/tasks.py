@@ -215,7 +215,7 @@ def pair_rows(
     for part, pairs in chosen.items():
         if not pairs:
             raise TextError(
-                f"{name}: none of the pairs in its {part} part can be used, with at most {scale.length} tokens per side.",
+                f"{name}: no pair of its {part} part can be used, with at most {scale.length} tokens per side.",
                 "Give more pairs, or shorter ones.",
             )
     return StudyTask(
@@ -253,7 +253,7 @@ class Reversal(StudyTask):
         super().__init__(
             name="planted reversal",
             form="translation",
-            cases={part: self._draw(evaluated, torch.Generator().manual_seed(seed)) for part, seed in seeds},
+            cases={part: Cases(*self._draw(evaluated, torch.Generator().manual_seed(seed))) for part, seed in seeds},
             length=longest + 1,
             vocabulary=len(SPECIALS) + 2 * letters,  # letters and capitals
         )
@@ -264,12 +264,12 @@ class Reversal(StudyTask):
         while True:
             yield pair_sentences(*self._draw(size, draws))
 
-    def _draw(self, count: int, draws: torch.Generator) -> Cases:
+    def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
         """Draw random sources with their targets; letters and numbers of letters are uniform."""
         first = len(SPECIALS)
         sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
         sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
-        return Cases(sources, [self.target(source) for source in sources])
+        return sources, [self.target(source) for source in sources]
 
     def target(self, source: Tensor) -> Tensor:
         """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
