@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, count, product
@@ -263,35 +263,31 @@ MakeTasks = Callable[[], Sequence[StudyTask]]
 """Function that rebuilds the tasks in another process; their tensors, one per sentence, are too many to send."""
 
 
-@dataclass(frozen=True)
-class StudyPlan:
-    """Plan of training: scales, seeds, workers and storage of all cells."""
-
-    scales: Mapping[TaskForm, Scale]  # sizes, steps, rates and number of seeds for each form of task
-    seed: int  # the first seed
-    work: WorkPlan  # workers that train
-    store: Store  # store of outcomes
-    folder: Path | None  # new folder for the first seed's model of every cell, at every evaluation; None: not saved
-
-
 def train_cells(
-    cells: Sequence[tuple[PaperCell, StudyTask]], make: MakeTasks, plan: StudyPlan, tell: Progress
+    cells: Sequence[tuple[PaperCell, StudyTask]],
+    make: MakeTasks,
+    scales: Mapping[TaskForm, Scale],
+    seed: int,
+    work: WorkPlan,
+    store: Store,
+    folder: Path | None,
+    tell: Progress,
 ) -> list[studies.StudyCell]:
     """Train every cell: short runs choose form and learning rate of smallest validation loss for the runs of all seeds.
 
-    The test set is read once per run, at its end. The heads of the first seed's run are measured during training.
+    The test set is read once per run, at its end. The heads of the run of the first seed are measured during training,
+    and its model is saved to a new `folder`, if any, at every evaluation. Outcomes are kept in `store`.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
-    scales = [plan.scales[task.form] for _, task in cells]
     search_units = [
         [
-            TrainingUnit(task.name, form, scale, rate, scale.search_steps, SEARCH_SEED)
-            for form, rate in product(cell.forms, scale.rates)
+            TrainingUnit(task.name, form, scales[task.form], rate, scales[task.form].search_steps, SEARCH_SEED)
+            for form, rate in product(cell.forms, scales[task.form].rates)
         ]
-        for (cell, task), scale in zip(cells, scales, strict=True)
+        for cell, task in cells
     ]
-    total, numbers = sum(map(len, search_units)) + sum(scale.seeds for scale in scales), count(1)
+    total, numbers = sum(len(units) + units[0].scale.seeds for units in search_units), count(1)
 
     def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
         """Train units, or load their stored results. Raises ModelError if a unit could not be trained."""
@@ -299,10 +295,10 @@ def train_cells(
         with one_thread():
             results = run_units(
                 list(named),
-                build_trainer(named, tasks, plan.store),
-                plan.work,
-                plan.store,
-                elsewhere=(set_up_worker, (make, named, plan.store)),
+                build_trainer(named, tasks, store),
+                work,
+                store,
+                elsewhere=(set_up_worker, (make, named, store)),
                 tell=lambda _name: tell(stage, next(numbers), total),
             )
         if results.stopped:
@@ -313,19 +309,19 @@ def train_cells(
 
     searched = outcomes(chain.from_iterable(search_units), "search")
     chosen = [min(units, key=lambda unit: searched[unit].loss) for units in search_units]
-    seed_units = [_seed_units(unit, plan) for unit in chosen]
+    seed_units = [_seed_units(unit, seed, saved=folder is not None) for unit in chosen]
     trained = outcomes(chain.from_iterable(seed_units), "train")
     built, speeds = [], dict[TrainingUnit, Speed]()
     with one_thread():
         for task in tasks:
             speeds |= measure_speeds([unit for unit in chosen if unit.task == task.name], task)
     for (cell, task), tried, best, by_seed in zip(cells, search_units, chosen, seed_units, strict=True):
-        if plan.folder is not None:
-            source = model_folder(plan.store, by_seed[0].name(digests[task.name]))
-            _copy_models(source, plan.folder / slug(task.name) / slug(cell.name))
+        if folder is not None:
+            source = model_folder(store, by_seed[0].name(digests[task.name]))
+            _copy_models(source, folder / slug(task.name) / slug(cell.name))
         rates = [(unit.rate, searched[unit].loss) for unit in tried if unit.form == best.form]
         runs = [trained[unit] for unit in by_seed]
-        built.append(build_cell(cell, task, best, runs, rates, speeds[best], plan.seed))
+        built.append(build_cell(cell, task, best, runs, rates, speeds[best], seed))
     return built
 
 
@@ -351,10 +347,10 @@ def set_up_worker(
     return store.facts, build_trainer(units, make(), store)
 
 
-def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:
+def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[TrainingUnit]:
     seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
-    first, *others = (replace(seeded, seed=plan.seed + number) for number in range(chosen.scale.seeds))
-    return [replace(first, watched=True, saved=plan.folder is not None), *others]
+    first, *others = (replace(seeded, seed=seed + number) for number in range(chosen.scale.seeds))
+    return [replace(first, watched=True, saved=saved), *others]
 
 
 def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:
@@ -383,7 +379,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         table = TABLES[table_name]
         folder = None if request.save is None else Path(request.save) / table_name
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
-        trained = train_cells(pairs, make, StudyPlan(scales, request.seed, work, store, folder), progress)
+        trained = train_cells(pairs, make, scales, request.seed, work, store, folder, progress)
         present = [task for task in tasks if any(paired is task for _, paired in pairs)]
         missing = sorted({cell.task for cell in table.cells} - forms)
         tables.append(build_table(table, request.scale, scales, present, trained, missing))

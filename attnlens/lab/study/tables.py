@@ -203,25 +203,19 @@ CHEN_DATA: dict[TaskForm, str] = {
     "language": "WikiText-103, perplexity",
 }
 ALL = (
-    PaperTable(
-        "kernels",
-        "Which kernel is best, and does it need to be asymmetric?",
-        f"{TSAI}, Table 2",
-        tuple(_kernels()),
-        TSAI_DATA,
-    ),
-    PaperTable(
+    ("kernels", "Which kernel is best, and does it need to be asymmetric?", f"{TSAI}, Table 2", _kernels(), TSAI_DATA),
+    (
         "positions",
         "What is the best way to include positions in the kernel?",
         f"{TSAI}, Table 1",
-        tuple(_positions()),
+        _positions(),
         TSAI_DATA,
     ),
-    PaperTable("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(_order()), TSAI_DATA),
-    PaperTable("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(_values()), TSAI_DATA),
-    PaperTable("dimension", "Does an infinite feature dimension matter?", WRIGHT, tuple(_dimension()), WRIGHT_DATA),
-    PaperTable(
-        "primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, tuple(_primal()), CHEN_DATA
-    ),
+    ("order", "Where does attention need positions?", f"{TSAI}, Table 3", _order(), TSAI_DATA),
+    ("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", _values(), TSAI_DATA),
+    ("dimension", "Does an infinite feature dimension matter?", WRIGHT, _dimension(), WRIGHT_DATA),
+    ("primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, _primal(), CHEN_DATA),
 )
-TABLES = {table.name: table for table in ALL}  # name on the command line → table
+TABLES = {
+    name: PaperTable(name, question, source, tuple(cells), data) for name, question, source, cells, data in ALL
+}  # name on the command line → table

@@ -22,7 +22,7 @@ from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
 from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
-from attnlens.kernels.attention.primal_heads import PrimalHeads, regulariser
+from attnlens.kernels.attention.primal_heads import regulariser
 from attnlens.lab.study.examples import (
     BEGIN,
     END,
@@ -110,6 +110,7 @@ def _restore_state(
     return RunOutcome(**value["outcome"]), value["best"]
 
 
+SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale on which no single run depends
 DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm to which gradients are clipped
 LAST = 0.05  # final share of the learning rate, at the end of the cosine
 
@@ -130,17 +131,11 @@ class TrainingUnit:
 
     def name(self, digest: str) -> str:
         """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
-        facts = {
-            "versions": versions(),
-            "data": digest,
-            "unit": asdict(self)
-            | {"scale": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}},
-        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
+        scale = {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}
+        facts = {"versions": versions(), "data": digest, "unit": asdict(self) | {"scale": scale}}
+        if torch.cuda.is_available():  # GPUs round differently
+            facts["device"] = "cuda"
         return f"{self.task} rate {self.rate} seed {self.seed} {key_of(facts)}"
-
-
-SEARCHED = ("rates", "seeds", "steps", "search_steps")
-"""Fields of a scale that determine the set of runs but not a single run."""
 
 
 def train(
@@ -217,9 +212,7 @@ def take_step(
     with accelerator.autocast():
         logits = model(examples.inputs, examples.mask, examples.decoder_inputs)
         loss = cross_entropy(logits, examples.targets) / (examples.targets != NOTHING).sum().clamp_min(1)
-        objective = loss
-        if eta and any(isinstance(part, PrimalHeads) for part in model.modules()):
-            objective = loss + eta * regulariser(model)
+        objective = loss + eta * regulariser(model) if eta else loss
     accelerator.backward(objective)
     accelerator.clip_grad_norm_(model.parameters(), CLIPPED)
     optimiser.step()
