@@ -226,7 +226,7 @@ def test_longer_pairs_are_left_out_and_counted(verses):
     assert task.left_out == {"training": 1, "validation": 0, "test": 0}
     assert max(len(ids) + 1 for part in task.cases.values() for side in part for ids in side) <= task.length
     assert [len(task.cases[part].inputs) for part in ("validation", "test")] == [6, 6]
-    with pytest.raises(TextError, match="no pair of its training part"):
+    with pytest.raises(TextError, match="no pair of its"):
         tasks.translation(verses, sizes(vocabulary=300, length=3))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import JsonValue
@@ -131,9 +131,10 @@ def build_experiment(
     errors: Mapping[str, tuple[str, Float[Tensor, "trials values"]]],
     floor: Float[Tensor, " trials"],
     inequalities: Mapping[str, Figure],
-    **fields: Any,
+    settings: dict[str, JsonValue],
+    **words: str,
 ) -> Experiment:
-    """Build an experiment from labelled errors by the values of the swept quantity, judged by inequalities."""
+    """Build an experiment from labelled errors by value of the swept quantity; `words`: name, question and axis."""
     letter, values = swept
     rows = {
         f"{name}_{letter}{value}": average_trials(each[:, at], f"{label}, {letter} = {value}")
@@ -143,7 +144,8 @@ def build_experiment(
     rows["floor"] = average_trials(floor, "floor of one network")
     lines = {**errors, "floor": ("floor of one network", floor[:, None].expand(-1, len(values)))}
     curves = {name: curve(values, each.mT, QUANTITY, label=label) for name, (label, each) in lines.items()}
-    return Experiment(source=SOURCE, curves=curves, **fields, **columns(rows | dict(inequalities))).judge()
+    experiment = {"source": SOURCE, "settings": settings, "curves": curves, **words}
+    return Experiment.model_validate(experiment | columns(rows | dict(inequalities))).judge()
 
 
 def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> Fits:
