@@ -267,8 +267,7 @@ SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
 GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, {"trials": 50, "d": (2, 4, 10)})
 
 
-LONGER = 5
-"""Factor of longer training of W at the published settings; there the textbook gradient formula loses its digits."""
+LONGER = 5  # factor of longer training of W as published; there the textbook gradient formula loses its digits
 CORRELATIONS = {
     "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
     "W_to_nuclear": Figure(published=0.858, tolerance=0.03),

@@ -89,8 +89,7 @@ def nats(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Floa
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-TOKENS = 64
-"""Tokens per window. It replaces demo's 256, so that training takes a minute rather than an hour."""
+TOKENS = 64  # per window; instead of demo's 256, so that training takes a minute rather than an hour
 MODEL = f"models of {DEMO}'s size, trained here"
 """Name of the trained models in the record: they share demo's config and tokenizer, but not its weights."""
 SEEDS = 3  # each gives a pair of models

@@ -47,14 +47,10 @@ PAPER: dict[TaskForm, Scale] = {
 }
 
 
-PRODUCT = AttentionForm(positions="product")
-"""Positions in the language models of Tsai et al. (Eq. 5, values without positions)."""
+PRODUCT = AttentionForm(positions="product")  # in the language models of Tsai et al. (Eq. 5, values without positions)
 SUM = AttentionForm(positions="sum", in_value=True)
 """Positions in translation of Tsai et al. (Eq. 4, values with positions), and in all tasks of the other papers."""
-
-
-SCORES, ETAS = (8, 16), (0.0, 0.1)
-"""Values searched for primal layers: s (at most head_dim) and η (0, or that of the published code)."""
+SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most head_dim) and η (0, or as in their code)
 
 
 @dataclass(frozen=True)

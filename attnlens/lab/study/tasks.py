@@ -88,8 +88,7 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[
     return rows, {Path(path).name: digest}
 
 
-BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"
-"""Whole King James Bible, present in a checkout but not in an installed package."""
+BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"  # in a checkout, but not in an installed package
 BLOCK_CHARACTERS = 2000  # minimum characters per held-out block; a shorter text is cut into fewer stretches
 LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line is searched
 
