@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import torch
 
-from attnlens.lab.study.tasks.language import HELD_OUT
-from attnlens.lab.study.tasks.task import Cases, Labelled
+from attnlens.lab.study.examples import Cases, StudyTask
+from attnlens.lab.study.tasks import HELD_OUT
 
 SIZES = {"training": 4096, "validation": 256, "test": 256}
 """Cases of each part."""
 SEEDS = {"training": 10**9 + 21, **HELD_OUT}
 
 
-def before(tokens: int = 10, fillers: int = 4) -> Labelled:
+def before(tokens: int = 10, fillers: int = 4) -> StudyTask:
     """Whether token 0 stands before token 1 among fillers: half of the cases, and for every bag of tokens half.
 
     A classifier without positions gives all orders of a bag one answer (Tsai et al. 2019, Proposition 1), and the bag
@@ -28,10 +28,10 @@ def before(tokens: int = 10, fillers: int = 4) -> Labelled:
         rows.scatter_(1, places, torch.tensor([0, 1]).expand(count, 2))
         return rows, (places[:, 0] < places[:, 1]).long()
 
-    return drawn("planted order", ("after", "before"), draw, SIZES, vocabulary=2 + fillers)
+    return drawn("planted order", draw, SIZES, vocabulary=2 + fillers)
 
 
-def majority(tokens: int = 11) -> Labelled:
+def majority(tokens: int = 11) -> StudyTask:
     """Whether token 1 stands more often than token 0 (`tokens` is odd): the bag tells the class, so no position helps.
 
     Each class has half of the cases but for chance, and each count of token 1 is as likely as any other.
@@ -42,25 +42,25 @@ def majority(tokens: int = 11) -> Labelled:
         rows = (torch.rand(count, tokens, generator=draws).argsort(1) < ones).long()
         return rows, (2 * ones[:, 0] > tokens).long()
 
-    return drawn("planted majority", ("zeros", "ones"), draw, SIZES, vocabulary=2)
+    return drawn("planted majority", draw, SIZES, vocabulary=2)
 
 
-def drawn(
-    name: str, classes: tuple[str, str], draw, sizes: dict[str, int], *, vocabulary: int = 0, channels: int = 0
-) -> Labelled:
+def drawn(name: str, draw, sizes: dict[str, int], *, vocabulary: int = 0, channels: int = 0) -> StudyTask:
     """A task of cases drawn with fixed seeds: `draw` gives so many sequences and their classes."""
     cases = {}
     for part, count in sizes.items():
         rows, labels = draw(count, torch.Generator().manual_seed(SEEDS[part]))
         cases[part] = Cases(list(rows), labels)
-    return Labelled(name=name, classes=classes, cases=cases, files={}, vocabulary=vocabulary, channels=channels)
+    length = max(len(row) for of_part in cases.values() for row in of_part.inputs)
+    sizes = {"length": length, "vocabulary": vocabulary, "classes": 2, "channels": channels}
+    return StudyTask(name=name, form="classification", cases=cases, **sizes)
 
 
 ANGLE_SIZES = {"training": 16384, "validation": 512, "test": 512}
 """Cases of each part."""
 
 
-def angles(directions: int = 16, steps: int = 8) -> Labelled:
+def angles(directions: int = 16, steps: int = 8) -> StudyTask:
     """Which sign the one step has that points where the last step points: directions on a circle, each step another.
 
     A step is (cos θ, sin θ, sign, 0), the last (cos φ, sin φ, 0, 1); the θ are `steps` of `directions` even ones turned
@@ -81,7 +81,7 @@ def angles(directions: int = 16, steps: int = 8) -> Labelled:
         asked = torch.stack((phi.cos(), phi.sin(), zero, zero + 1), -1)
         return torch.cat((held, asked), 1), (signs.gather(1, meant)[:, 0] > 0).long()
 
-    return drawn("planted angles", ("minus", "plus"), draw, ANGLE_SIZES, channels=4)
+    return drawn("planted angles", draw, ANGLE_SIZES, channels=4)
 
 
 def least_leak(places: int, features: int) -> float:
@@ -93,14 +93,14 @@ def least_leak(places: int, features: int) -> float:
     return math.sqrt(max(places / features - 1, 0.0) / (places - 1))
 
 
-def permuted(task: Labelled, seed: int) -> Labelled:
+def permuted(task: StudyTask, seed: int) -> StudyTask:
     """The same sequences with the labels of each part in a random order, so that no model can beat chance on them.
 
     Chance is the share of the commonest class, or less where a model names others.
     """
     draws = torch.Generator().manual_seed(seed)
     mixed = {
-        part: replace(each, labels=each.labels[torch.randperm(len(each.labels), generator=draws)])
+        part: each._replace(targets=each.targets[torch.randperm(len(each.targets), generator=draws)])
         for part, each in task.cases.items()
     }
     return replace(task, name=f"{task.name}, labels permuted", cases=mixed)

@@ -24,7 +24,8 @@ from attnlens.maths.attsvm.head import (
     count_copies,
     score_gaps,
 )
-from attnlens.requests import reading
+from attnlens.requests import InspectRequest
+from attnlens.runs.inspect.pipeline import prepare
 
 HEAD = (3, 2)
 
@@ -32,15 +33,9 @@ HEAD = (3, 2)
 @pytest.fixture(scope="module")
 def gathered() -> tuple[Selector, Nearness]:
     """What a head of the demo sees of a little text, and the problem that it poses there."""
-    from attnlens import requests
-    from attnlens.models import loading, texts
-    from attnlens.runs import feeding
-
-    loaded = loading.load("demo")
     sampling = {"length": 64, "windows": 6, "batch_size": 4, "placement": "first"}
-    request = requests.InspectRequest(**sampling, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
-    settings = feeding.of_model(reading.settings(request), loaded)
-    return pose_selection(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, request))[1:]
+    request = InspectRequest(**sampling, source="tokens", analyzers=["selection"], layers=[HEAD[0]], heads=[HEAD[1]])
+    return pose_selection(prepare("demo", request))[1:]
 
 
 @pytest.fixture(scope="module")

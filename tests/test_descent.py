@@ -9,12 +9,12 @@ import torch
 from watch import unwatched
 
 from attnlens.errors import UsageError
-from attnlens.lab.experiments.synthetic.tokens import draw, starts
+from attnlens.lab.experiments.tokens import draw, starts
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm import Instances, Linear, Relu, Scores, descend
 from attnlens.maths.attsvm.descent import gradient
 
-GOLDEN = json.loads(files("attnlens.lab.experiments.synthetic").joinpath("golden.json").read_text())
+GOLDEN = json.loads(files("attnlens.lab.experiments").joinpath("golden.json").read_text())
 # ⟨W, W_svm⟩/(‖W‖‖W_svm‖) and the mean largest weight of descent from zero, lr 0.1, logistic loss: an autograd loop's.
 TRAINED = {
     "vis1": ({200: 0.9352611641710012, 1000: 0.9986686643889041}, {200: 0.7857258199734107, 1000: 0.9999782274721388}),

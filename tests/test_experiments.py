@@ -9,21 +9,21 @@ import torch
 from experiment_words import assert_in_words
 
 from attnlens.errors import UsageError
-from attnlens.lab.experiments import EXPERIMENTS, golden, run_experiments
-from attnlens.lab.experiments.synthetic.tokens import draw, grid, instances, starts
-from attnlens.lab.experiments.synthetic.weights import corpus
+from attnlens.lab.experiments import EXPERIMENTS, golden
+from attnlens.lab.experiments.settings import NAMES
+from attnlens.lab.experiments.tokens import draw, grid, instances, starts
+from attnlens.lab.experiments.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
 from attnlens.report.sentences.reports import format_label, setting
-from attnlens.requests.experiments import SyntheticRequest
+from attnlens.requests.experiments import USES, SyntheticRequest
 
 SMALL = {"trials": 3, "iterations": 30}
 
 
 def small(name, **overrides):
-    wanted = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
-    (found,) = run_experiments([name], quick=True, overrides=wanted | overrides)
-    return found
+    wanted = {option: value for option, value in SMALL.items() if option in USES[name]}
+    return EXPERIMENTS[name].run(wanted | overrides, True)
 
 
 def test_the_data_are_drawn_in_the_published_order():
@@ -94,8 +94,8 @@ def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_noth
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_progress_is_told_up_to_the_end(name):
     told = []
-    wanted = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
-    run_experiments([name], quick=True, overrides=wanted, progress=lambda *at: told.append(at))
+    wanted = {option: value for option, value in SMALL.items() if option in USES[name]}
+    EXPERIMENTS[name].run(wanted, True, lambda *at: told.append(at))
     assert told
     assert all(0 <= done <= total for _, done, total in told)
     assert told[-1][1] == told[-1][2]
@@ -107,11 +107,11 @@ CHANGES = [
     ("local-convergence", {"loss": "exponential"}),
     ("local-convergence", {"attention": "self"}),
     ("local-convergence", {"parameterisation": "KQ"}),
-    ("local-convergence", {"head": "relu"}),
+    ("local-convergence", {"head_function": "relu"}),
     ("global-selection", {"start": "random"}),
     ("feasibility", {"n": 3}),
-    ("rank", {"T": 4}),
-    ("multi-token", {"head": "linear"}),
+    ("rank", {"t": 4}),
+    ("multi-token", {"head_function": "linear"}),
 ]
 
 
@@ -130,9 +130,9 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
     probe.run({"seed": 4, "trials": 1}, True, lambda *_: None)
     probe.run(change, True, lambda *_: None)
     assert [published for _, published in seen] == [True, True, False, False]
-    ((setting, value),) = change.items()
-    assert getattr(seen[-1][0], setting) == value
-    assert small(name, **change).settings[setting] == value
+    ((option, value),) = change.items()
+    assert getattr(seen[-1][0], NAMES.get(option, option)) == value
+    assert small(name, **change).settings[NAMES.get(option, option)] == value
 
 
 @pytest.mark.parametrize(("trials", "judged"), [(9, False), (10, True), (50, True)])
@@ -149,15 +149,15 @@ def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, ju
 
 
 def test_in_one_dimension_nothing_is_sure():
-    found = small("feasibility", n=1, T=2, d=1, trials=20)
+    found = small("feasibility", n=1, t=2, d=1, trials=20)
     assert 0 < found.final["n1_T2_d1"] < 1
     assert found.final["sure_n1_T2"] is None
     assert "±1" in found.reasons["sure_n1_T2"]
-    assert small("feasibility", n=2, T=2, d=1).final["sure_n2_T2"] == 1
+    assert small("feasibility", n=2, t=2, d=1).final["sure_n2_T2"] == 1
 
 
 def test_one_d_is_the_whole_sweep():
-    found = small("feasibility", d=3, n=4, T=3)
+    found = small("feasibility", d=3, n=4, t=3)
     assert found.curves["n=4, T=3"].steps == [3, 4]
     assert small("rank", d=5).curves["nuclear"].steps == [5]
 
@@ -262,7 +262,7 @@ def test_the_grid_is_logarithmic_and_ends_at_the_last_iteration():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_published_figures_are_met(name):
-    (found,) = run_experiments([name], quick=True, overrides={})
+    found = EXPERIMENTS[name].run({}, True)
     if name == "local-convergence":
         assert format_label(found, "W_to_frobenius_longer") == found.curves["W to frobenius, longer"].label
         assert format_label(found, "W_to_frobenius_longer") == "W to Frobenius, longer"

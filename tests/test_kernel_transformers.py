@@ -1,6 +1,7 @@
 """Tests that a study's models attend as Tsai et al.'s equations say, and open as models of transformers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def saved(tmp_path_factory):
 
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)
-    task = language([("text", text.read_text())], length=24, vocabulary=270)
+    task = language([("text", text.read_text())], replace(SCALES["tiny"], length=24, vocabulary=270))
     forms = {
         "exponential": AttentionForm(positions="product"),
         "rbf": AttentionForm(kernel="rbf:gamma=1", positions="sum", in_value=True),

@@ -14,10 +14,10 @@ import pytest
 import torch
 from program import environment_with, python
 
-from attnlens.lab.study.cells import CellResult, Speed, build_table, build_trainer, set_up_worker
+from attnlens.lab.study.cells import Speed, build_cell, build_table, build_trainer, set_up_worker
+from attnlens.lab.study.examples import StudyTask, score
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
-from attnlens.lab.study.tasks import Reversal, score, translation
-from attnlens.lab.study.tasks.task import Task
+from attnlens.lab.study.tasks import Reversal, translation
 from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.report.report import read_report
@@ -153,12 +153,16 @@ def outcome(loss, problem=""):
     return RunOutcome([(0, 5.0), (10, loss)], [], problem, scores, 100, 10, 640, 2.0)
 
 
-class Sentences(Task):
-    name, form, metric, higher_is_better = "words", "language", "perplexity", False
-    vocabulary, length, files = 10, 8, {}
+SENTENCES = StudyTask(name="words", form="language", cases={}, length=8, vocabulary=10)
+UNIT = TrainingUnit("words", AttentionForm(), SMALL, 1e-2, 10, 0, tested=True)
 
 
-SIZES = {"language": SMALL}
+def built(cell, outcomes):
+    return build_cell(cell, SENTENCES, UNIT, outcomes, [(1e-2, 1.0)], FAST, 0)
+
+
+def table_of(cells, results):
+    return build_table(PaperTable("t", "q?", "s", tuple(cells)), "tiny", {"language": SMALL}, [SENTENCES], results)
 
 
 def test_a_tables_order_is_set_beside_the_published_one():
@@ -168,15 +172,10 @@ def test_a_tables_order_is_set_beside_the_published_one():
         PaperCell(name, "language", AttentionForm(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
     ]
     cells.append(PaperCell("d", "language", AttentionForm(kernel="linear"), diverged=True))
-    unit = TrainingUnit("words", AttentionForm(), SMALL, 1e-2, 10, 0, tested=True)
     runs = {"a": [1.0, 1.01, 0.99], "b": [2.0, 2.02, 2.01], "c": [3.0, 2.99, 3.01]}
-    found = [
-        CellResult(cell, "words", unit, tuple(outcome(loss) for loss in runs[cell.name]), "key", ((1e-2, 1.0),), FAST)
-        for cell in cells[:3]
-    ]
-    broken = (outcome(9.0, "its loss was not finite at step 3"), outcome(1.0), outcome(1.0))
-    found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),), FAST))
-    told = build_table(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0)
+    found = [built(cell, [outcome(loss) for loss in runs[cell.name]]) for cell in cells[:3]]
+    broken = outcome(9.0, "its loss was not finite at step 3"), outcome(1.0), outcome(1.0)
+    told = table_of(cells, [*found, built(cells[3], broken)])
     (ordering,) = told.orderings
     assert (ordering.agree, ordering.disagree, ordering.undecided) == (2, 1, 0)
     assert ordering.tau == pytest.approx(1 / 3)
@@ -328,7 +327,7 @@ def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_p
 
     lines = [f"{n}\tzahl {n} und {n % 7}\tnumber {n} and {n % 7}\n" for n in range(120)]
     (tmp_path / "pairs.tsv").write_text("".join(lines))
-    task = translation(tmp_path / "pairs.tsv", length=24, vocabulary=270)
+    task = translation(tmp_path / "pairs.tsv", replace(SMALL, length=24, vocabulary=270))
     form = AttentionForm(positions="symmetric product")
     model = build_model(TrainingUnit(task.name, form, SMALL, 1e-2, 1, 0), task)
     save_step(model, task, tmp_path, 3)
@@ -371,19 +370,13 @@ def test_a_validation_loss_that_is_no_number_ends_the_run():
 def test_the_interval_of_tau_holds_the_true_one_however_near_cells_are():
     """Six cells whose true order is the published one, at distances from far below the noise to far beyond it."""
     cells = [PaperCell(str(n), "language", AttentionForm(), float(n)) for n in range(6)]
-    unit = TrainingUnit("words", AttentionForm(), SMALL, 1e-2, 10, 0, tested=True)
     made = torch.Generator().manual_seed(0)
     inside, widths = [], {}
     for gap in (0.02, 0.4, 1.0, 8.0):
         for _ in range(40):
             losses = 3 + 0.01 * (gap * torch.arange(6.0)[:, None] + torch.randn(6, 3, generator=made))
-            found = [
-                CellResult(cell, "words", unit, tuple(map(outcome, row)), "key", ((1e-2, 1.0),), FAST)
-                for cell, row in zip(cells, losses.tolist(), strict=True)
-            ]
-            (told,) = build_table(
-                PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0
-            ).orderings
+            found = [built(cell, [*map(outcome, row)]) for cell, row in zip(cells, losses.tolist(), strict=True)]
+            (told,) = table_of(cells, found).orderings
             inside.append(told.low <= 1 <= told.high)
             widths[gap] = told.high - told.low
     assert sum(inside) / len(inside) >= 0.95

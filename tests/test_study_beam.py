@@ -10,17 +10,8 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.tasks import (
-    BEGIN,
-    END,
-    PADDING,
-    Examples,
-    Reversal,
-    beam_search,
-    bleu_and_chrf,
-    mean_loss,
-    score,
-)
+from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples, beam_search, bleu_and_chrf, mean_loss, score
+from attnlens.lab.study.tasks import Reversal
 
 OUTPUTS, MOST = 5, 4
 
@@ -119,7 +110,7 @@ class KnowsTheTarget(nn.Module):
         return (inputs if mask is None else inputs * mask)[..., None]
 
     def decode(self, decoder_inputs, memory, mask):
-        logits = torch.zeros(*decoder_inputs.shape, self.task.outputs)
+        logits = torch.zeros(*decoder_inputs.shape, self.task.vocabulary)
         for row, source in enumerate(memory[..., 0]):
             target = self.task.target(source[source > END])
             if self.forgets:
@@ -213,7 +204,7 @@ class Fixed(nn.Module):
 class TwoBatches:
     """A language of two batches of unlike numbers of targets."""
 
-    form, pairs = "language", SimpleNamespace(widths=torch.tensor([1.0, 2.0]))
+    form, tokenizer = "language", SimpleNamespace(get_vocab=lambda: {"a": 0, "bc": 1})
 
     def held_out(self, split, size):
         rows = [torch.tensor([[0, 1, 1]]), torch.tensor([[0, -100, -100]])]

@@ -73,7 +73,7 @@ def test_what_is_no_code_is_in_the_wheel(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     pages = {f"attnlens/report/render/page/{name}" for name in ("page.css", "page.html.jinja", "data.js", "start.js")}
     data = {"records/architectures.csv", "models/demo/model.safetensors", "models/demo/text.txt", "py.typed"}
-    data |= {"schema.json", "report/atlas.json", "lab/experiments/synthetic/golden.json"}
+    data |= {"schema.json", "report/atlas.json", "lab/experiments/golden.json"}
     assert pages | {f"attnlens/{name}" for name in data} <= held
 
 

@@ -23,14 +23,13 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import PrimalAttention, PrimalHeads, regulariser
 from attnlens.kernels.attention.primal_scores import whole_reach
-from attnlens.records import Call
+from attnlens.records import Call, ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
-NAME = "attnlens_primal"
-"""Name under which the attention of the models built here is registered with transformers."""
+NAME = "attnlens_primal"  # name under which the attention of the models built here is registered with transformers
 ONLY_BY = "attnlens.lab.primal.build"
 """Attention implementation written to a saved config.json. No implementation has this name, so `from_pretrained`
 refuses the folder. Otherwise it would load canonical attention and only list the unexpected keys."""
@@ -70,14 +68,17 @@ def build(
     (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid layers or
     numbers.
     """
-    from attnlens.models import hooks
+    from attnlens.models import hooks, loading, texts
+    from attnlens.runs.in_memory import at_rest
 
     model = base if isinstance(base, nn.Module) else _new_model(base)
-    training = model.training
-    try:  # one forward pass over blank input records the attention modules
-        reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank_inputs(model))
-    finally:
-        model.train(training)
+    info = ModelInfo(id=type(model).__name__, architecture=type(model).__name__, parameters=0)
+    loaded = loading.Loaded(model, None, "", info, loading.kind_of(model))
+    try:  # one forward pass over four tokens, or noise, records the attention modules
+        with at_rest(model):
+            reached = hooks.survey(model, texts.placeholder(loaded, 4, 0).batches[0].inputs)
+    except TextError as error:
+        raise ModelError(error.problem, error.remedy) from None
     chosen = _select_layers(reached, layers)
     for target in chosen:
         _check_layer(target, samples)
@@ -91,11 +92,10 @@ def build(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
     hooks.install(model, NAME, _compute_attention)
-    primal_parts = {target.site.layer: getattr(target.module, "primal", None) for target in reached}
     model.config.attnlens_primal = [
-        {"layer": layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
-        for layer, heads in primal_parts.items()
-        if isinstance(heads, PrimalHeads)
+        {"layer": target.site.layer, "scores": part.log_multipliers.shape[-1], "samples": part.samples}
+        for target in reached
+        if isinstance(part := getattr(target.module, "primal", None), PrimalHeads)
     ]
     model.config.attn_implementation = ONLY_BY
     return model
@@ -111,32 +111,6 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     if (model_class := getattr(transformers, name, None)) is not None:
         return cast("PreTrainedModel", model_class(config))
     return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
-
-
-def _blank_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Build the smallest input the model accepts: four tokens per side that reads text, noise for pixels and audio."""
-    from attnlens.models.texts.media import Feed, ids_of, media_of, move_inputs, types_of
-    from attnlens.models.texts.sequences import (
-        decodes_text,
-        describe_missing_inputs,
-        reads_ids,
-        required_inputs,
-        text_inputs,
-    )
-
-    try:
-        media = media_of(model)
-        inputs = Feed(model, media, 0).take([0])
-    except TextError as error:
-        raise ModelError(error.problem, error.remedy) from None
-    before = ids_of(media.before)
-    ids = torch.tensor([[*before, *[1] * 4]])
-    inputs |= types_of(model, media.before, ids)
-    if reads_ids(model) or decodes_text(model):
-        inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
-    if missing := [name for name in required_inputs(model) if name not in inputs]:
-        raise ModelError(*describe_missing_inputs(model, missing))
-    return move_inputs(model, inputs)
 
 
 def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:

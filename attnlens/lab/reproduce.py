@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -15,21 +15,20 @@ from attnlens.analyzers.selection import Selector
 from attnlens.arguments import checked_name, public, switch
 from attnlens.choices import CLAIMS, SHOWN, WHERE_POSED
 from attnlens.errors import UsageError
-from attnlens.lab.experiments import EXPERIMENTS, golden, one_thread, run_experiments
+from attnlens.lab.experiments import EXPERIMENTS, golden
 from attnlens.lab.experiments.binary_kernel import binary_kernel
 from attnlens.lab.experiments.one_head import hardening, train_head
 from attnlens.lab.experiments.settings import ExperimentSettings
 from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.lab.study.cells import train_table
 from attnlens.maths.attsvm.head import Nearness
-from attnlens.models import loading, texts
+from attnlens.models import loading
 from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Settings, Skipped
 from attnlens.report.report import Report
-from attnlens.requests import Feeding, InspectRequest, reading, takes
+from attnlens.requests import Feeding, InspectRequest, takes
 from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyRequest, SyntheticRequest, checked_table
-from attnlens.runs import feeding
 from attnlens.runs.inspect.inspection import PreparedRun
-from attnlens.runs.inspect.pipeline import compute, survey
+from attnlens.runs.inspect.pipeline import compute, prepare, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 
@@ -66,8 +65,7 @@ def reproduce(
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
-WIDTH = 10
-"""Dimension d of the tokens in the paper's experiments."""
+WIDTH = 10  # dimension d of the tokens in the paper's experiments
 
 
 @public
@@ -82,11 +80,12 @@ def converge_synthetic(
     `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
+    rows = [partial(_run_synthetic, name, quick, full.overrides(), progress) for name in full.chosen]
+    return run_rows("converge", rows, full.seed, full.d or WIDTH)
 
-    def row(name: str) -> Callable[[], list[Experiment]]:
-        return lambda: run_experiments([name], quick=quick, overrides=full.overrides(), progress=progress)
 
-    return run_rows("converge", [row(name) for name in full.chosen], full.seed, full.d or WIDTH)
+def _run_synthetic(name: str, quick: bool, overrides: Mapping[str, object], progress: Progress) -> list[Experiment]:
+    return [EXPERIMENTS[name].run(overrides, quick, progress)]
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
@@ -142,43 +141,27 @@ def converge_head(
     Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
-    descent_options: dict[str, Any] = {
-        "lr": lr,
-        "loss": loss,
-        "iterations": iterations,
-        "parameterisation": parameterisation,
-    }
-    descent = DescentRequest(**descent_options).explicit()
+    options: dict[str, Any] = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = DescentRequest(**options).explicit()
     layer, number = location = requests.head(head)
-    query = InspectRequest(**request.explicit(), source="tokens", layers=[layer], heads=[number])
-    load_options, requested = feeding.load_options(request, model), reading.settings(query)
-    descent_settings = ExperimentSettings(trials=1, seed=requested.seed, **descent)
-    named = texts.read_each(reading.files(query), offline=query.offline)
-    loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(query), requested.length)
-    contents, settings = feeding.contents(named, loaded), feeding.of_model(requested, loaded)
-    cut = feeding.cut_of(settings, query)
-    report, selector, nearness = pose_selection(loaded, settings, contents, cut, progress)
+    query = InspectRequest(**request.explicit(), source="tokens", analyzers=(SHOWN,), layers=[layer], heads=[number])
+    run = prepare(model, query, progress=progress)
+    report, selector, nearness = pose_selection(run)
     start = time.perf_counter()
     hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
+    settings = ExperimentSettings(trials=1, seed=run.settings.seed, **descent)
     where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
     experiments = [
         made.model_copy(update={"settings": where | made.settings})
-        for made in (train_head(nearness, location, descent_settings, progress), hardened)
+        for made in (train_head(nearness, location, settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     body = {"kind": "experiments", "experiments": experiments, "inspection": InspectionBody()}
     return report.model_copy(update={"command": "converge", **body, "timings": timings})
 
 
-def pose_selection(
-    loaded: loading.Loaded,
-    settings: Settings,
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-    progress: Progress = silent,
-) -> tuple[Report, Selector, Nearness]:
-    """Inspect the one head in `settings`; return the report, its selector and its solved selection problem."""
+def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
+    """Inspect the one head in the settings; return the report, its selector and its solved selection problem."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
@@ -186,8 +169,9 @@ def pose_selection(
         return selectors[-1]
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
-    keeping = replace(selection, begin=begin)
-    report, _ = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress)))
+    # the report is one of experiments, whose settings name no analyzer
+    settings = run.settings.model_copy(update={"analyzers": [], "select": None})
+    report, _ = compute(survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)])))
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
     if isinstance(nearness, str):
@@ -197,35 +181,22 @@ def pose_selection(
 
 Row = Callable[[bool, int, Progress], list[Experiment]]
 """(quick, seed, progress) → finished experiments."""
-
-
-def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Run one synthetic experiment of Att-SVM at the published sizes."""
-    return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
-
-
-@one_thread()
-def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Train with and without Primal-Attention, without a verdict; takes over a minute, so quick skips it."""
-    return [] if quick else [primal_decay(seed, progress)]
-
-
 ROWS: list[Row] = [
     lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing
-    *(partial(synthetic_row, name) for name in EXPERIMENTS),
+    *(
+        lambda quick, seed, progress, name=name: _run_synthetic(name, quick, {"seed": seed}, progress)
+        for name in EXPERIMENTS
+    ),
     binary_kernel,
     lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast as well
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
-    training_row,
+    lambda quick, seed, progress: [] if quick else [primal_decay(seed, progress)],  # no verdict; takes over a minute
 ]
 """Functions that `reproduce claims` runs, in this order; to check another claim, add a function."""
-
-LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick allows")
-"""Entry of a quick report's coverage for the experiment it skips."""
 
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
     """Run and judge all small experiments of the papers; raise Interrupted with the finished experiments."""
     report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
-    left_out = report.coverage.model_copy(update={"skipped": [LEFT_OUT] if quick else []})
-    return report.model_copy(update={"coverage": left_out})
+    left_out = [Skipped(site="decay by training", reason="training takes longer than quick allows")] if quick else []
+    return report.model_copy(update={"coverage": report.coverage.model_copy(update={"skipped": left_out})})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
 from attnlens.maths.linalg.spectra import one_thread
-from attnlens.records.studies import Curve, Experiment
+from attnlens.records.studies import Experiment
 from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 WIDTHS = (2, 4, 8, 16, 32)  # m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
 HIDDEN = 48  # width of a network's two tanh hidden layers; the output layer has m features
 LENGTH = 0.7  # ℓ of the planted kernel
-TURN = 60.0, 120.0
-"""Range of the kernel's rotation in degrees: near 90° its symmetric part is the least definite."""
+TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° its symmetric part is the least definite
+uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
 QUANTITY = "relative L2 error"
@@ -89,10 +89,63 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
         progress("binary kernel", done + 1, total)
     single = fits.errors(size.steps, shared=True)
     progress("binary kernel", total, total)
-    return [
-        _width_experiment(fits.truth, pair, single, size, seed),
-        _sample_experiment(fits.truth, torch.cat(by_samples, 1), size, seed),
-    ]
+    best, floor = best_errors(fits.truth, WIDTHS), definite_floor(fits.truth)
+    one_label = "one network, the control / floor, least"
+    at_least, at_most = (
+        partial(Figure, published=1.0, bound="at least"),
+        partial(Figure, published=1.0, bound="at most"),
+    )
+    above_best = at_least(float((pair / best).min()), label="two networks / best rank, least")
+    below_floor = at_most(float((pair[:, -1] / floor).max()), label="two networks / floor, largest")
+    above_floor = at_least(float((single / floor[:, None]).min()), label=one_label)
+    settings: dict[str, JsonValue] = {
+        "planted": f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°",
+        **{"seed": seed, "trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR},
+        "held_out_points": GRID**2,
+    }
+    by_width = build_experiment(
+        ("m", WIDTHS),
+        {"two": ("two networks", pair), "one": ("one network", single), "best": ("best rank", best)},
+        floor,
+        {"two_above_best": above_best, "two_below_floor": below_floor, "one_above_floor": above_floor},
+        name="binary kernel by width",
+        question="How closely do two networks of m features fit an indefinite kernel that one network can't learn?",
+        settings=settings | {"points": size.samples[-1]},
+        axis="features m",
+    )
+    by_count = build_experiment(
+        ("n", size.samples),
+        {"two": ("two networks", torch.cat(by_samples, 1))},
+        floor,
+        {"two_below_floor": below_floor},  # with the most points
+        name="binary kernel by samples",
+        question="How closely do two networks approximate this kernel from n points per domain and all n² pairs?",
+        settings=settings | {"m": WIDTHS[-1]},
+        axis="points of each domain",
+    )
+    return [by_width, by_count]
+
+
+def build_experiment(
+    swept: tuple[str, Sequence[int]],
+    errors: Mapping[str, tuple[str, Float[Tensor, "trials values"]]],
+    floor: Float[Tensor, " trials"],
+    inequalities: Mapping[str, Figure],
+    settings: dict[str, JsonValue],
+    **words: str,
+) -> Experiment:
+    """Build an experiment from labelled errors by value of the swept quantity; `words`: name, question and axis."""
+    letter, values = swept
+    rows = {
+        f"{name}_{letter}{value}": average_trials(each[:, at], f"{label}, {letter} = {value}")
+        for name, (label, each) in errors.items()
+        for at, value in enumerate(values)
+    }
+    rows["floor"] = average_trials(floor, "floor of one network")
+    lines = {**errors, "floor": ("floor of one network", floor[:, None].expand(-1, len(values)))}
+    curves = {name: curve(values, each.mT, QUANTITY, label=label) for name, (label, each) in lines.items()}
+    experiment = {"source": SOURCE, "settings": settings, "curves": curves, **words}
+    return Experiment.model_validate(experiment | columns(rows | dict(inequalities))).judge()
 
 
 def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> Fits:
@@ -104,7 +157,7 @@ def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> 
     kernels = partial(planted_kernels, torch.stack([_rotation(generator) for generator in generators]))
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
-    x, y = (torch.stack([2 * _uniform(generator, points, 2) - 1 for generator in generators]) for _ in range(2))
+    x, y = (torch.stack([2 * uniform(points, 2, generator=each) - 1 for each in generators]) for _ in range(2))
     axis = torch.linspace(-1, 1, GRID, dtype=torch.float64)
     grid = torch.cartesian_prod(axis, axis).expand(size.trials, -1, -1)
     return Fits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
@@ -125,13 +178,9 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
     return relative
 
 
-def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
     low, high = (math.radians(degrees) for degrees in TURN)
-    angle = low + (high - low) * _uniform(generator, 1)
+    angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, -sin)), torch.cat((sin, cos))))
 
@@ -182,61 +231,3 @@ def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float
     first, first_bias, second, second_bias, last, last_bias = parameters
     hidden = ((x[:, None] @ first + first_bias).tanh() @ second + second_bias).tanh()
     return hidden @ last + last_bias
-
-
-def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize, seed: int) -> Experiment:
-    best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
-    rows, curves = dict[str, Figure](), dict[str, Curve]()
-    named = (("two", "two networks", pair), ("one", "one network", single), ("best", "best rank", best))
-    for name, label, values in named:
-        rows |= {f"{name}_m{m}": average_trials(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
-        curves[name] = curve(WIDTHS, values.mT, QUANTITY, label=label)
-    rows["floor"] = average_trials(floor, "floor of one network")
-    rows["two_above_best"] = _at_least(pair / best, "two networks / best rank, least")
-    rows["two_below_floor"] = _at_most(pair[:, -1] / floor, "two networks / floor, largest")
-    rows["one_above_floor"] = _at_least(single / floor[:, None], "one network, the control / floor, least")
-    floors = floor.expand(len(WIDTHS), -1)
-    curves["floor"] = curve(WIDTHS, floors, QUANTITY, label="floor of one network")
-    return Experiment(
-        name="binary kernel by width",
-        question="How closely do two networks of m features fit an indefinite kernel that one network can't learn?",
-        settings=_settings(size, seed) | {"points": size.samples[-1]},
-        source=SOURCE,
-        axis="features m",
-        curves=curves,
-        **columns(rows),
-    ).judge()
-
-
-def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
-    """Build the experiment by sample count, at the largest width; the floor is judged only with the most points."""
-    floor = definite_floor(truth)
-    rows = {f"two_n{n}": average_trials(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
-    rows["floor"] = average_trials(floor, "floor of one network")
-    rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
-    named = {"two": (two.mT, "two networks"), "floor": (floor.expand(len(size.samples), -1), "floor of one network")}
-    return Experiment(
-        name="binary kernel by samples",
-        question="How closely do two networks approximate this kernel from n points per domain and all n² pairs?",
-        settings=_settings(size, seed) | {"m": WIDTHS[-1]},
-        source=SOURCE,
-        axis="points of each domain",
-        curves={name: curve(size.samples, values, QUANTITY, label=label) for name, (values, label) in named.items()},
-        **columns(rows),
-    ).judge()
-
-
-def _at_least(ratios: Tensor, label: str) -> Figure:
-    """Return the smallest ratio as a figure that must be at least 1."""
-    return Figure(float(ratios.min()), None, label, published=1.0, bound="at least")
-
-
-def _at_most(ratios: Tensor, label: str) -> Figure:
-    """Return the largest ratio as a figure that must be at most 1."""
-    return Figure(float(ratios.max()), None, label, published=1.0, bound="at most")
-
-
-def _settings(size: FitSize, seed: int) -> dict[str, JsonValue]:
-    planted = f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°"
-    trained: dict[str, JsonValue] = {"trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR}
-    return {"planted": planted, "seed": seed, **trained, "held_out_points": GRID**2}

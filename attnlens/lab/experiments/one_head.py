@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from pydantic import JsonValue
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.lab.experiments.settings import CORRELATION, ExperimentSettings, curve
 from attnlens.maths import attsvm
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from attnlens.maths.attsvm.problem import Problem
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
-SMALL = 0.01
-"""‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient."""
+SMALL = 0.01  # ‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient
 NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")  # settings in the record
 
@@ -102,17 +102,12 @@ def as_instances(problem: Problem) -> Instances:
 
     α has score 1 and the others 0, so f = s_α, which training increases.
     """
-    counts = torch.bincount(problem.query_of, minlength=len(problem.queries))
-    width = 1 + int(counts.max())
-    n, d = len(problem.queries), problem.differences.shape[1]
-    tokens = torch.zeros(n, width, d, dtype=torch.float64)
-    allowed = torch.zeros(n, width, dtype=torch.bool)
-    allowed[:, 0] = True
-    order = problem.query_of.argsort(stable=True)
-    column = torch.cat([torch.arange(1, int(count) + 1) for count in counts])
-    tokens[problem.query_of[order], column] = -problem.differences[order]
-    allowed[problem.query_of[order], column] = True
-    scores = torch.zeros(1, n, width, dtype=torch.float64)
+    n = len(problem.queries)
+    counts = torch.bincount(problem.query_of, minlength=n)
+    by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())
+    tokens = pad_sequence([torch.nn.functional.pad(each, (0, 0, 1, 0)) for each in by_query], batch_first=True)
+    allowed = torch.arange(tokens.shape[1]) <= counts[:, None]
+    scores = torch.zeros(1, *allowed.shape, dtype=torch.float64)
     scores[..., 0] = 1
     return Instances(tokens[None], problem.queries[None], torch.ones(1, n).double(), Scores(scores), allowed[None])
 

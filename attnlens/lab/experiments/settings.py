@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnlens.maths.attsvm.descent import Loss
+from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Bound, Curve, Experiment
 from attnlens.requests.experiments import USES
-from attnlens.runs.progress import Progress
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-NAMES = {"t": "T", "head_function": "head"}
-"""Option name → name of the experiment setting, if they differ."""
+NAMES = {"t": "T", "head_function": "head"}  # option name → name of the experiment setting, if they differ
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,23 @@ class Study:
     name: str  # name on the command line
     function: Callable[[ExperimentSettings, bool, Progress], Experiment]  # of (settings, whether published, progress)
     full: ExperimentSettings  # published sizes
-    quick: ExperimentSettings  # published sizes with fewer trials, or some of these sizes
+    quick: Mapping[str, Any]  # settings of the quick run that differ: fewer trials, or some of the sizes
 
-    @property
-    def uses(self) -> set[str]:
-        """Names of the settings the experiment uses."""
-        return {NAMES.get(option, option) for option in USES[self.name]}
-
-    def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
+    @one_thread()
+    def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
         """Run with the overrides this experiment uses; compare with published values if none changes the question.
 
-        Trials and seed affect the precision of the answer, not the question. With any seed, and at least as many trials
-        as the quick run has, the result is compared with the published values.
+        `overrides` are options of requests.SyntheticRequest. Trials and seed affect the precision of the answer, not
+        the question: with any seed, and at least as many trials as the quick run has, the result is compared with the
+        published values.
         """
-        standard, used = self.quick if quick else self.full, self.uses
-        applied = {name: value for name, value in overrides.items() if name in used}
+        standard = replace(self.full, **self.quick) if quick else self.full
+        used = {NAMES.get(name, name) for name in USES[self.name]}
+        named = {NAMES.get(option, option): value for option, value in overrides.items()}
+        applied = {name: value for name, value in named.items() if name in used}
         settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
         same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
-        published = same and settings.trials >= self.quick.trials
+        published = same and settings.trials >= self.quick["trials"]
         experiment = self.function(settings, published, progress)
         values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
         recorded = {name: value for name, value in values.items() if name in used and value is not None}
@@ -71,8 +70,7 @@ class Study:
 
 
 CORRELATION = "correlation"
-NORMS = {"frobenius": "Frobenius", "nuclear": "nuclear"}
-"""Display names of the norms."""
+NORMS = {"frobenius": "Frobenius", "nuclear": "nuclear"}  # display names of the norms
 
 
 @dataclass(frozen=True)
@@ -127,3 +125,8 @@ def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantit
     )
     known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
     return Curve.model_validate(known | fields)
+
+
+def share_curve(shares: Mapping[int, float], quantity: str) -> Curve:
+    """Build the curve of a share by dimension."""
+    return Curve(steps=list(shares), median=list(shares.values()), quantity=quantity, bounded=True)

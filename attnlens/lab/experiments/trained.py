@@ -17,6 +17,7 @@ from attnlens.lab import primal
 from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
 from attnlens.maths.ksvd import ETA
+from attnlens.maths.linalg.spectra import one_thread
 from attnlens.models import hooks, loading, texts
 from attnlens.records.studies import Curve, Experiment
 from attnlens.runs.progress import Progress, silent
@@ -45,10 +46,6 @@ class Training:
     scores: int = 16  # s of the primal layer
     eta: float = ETA  # weight of ΣJ² in the loss of Primal.+, in the paper's convention
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate at a step."""
-        return self.lr * min(1.0, (step + 1) / WARM_UP) * (1 - 0.95 * step / self.steps)
-
 
 def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
     """Build a new model and its copy with a primal last layer; parameters that both have start equal."""
@@ -72,7 +69,7 @@ def fit(
     model.train()
     for step in range(training.steps):
         for group in optimiser.param_groups:
-            group["lr"] = training.rate(step)
+            group["lr"] = training.lr * min(1.0, (step + 1) / WARM_UP) * (1 - 0.95 * step / training.steps)
         chosen = windows[torch.randperm(len(windows), generator=generator)[: training.batch]]
         optimiser.zero_grad()
         with torch.enable_grad():
@@ -92,8 +89,7 @@ def nats(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Floa
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-TOKENS = 64
-"""Tokens per window. It replaces demo's 256, so that training takes a minute rather than an hour."""
+TOKENS = 64  # per window; instead of demo's 256, so that training takes a minute rather than an hour
 MODEL = f"models of {DEMO}'s size, trained here"
 """Name of the trained models in the record: they share demo's config and tokenizer, but not its weights."""
 SEEDS = 3  # each gives a pair of models
@@ -109,23 +105,15 @@ SOURCE = (
 )
 
 
-class HeldOutReading(NamedTuple):
-    """Results of a trained model on held-out windows."""
-
-    loss: float  # nats per predicted token
-    curves: dict[str, Float[Tensor, "heads steps"]]  # matrix → cumulative singular values, averaged over windows
-
-
+@one_thread()
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Train models of demo's size on the built-in text, which demo never saw; evaluate on every eighth window."""
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
     ids = sample(loaded, TOKENS, ALL)
-    held_out = torch.arange(len(ids)) % EVERY == EVERY - 1
-    experiment = compare_training(
-        config, ids[~held_out], ids[held_out], Training(), range(seed, seed + SEEDS), progress
-    )
+    held_out, seeds = torch.arange(len(ids)) % EVERY == EVERY - 1, range(seed, seed + SEEDS)
+    experiment = compare_training(config, ids[~held_out], ids[held_out], Training(), seeds, progress)
     split = f"{TEXT}, every eighth window for evaluation"
     return experiment.model_copy(update={"model": MODEL, "settings": {"text": split, **experiment.settings}})
 
@@ -139,8 +127,9 @@ def compare_training(
     progress: Progress = silent,
 ) -> Experiment:
     """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
-    readings: dict[str, list[HeldOutReading]] = {way: [] for way in WAYS}
     total, done = len(seeds) * len(WAYS) * training.steps, 0
+    losses: dict[str, list[float]] = {way: [] for way in WAYS}
+    spectra: dict[tuple[str, str], list[Tensor]] = {(matrix, way): [] for matrix in MATRICES for way in WAYS}
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
 
@@ -149,16 +138,16 @@ def compare_training(
 
             fit(model, windows, training, seed, tick)
             done += training.steps
-            readings[way].append(read(model, held_out))
-    losses = {way: torch.tensor([reading.loss for reading in readings[way]], dtype=torch.float64) for way in WAYS}
-    values = {"loss": losses}
-    for matrix in MATRICES:
-        shares = {way: [reading.curves[matrix][:, 0].mean() for reading in readings[way]] for way in WAYS}
-        values[matrix] = {way: torch.stack(each) for way, each in shares.items()}
+            loss, measured = read(model, held_out)
+            losses[way].append(loss)
+            for matrix in MATRICES:
+                spectra[matrix, way].append(measured[matrix])
+    values = {("loss", way): torch.tensor(each, dtype=torch.float64) for way, each in losses.items()}
+    values |= {key: torch.stack([each[:, 0].mean() for each in measured]) for key, measured in spectra.items()}
     both, differences, claims = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
-    for name, by_way in values.items():
-        label, ours, theirs = _spell(name), by_way[PRIMAL], by_way[CANONICAL]
-        both |= {f"{name}_{way}": average_trials(by_way[way], f"{label}, {way}") for way in WAYS}
+    for name in ("loss", *MATRICES):
+        label, ours, theirs = _spell(name), values[name, PRIMAL], values[name, CANONICAL]
+        both |= {f"{name}_{way}": average_trials(values[name, way], f"{label}, {way}") for way in WAYS}
         differences[f"{name}_difference"] = average_trials(ours - theirs, f"{label}, difference")
         if name != "loss":
             claims[f"{name}_holds"] = Figure(float((ours > theirs).double().mean()), label=f"{label}, claim holds")
@@ -171,18 +160,20 @@ def compare_training(
         source=SOURCE,
         axis="first k singular values",
         curves={
-            f"{_spell(matrix)}: {way}": _head_curve(
-                torch.cat([reading.curves[matrix] for reading in readings[way]]), _spell(matrix), way
-            )
-            for matrix in MATRICES
-            for way in WAYS
+            f"{_spell(matrix)}: {way}": _head_curve(torch.cat(measured), _spell(matrix), way)
+            for (matrix, way), measured in spectra.items()
         },
         **columns(both | differences | claims),
     )
 
 
-def read(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> HeldOutReading:
-    """Compute the loss and the spectra of three kernels of the last layer."""
+def read(
+    model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]
+) -> tuple[float, dict[str, Float[Tensor, "heads steps"]]]:
+    """Compute the loss in nats per predicted token, and three matrices' spectra in the last layer.
+
+    The spectra are cumulative singular values, averaged over windows, by matrix.
+    """
     attention = None
     with torch.no_grad():
         loss = float(nats(model, held_out))
@@ -193,8 +184,8 @@ def read(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> Hel
                 attention = linalg.cumulative(values)
         call, query_key = calls(model, held_out)[-1]
     attention = attention_curve(query_key) if attention is None else attention
-    curves = {"attention": attention, "cosine": cosine_curve(call), "running_cosine": cosine_curve(call, averaged=True)}
-    return HeldOutReading(loss, {name: values.mean(0) for name, values in curves.items()})
+    curves = attention, cosine_curve(call), cosine_curve(call, averaged=True)
+    return loss, {name: values.mean(0) for name, values in zip(MATRICES, curves, strict=True)}
 
 
 def _spell(name: str) -> str:
@@ -238,8 +229,7 @@ def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequen
 
 
 DEPTH_TOKENS = 128
-WINDOWS, FEW = 32, 8
-"""Windows of the built-in text, full and quick."""
+WINDOWS, FEW = 32, 8  # windows of the built-in text, full and quick
 THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possible
 DEPTH_SOURCE = (
     "Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and last third; "
@@ -254,16 +244,17 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome.
     """
     loaded, windows = demo(), FEW if quick else WINDOWS
-    curves_by_name = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
+    spectra = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
     progress("decay by depth", 1, 1)
-    rows, holding = dict[str, Figure](), dict[str, Figure]()
-    for name, thirds in curves_by_name.items():
+    rows, holding, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
+    for name, thirds in spectra.items():
         shares = [third[..., 0].mean(-1) for third in thirds]
-        for third, values in zip(THIRDS, shares, strict=True):
+        for third, values, spectrum in zip(THIRDS, shares, thirds, strict=True):
             rows[f"{name}_{third}"] = average_trials(values, f"{name}, {third} third")
+            curves[f"{name}: {third} third"] = _head_curve(spectrum.mean(0), name, f"{third} third")  # means of windows
         rows[f"{name}_last_minus_first"] = average_trials(shares[-1] - shares[0], f"{name}, last − first")
-        rise = holds([float(values.mean()) for values in shares])
-        holding[f"{name}_holds"] = Figure(rise, label=f"{name}, claim holds")
+        rises = all(low < high for low, high in pairwise([float(values.mean()) for values in shares]))
+        holding[f"{name}_holds"] = Figure(float(rises), label=f"{name}, claim holds")
     return Experiment(
         name="decay by depth",
         question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
@@ -271,18 +262,9 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
         source=DEPTH_SOURCE,
         axis="first k singular values",
-        curves={  # over heads, of their means over windows
-            f"{name}: {third} third": _head_curve(values.mean(0), name, f"{third} third")
-            for name, thirds in curves_by_name.items()
-            for third, values in zip(THIRDS, thirds, strict=True)
-        },
+        curves=curves,
         **columns(rows | holding),
     )
-
-
-def holds(shares: list[float]) -> float:
-    """Return 1 if the shares rise from third to third, else 0."""
-    return float(all(low < high for low, high in pairwise(shares)))
 
 
 def by_third(
@@ -293,17 +275,18 @@ def by_third(
     attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), the kernel of the paper's theory, of rank head_dim.
     """
     layers = calls(model, ids)
-    attention, cosine = [attention_curve(pair) for _, pair in layers], [cosine_curve(call) for call, _ in layers]
+    spectra = {
+        "attention": [attention_curve(query_key) for _, query_key in layers],
+        "cosine": [cosine_curve(call) for call, _ in layers],
+    }
     groups = torch.arange(len(layers)).tensor_split(len(THIRDS))
     return {
-        name: [torch.cat([curves[layer] for layer in group.tolist()], 1) for group in groups]
-        for name, curves in (("attention", attention), ("cosine", cosine))
+        name: [torch.cat([each[layer] for layer in group], 1) for group in groups] for name, each in spectra.items()
     }
 
 
 LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # head that supplies queries and keys, and tokens of the built-in text it reads
-SCORES, ROWS, RANDOM = 4, 10, 64
-"""s, number of sampled rows X', and number of random features per token."""
+SCORES, ROWS, RANDOM = 4, 10, 64  # s, number of sampled rows X', and number of random features per token
 KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
 NOISE = 0.1  # standard deviation of the noise added to H_e in the control
 CONTROL = "J_perturbed"  # figure that must not be 0
@@ -317,7 +300,6 @@ IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here t
 class Case(NamedTuple):
     """One kernel K = Φ_q FᵀF Φ_kᵀ."""
 
-    name: str
     queries: Float[Tensor, "n features"]  # Φ_q
     keys: Float[Tensor, "m features"]  # Φ_k
     projection: Float[Tensor, "sampled features"] | None  # F; None is the identity
@@ -332,17 +314,22 @@ class Case(NamedTuple):
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
-    all_cases = list(cases(seed))
-    by_name: dict[str, list[float]] = {}
+    all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
     for done, case in enumerate(all_cases):
-        for name, error in errors(case, seed).items():
-            by_name.setdefault(name, []).append(error)
+        all_errors.append(errors(case, seed))
         progress("KSVD identities", done + 1, len(all_cases))
     rows = {
-        name: Figure(max(values), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
-        for name, values in by_name.items()
+        name: Figure(
+            max(each[name] for each in all_errors),
+            label=LABELS.get(name),
+            published=0.0,
+            tolerance=LIMIT,
+            bound="at most",
+        )
+        for name in all_errors[0]
     }
-    rows[CONTROL] = Figure(min(by_name[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
+    control = min(each[CONTROL] for each in all_errors)
+    rows[CONTROL] = Figure(control, label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(
         name="KSVD identities",
         question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
@@ -353,24 +340,22 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     ).judge()
 
 
-def cases(seed: int) -> Iterator[Case]:
+def build_cases(seed: int) -> Iterator[Case]:
     """Yield cosine features and softmax random features of a head, and Gaussian features (n ≠ m), each with both F.
 
-    X' are evenly spaced rows of Φ_k.
+    F is I, then evenly spaced rows X' of Φ_k.
     """
     loaded = demo()
     _, query_key = calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
-    q, k = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
+    sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
     generator = torch.Generator().manual_seed(seed)
-    head = f"head {LAYER}.{HEAD} of demo"
-    features = {
-        f"{head}, cosine": [ksvd.cosine_features(x) for x in (q, k)],
-        f"{head}, random features": [ksvd.random_features(x, query_key.scale, RANDOM, seed) for x in (q, k)],
-        "Gaussian features": [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, 30)],
-    }
-    for name, (queries, keys) in features.items():
-        yield Case(f"{name}, F = I", queries, keys, None)
-        yield Case(f"{name}, F = X'", queries, keys, ksvd.sampled_rows(keys, ROWS))
+    for queries, keys in (
+        [ksvd.cosine_features(x) for x in sides],
+        [ksvd.random_features(x, query_key.scale, RANDOM, seed) for x in sides],
+        [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, 30)],
+    ):
+        yield Case(queries, keys, None)
+        yield Case(queries, keys, ksvd.sampled_rows(keys, ROWS))
 
 
 def errors(case: Case, seed: int) -> dict[str, float]:

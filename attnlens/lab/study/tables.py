@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Literal
 
-from attnlens.lab.study.tasks import TaskForm
+from attnlens.lab.study.examples import TaskForm
 from attnlens.models.kernel_transformers import AttentionForm
-
-ScaleName = Literal["tiny", "small", "paper"]
 
 
 @dataclass(frozen=True)
@@ -37,32 +35,22 @@ class Scale:
 SCALES: dict[str, Scale] = {
     "tiny": Scale(2, 64, 4, 256, 1024, 64, 32, 300, 100, (6e-3, 2e-2, 6e-2), 3, 256, 0.0),
     "small": Scale(6, 256, 4, 1024, 8192, 128, 64, 20_000, 2_000, (2.5e-4, 5e-4, 1e-3), 5, 2_000, 0.1),
-    "paper": Scale(6, 512, 4, 1024, 10_000, 150, 128, 50_000, 5_000, (2.5e-4, 5e-4, 1e-3), 5, 7_000, 0.3),
 }
-"""tiny: minutes on two cores; small: an hour on a GPU; paper: fairseq's transformer_iwslt_de_en, used by Tsai et al.
-for translation."""
+"""Sizes for every form of task; tiny: minutes on two cores; small: an hour on a GPU."""
 PAPER: dict[TaskForm, Scale] = {
     # Transformer-XL's base model for WikiText-103, used by Tsai et al., but with byte pairs instead of words
     "language": Scale(16, 410, 10, 2100, 32_000, 150, 60, 200_000, 5_000, (1.25e-4, 2.5e-4, 5e-4), 5, 7_000, 0.1),
-    "translation": SCALES["paper"],
+    # fairseq's transformer_iwslt_de_en, used by Tsai et al.
+    "translation": Scale(6, 512, 4, 1024, 10_000, 150, 128, 50_000, 5_000, (2.5e-4, 5e-4, 1e-3), 5, 7_000, 0.3),
     # Flowformer's settings for the UEA archive, used by Chen et al.
     "classification": Scale(2, 512, 8, 2048, 10_000, 150, 16, 10_000, 5_000, (2.5e-4, 5e-4, 1e-3), 5, 7_000, 0.1),
 }
 
 
-def scale_of(name: ScaleName, form: TaskForm) -> Scale:
-    """Return the sizes for one form of task, the same for all its cells."""
-    return PAPER[form] if name == "paper" else SCALES[name]
-
-
-PRODUCT = AttentionForm(positions="product")
-"""Positions in the language models of Tsai et al. (Eq. 5, values without positions)."""
+PRODUCT = AttentionForm(positions="product")  # in the language models of Tsai et al. (Eq. 5, values without positions)
 SUM = AttentionForm(positions="sum", in_value=True)
 """Positions in translation of Tsai et al. (Eq. 4, values with positions), and in all tasks of the other papers."""
-
-
-SCORES, ETAS = (8, 16), (0.0, 0.1)
-"""Values searched for primal layers: s (at most head_dim) and η (0, or that of the published code)."""
+SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most head_dim) and η (0, or as in their code)
 
 
 @dataclass(frozen=True)
@@ -211,26 +199,19 @@ CHEN_DATA: dict[TaskForm, str] = {
     "language": "WikiText-103, perplexity",
 }
 ALL = (
-    PaperTable(
-        "kernels",
-        "Which kernel is best, and does it need to be asymmetric?",
-        f"{TSAI}, Table 2",
-        tuple(_kernels()),
-        TSAI_DATA,
-    ),
-    PaperTable(
+    ("kernels", "Which kernel is best, and does it need to be asymmetric?", f"{TSAI}, Table 2", _kernels(), TSAI_DATA),
+    (
         "positions",
         "What is the best way to include positions in the kernel?",
         f"{TSAI}, Table 1",
-        tuple(_positions()),
+        _positions(),
         TSAI_DATA,
     ),
-    PaperTable("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(_order()), TSAI_DATA),
-    PaperTable("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(_values()), TSAI_DATA),
-    PaperTable("dimension", "Does an infinite feature dimension matter?", WRIGHT, tuple(_dimension()), WRIGHT_DATA),
-    PaperTable(
-        "primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, tuple(_primal()), CHEN_DATA
-    ),
+    ("order", "Where does attention need positions?", f"{TSAI}, Table 3", _order(), TSAI_DATA),
+    ("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", _values(), TSAI_DATA),
+    ("dimension", "Does an infinite feature dimension matter?", WRIGHT, _dimension(), WRIGHT_DATA),
+    ("primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, _primal(), CHEN_DATA),
 )
-TABLES = {table.name: table for table in ALL}
-"""Name on the command line → table."""
+TABLES = {
+    name: PaperTable(name, question, source, tuple(cells), data) for name, question, source, cells, data in ALL
+}  # name on the command line → table

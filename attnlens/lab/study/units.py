@@ -6,10 +6,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,9 +22,19 @@ from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
 from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
-from attnlens.kernels.attention.primal_heads import PrimalHeads, regulariser
+from attnlens.kernels.attention.primal_heads import regulariser
+from attnlens.lab.study.examples import (
+    BEGIN,
+    END,
+    NOTHING,
+    PADDING,
+    Examples,
+    StudyTask,
+    cross_entropy,
+    mean_loss,
+    score,
+)
 from attnlens.lab.study.tables import Scale
-from attnlens.lab.study.tasks import BEGIN, END, NOTHING, PADDING, Examples, StudyTask, cross_entropy, mean_loss, score
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import hooks
 from attnlens.models.kernel_transformers import (
@@ -100,6 +110,7 @@ def _restore_state(
     return RunOutcome(**value["outcome"]), value["best"]
 
 
+SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale on which no single run depends
 DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm to which gradients are clipped
 LAST = 0.05  # final share of the learning rate, at the end of the cosine
 
@@ -120,17 +131,11 @@ class TrainingUnit:
 
     def name(self, digest: str) -> str:
         """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
-        facts = {
-            "versions": versions(),
-            "data": digest,
-            "unit": asdict(self)
-            | {"scale": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}},
-        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
+        scale = {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}
+        facts = {"versions": versions(), "data": digest, "unit": asdict(self) | {"scale": scale}}
+        if torch.cuda.is_available():  # GPUs round differently
+            facts["device"] = "cuda"
         return f"{self.task} rate {self.rate} seed {self.seed} {key_of(facts)}"
-
-
-SEARCHED = ("rates", "seeds", "steps", "search_steps")
-"""Fields of a scale that determine the set of runs but not a single run."""
 
 
 def train(
@@ -140,11 +145,10 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss; `model` ends with the weights of the smallest validation loss.
+    """Minimise the task's loss, on a CPU with one thread deterministically; keep the weights of least validation loss.
 
     At every evaluation, `watch` measures the model, and the state is saved to the store `state`, from which the same
-    call resumes with the same result. A run has not converged if its loss is not finite (it then stops) or never falls
-    below the loss before the first step. Deterministic on a CPU with one thread.
+    call resumes. A run has not converged if its loss is not finite (it then stops) or never falls below the first.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
@@ -208,9 +212,7 @@ def take_step(
     with accelerator.autocast():
         logits = model(examples.inputs, examples.mask, examples.decoder_inputs)
         loss = cross_entropy(logits, examples.targets) / (examples.targets != NOTHING).sum().clamp_min(1)
-        objective = loss
-        if eta and any(isinstance(part, PrimalHeads) for part in model.modules()):
-            objective = loss + eta * regulariser(model)
+        objective = loss + eta * regulariser(model) if eta else loss
     accelerator.backward(objective)
     accelerator.clip_grad_norm_(model.parameters(), CLIPPED)
     optimiser.step()
@@ -245,8 +247,8 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
     try:
         with quiet():
             model.save_pretrained(step_folder)
-            if task.pairs is not None:
-                tokenizer = PreTrainedTokenizerFast(tokenizer_object=task.pairs.tokenizer)  # type: ignore[no-untyped-call]
+            if task.tokenizer is not None:
+                tokenizer = PreTrainedTokenizerFast(tokenizer_object=task.tokenizer)  # type: ignore[no-untyped-call]
                 tokenizer.save_pretrained(step_folder)
     except (OSError, SafetensorError) as error:
         raise unwritten_folder(step_folder, getattr(error, "strerror", None) or str(error)) from None
@@ -273,16 +275,19 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]:
-    """Compute the median over heads of each measure that has a value; shares have none for causal heads.
+    """Compute the median over heads of each measure; primal layers, and shares of causal heads, have none.
 
-    tokens.* are those of `inspect`, averaged over held-out sequences, with log k of the model's own kernel instead of
-    s⟨q, k⟩. weights.* are of s W_Q W_Kᵀ, and the only ones if a kernel can be negative. Primal layers have none. The
-    SVM of the selection is posed for kernels that depend on the inner product only and have no position bias.
+    tokens.* are averaged over held-out sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
+    s W_Q W_Kᵀ, and the only ones if a kernel can be negative. The SVM of the selection is posed for kernels that depend
+    on the inner product only and have no position bias.
     """
-    tokens = [_record_tokens(model, batch.single(row)) for row in range(min(SEQUENCES, len(batch.inputs)))]
-    measured = [_measure(_weights(model)), _measure_selection(model, tokens), *map(_measure, tokens)]
+    modules = [module for module in model.attentions() if module.primal is None]
+    measured = [_measure(starmap(_read_weights, enumerate(modules)))]
+    if not any(module.kernel.signed for module in modules):
+        tokens = [_record_tokens(model, batch.single(row)) for row in range(min(SEQUENCES, len(batch.inputs)))]
+        measured += [_measure_selection(modules, tokens), *map(_measure, tokens)]
     medians = {}
-    for name in dict.fromkeys(name for measures in measured for name in measures):
+    for name in dict.fromkeys(chain.from_iterable(measured)):
         heads = torch.stack([measures[name] for measures in measured if name in measures]).nanmean(0)
         if not bool(heads.isnan().all()):
             medians[name] = float(heads.nanmedian())
@@ -301,11 +306,11 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
     return {name: torch.cat(values) for name, values in by_module.items()}
 
 
-def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
+def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
     """Compute the selection measures of all heads of all modules, over all sequences."""
     decided: list[float] = []
     cosines: list[float] = []
-    for module, *query_keys in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
+    for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))
         for number, query_key in enumerate(query_keys):
             selector.update(query_key, number)
@@ -316,22 +321,19 @@ def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[Query
     return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
 
 
-def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
-    """Yield s W_Q W_Kᵀ of every module with a kernel, in float64."""
-    for layer, module in enumerate(_modules(model)):
-        heads = tuple(range(module.heads))
-        query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
-            part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
-            for part in (module.query, module.key or module.query)
-        )
-        site = Site(f"layer {layer}", 0, layer, module.part)
-        yield QueryKey(query, key, query.shape[-1] ** -0.5, "weights", site, heads, key_of=heads)
+def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
+    """Return s W_Q W_Kᵀ of a module with a kernel, in float64."""
+    heads = tuple(range(module.heads))
+    query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
+        part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
+        for part in (module.query, module.key or module.query)
+    )
+    site = Site(f"layer {layer}", 0, layer, module.part)
+    return QueryKey(query, key, query.shape[-1] ** -0.5, "weights", site, heads, key_of=heads)
 
 
 def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
-    """Compute log k of every module on one sequence; empty if a kernel can be negative."""
-    if any(module.kernel.signed for module in _modules(model)):
-        return []
+    """Compute log k of every module with a kernel on one sequence."""
     query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:
@@ -344,10 +346,6 @@ def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey
     with torch.no_grad(), hooks.answer_calls(model, answer, modules=()):
         model.core(inputs.inputs, inputs.mask, inputs.decoder_inputs)
     return query_keys
-
-
-def _modules(model: KernelTransformer) -> list[KernelAttention]:
-    return [module for module in model.attentions() if module.primal is None]
 
 
 def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, object]:
@@ -378,6 +376,7 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
 def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
     """Build the unit's initial model."""
     scale = unit.scale
+    begin, end, padding = (BEGIN, END, PADDING) if task.form == "translation" else (None, None, None)
     config = KernelTransformerConfig(
         vocab_size=task.vocabulary,
         hidden_size=scale.d_model,
@@ -387,16 +386,16 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         max_position_embeddings=task.length,
         dropout=scale.dropout,
         channels=task.channels,
-        classes=task.outputs if task.form == "classification" else 0,
+        classes=task.classes,
         form=asdict(unit.form),
-        decoder_start_token_id=BEGIN if task.form == "translation" else None,
-        eos_token_id=END if task.form == "translation" else None,
-        pad_token_id=PADDING if task.form == "translation" else None,
+        decoder_start_token_id=begin,
+        eos_token_id=end,
+        pad_token_id=padding,
     )
     return draw_model(task.form, config, unit.seed)
 
 
 def hash_task(task: StudyTask) -> str:
     """Hash a task's name and sizes and the hashes of its files; built-in tasks have no files."""
-    sizes = task.vocabulary, task.outputs, task.channels, task.length
+    sizes = task.vocabulary, task.classes, task.channels, task.length
     return sha256(json.dumps([task.name, sorted(task.files.items()), *sizes]).encode()).hexdigest()

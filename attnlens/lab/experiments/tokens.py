@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,12 +23,13 @@ from attnlens.lab.experiments.settings import (
     average_trials,
     columns,
     curve,
+    share_curve,
     share_of,
 )
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, most_iterations
 from attnlens.records.studies import Curve, Experiment
-from attnlens.runs.progress import Progress, silent
+from attnlens.runs.progress import Progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -85,20 +86,17 @@ def starts(
     return (torch.zeros_like(W) if start == "zero" else W), (K, Q)
 
 
-def descend_chunks(
-    s: ExperimentSettings, d: int, stage: str, progress: Progress, *, size: int = 50, floor: float = 0.0
-) -> Iterator[tuple[Draws, Descent]]:
-    """Yield the instances of one dimension with their descents, in chunks of trials that fit in the CPU cache."""
-    for first in range(0, s.trials, size):
-        trials = min(size, s.trials - first)
-        draws = draw(s.n, s.T, d, trials, s.seed + first, s.attention, s.head)
+def descend_trials(
+    s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
+) -> tuple[Draws, Descent]:
+    """Draw the instances of one dimension, and descend on all of them at once."""
+    draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
-        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
-            done = s.d.index(d) + (first + trials * step / s.iterations) / s.trials
-            progress(stage, round(1000 * done), 1000 * len(s.d))
+    def tick(step: int, steps: int) -> None:
+        progress(stage, s.d.index(d) * steps + step, len(s.d) * steps)
 
-        W, _ = starts(draws, 1, s.start)
-        yield draws, descend(draws.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=floor, progress=tick)
+    W, _ = starts(draws, 1, s.start)
+    return draws, descend(draws.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=floor, progress=tick)
 
 
 def directions(
@@ -136,11 +134,11 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 """Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
 
 
-def golden(progress: Progress = silent) -> Experiment:
+def golden() -> Experiment:
     """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
     rows: dict[str, Figure] = {}
     problems = instances()
-    for done, (name, (problem, known)) in enumerate(problems.items()):
+    for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
         figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
         if "nuclear" in known:
@@ -149,7 +147,6 @@ def golden(progress: Progress = silent) -> Experiment:
         for what, value in known.items():
             label = f"{name.replace('_', ' ')} {WRITTEN[what]}"
             rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=TOLERANCE)
-        progress("golden instances", done + 1, len(problems))
     return Experiment(
         name="golden instances",
         question="Do the solutions of the reference instances agree with those of a general convex solver?",
@@ -188,26 +185,22 @@ def _prompt_d() -> attsvm.Problem:
     return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
-SIZES = ((5, 5), (10, 5), (5, 10))  # (n, T)
-FEASIBLE_SHARES = {
+FEASIBLE_SHARES = {  # by (n, T)
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
 }
-FEASIBLE_TRIALS = 60
 EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
-FEASIBLE_SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
 
 
-def feasibility(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Compute by d the share of draws for which the SVM of each input's first token has a solution.
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
     all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
     default, only that size is run.
     """
-    s = settings
-    sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
+    sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     known = FEASIBLE_SHARES if published else {}
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
@@ -215,19 +208,18 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
         shares = {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, certain})}
         for d, share in shares.items():
             reference, label = known.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, FEASIBLE_TRIALS)
+            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, theirs=60)
         sure[f"sure_n{n}_T{T}"] = Figure(
             shares[certain] if certain > 1 else None,
             label=f"sure, n = {n}, T = {T}",
             published=1.0 if published else None,
         )
-        steps, median = list(shares), list(shares.values())
-        curves[f"n={n}, T={T}"] = Curve(steps=steps, median=median, quantity="share separable", bounded=True)
+        curves[f"n={n}, T={T}"] = share_curve(shares, "share separable")
     return Experiment(
         name="feasibility",
         question="For which sizes does some W separate arbitrarily chosen tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
-        source=FEASIBLE_SOURCE if published else None,
+        source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)" if published else None,
         axis="d",
         curves=curves,
         **columns(rows | sure, EQUAL),
@@ -245,49 +237,37 @@ def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Pro
     return separable / s.trials
 
 
-FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
-FEASIBILITY = Study("feasibility", feasibility, FEASIBLE, replace(FEASIBLE, trials=30))
+FEASIBILITY = Study(
+    "feasibility", feasibility, ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5)), {"trials": 30}
+)
 
 
-SELECTED_SHARES = {
-    **{2: 0.12, 3: 0.28, 4: 0.35, 6: 0.49, 8: 0.62, 10: 0.67},
-    **{15: 0.85, 20: 0.82, 30: 0.91, 50: 0.96, 100: 0.955},
-}
-SELECTED_TRIALS = 200
-SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
+SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}
 
 
-def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def global_selection(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
     shares = {}
-    for d in settings.d:
-        hits = 0
-        for draws, descent in descend_chunks(settings, d, "global selection", progress):
-            hits += int((descent.chosen[-1] == draws.best).all(-1).sum())
-        shares[d] = hits / settings.trials
+    for d in s.d:
+        draws, descent = descend_trials(s, d, "global selection", progress)
+        shares[d] = int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials
     known = SELECTED_SHARES if published else {}
-    rows = {
-        f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), SELECTED_TRIALS)
-        for d, share in shares.items()
-    }
-    selected = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
+    rows = {f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), theirs=200) for d, share in shares.items()}
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
-        source=SELECTED_SOURCE if published else None,
+        source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)" if published else None,
         axis="d",
-        curves={"all best tokens selected": selected},
+        curves={"all best tokens selected": share_curve(shares, "share of trials")},
         **columns(rows),
     )
 
 
 SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
-SELECTED_QUICK = replace(SELECTED, trials=50, d=(2, 4, 10))
-GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, SELECTED_QUICK)
+GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, {"trials": 50, "d": (2, 4, 10)})
 
 
-LONGER = 5
-"""Factor of longer training of W at the published settings; there the textbook gradient formula loses its digits."""
+LONGER = 5  # factor of longer training of W as published; there the textbook gradient formula loses its digits
 CORRELATIONS = {
     "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
     "W_to_nuclear": Figure(published=0.858, tolerance=0.03),
@@ -304,12 +284,12 @@ SVMS: dict[str, Solver] = {
 }
 
 
-def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def local_convergence(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects.
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
-    s, known = settings, CORRELATIONS if published else {}
+    known = CORRELATIONS if published else {}
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
@@ -318,39 +298,32 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
-    def correlate(descent: Descent, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of the correlation with the SVM of the tokens selected at the last step; return its end."""
+    def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
+        """Add the curve, up to the record `end`, of the correlation with the SVM of the tokens selected there."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
-        solutions = directions(SVMS[svm], instances, descent.chosen[-1], tick)
-        correlations, label = descent.correlation(solutions), f"{name} to {NORMS[svm]}{suffix}"
-        correlation_curve = curve(descent.steps, correlations, CORRELATION, bounded=True, label=label)
-        curves[f"{name} to {svm}{suffix}"] = correlation_curve
-        return correlations[-1]
+        solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
+        steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]
+        label = f"{name} to {NORMS[svm]}{suffix}"
+        curves[f"{name} to {svm}{suffix}"] = curve(steps, correlations, CORRELATION, bounded=True, label=label)
+        return correlations[end]
 
     for name, start in initial.items():
         if s.parameterisation not in ("both", name):
             continue
         longer = f"{name}_to_frobenius_longer"
         last = LONGER * s.iterations if longer in known else s.iterations
+        record, tick = {*grid(s.iterations), *grid(last)}, partial(progress, f"local convergence, {name}")
         descent = descend(
-            instances,
-            start,
-            last,
-            lr=s.lr,
-            loss=s.loss,
-            normaliser=normaliser,
-            record={*grid(s.iterations), *grid(last)},
-            progress=partial(progress, f"local convergence, {name}"),
+            instances, start, last, lr=s.lr, loss=s.loss, normaliser=normaliser, record=record, progress=tick
         )
-        end = descent.steps.index(s.iterations) + 1
-        short = replace(descent, **{part: getattr(descent, part)[:end] for part in ("steps", "W", "chosen", "largest")})
-        for svm in SVMS:
-            figure = f"{name}_to_{svm}"
-            label = f"{name} to {NORMS[svm]}"
-            rows[figure] = average_trials(correlate(short, name, svm), label, known.get(figure, UNPUBLISHED))
-        rows[f"{name}_largest_weight"] = average_trials(descent.largest[end - 1].mean(-1))
+        end = descent.steps.index(s.iterations)
+        for svm, norm in NORMS.items():
+            figure, correlations = f"{name}_to_{svm}", correlate(descent, end, name, svm)
+            rows[figure] = average_trials(correlations, f"{name} to {norm}", known.get(figure, UNPUBLISHED))
+        rows[f"{name}_largest_weight"] = average_trials(descent.largest[end].mean(-1))
         if longer in known:
-            value = correlate(descent, name, "frobenius", ", longer").nanmedian().item()
+            last_step = len(descent.steps) - 1
+            value = correlate(descent, last_step, name, "frobenius", ", longer").nanmedian().item()
             last_rows[longer] = replace(known[longer], value=value, label=f"{name} to Frobenius, longer")
     return Experiment(
         name="local convergence",
@@ -362,12 +335,10 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     )
 
 
-CONVERGENCE = ExperimentSettings(trials=100)
-LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, CONVERGENCE, replace(CONVERGENCE, trials=20))
+LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, ExperimentSettings(trials=100), {"trials": 20})
 
 
-TIGHT = 1e-8
-"""Relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
+TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
 RANKS = {
     "nuclear_least": Figure(published=2.0, bound="at least"),
     "nuclear_most": Figure(published=4.0, bound="at most"),
@@ -378,13 +349,12 @@ RANKS_SOURCE = (
 )
 
 
-def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def rank(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Count, by d, the σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
 
     `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
     rank − min(n, d).
     """
-    s = settings
     svms: dict[str, Solver] = {"nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT), "frobenius": attsvm.solve}
     ranks: dict[tuple[int, str], Float[Tensor, " trials"]] = {}  # NaN in a trial without a solution
     for d, (svm, solve) in product(s.d, svms.items()):
@@ -394,8 +364,8 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
         ranks[d, svm] = torch.tensor(trial_ranks, dtype=torch.float64)
     rows = {f"{svm}_d{d}": average_trials(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
-    beyond = [values[~values.isnan()] - min(s.n, d) for (d, svm), values in ranks.items() if svm == "nuclear"]
-    most = max((float(row.max()) for row in beyond if len(row)), default=None)
+    beyond = torch.cat([ranks[d, "nuclear"] - min(s.n, d) for d in s.d])
+    most = None if beyond.isnan().all() else float(beyond[~beyond.isnan()].max())
     for name, value, label in (
         ("nuclear_least", min(means, default=None), "nuclear, least mean"),
         ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
@@ -413,6 +383,4 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
     )
 
 
-RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))
-RANK_QUICK = replace(RANK_SIZES, trials=10, d=(6, 10))
-RANK = Study("rank", rank, RANK_SIZES, RANK_QUICK)
+RANK = Study("rank", rank, ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)), {"trials": 10, "d": (6, 10)})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from pydantic import JsonValue
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.errors import UnposedError, UsageError
 from attnlens.lab.experiments.settings import (
@@ -20,7 +21,7 @@ from attnlens.lab.experiments.settings import (
     columns,
     curve,
 )
-from attnlens.lab.experiments.synthetic.tokens import descend_chunks, grid
+from attnlens.lab.experiments.tokens import descend_trials, grid
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Scores, gradient, unit
 from attnlens.records.studies import Curve, Experiment
@@ -45,19 +46,20 @@ DISTANCES = {
     for name, distances in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
     for d, distance in zip((4, 6, 8, 10), distances, strict=True)
 }
+NO_INSTANCE = torch.full((1, len(DIRECTIONS)), torch.nan, dtype=torch.float64)
 READING = 0.3
 """Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
 DISTANCES_SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs"
 
 
-def multi_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def multi_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Compute by d the mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM.
 
     Accepted instances have a label −1, no weight in (GONE, KEPT], some weight ≤ GONE, and solutions of both SVMs.
     """
-    by_size = {d: _measure_size(settings, d, progress) for d in settings.d}
+    by_size = {d: _measure_size(s, d, progress) for d in s.d}
     known = DISTANCES if published else {}
-    rows: dict[str, Figure] = {}
+    rows, curves = dict[str, Figure](), dict[str, Curve]()
     for d, accepted in by_size.items():
         for column, (name, label) in enumerate(DIRECTIONS.items()):
             figure, reference = average_trials(accepted[:, column], f"{label}, d = {d}"), known.get(f"{name}_d{d}")
@@ -65,35 +67,32 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
                 tolerance = READING * reference + 3 * (figure.error or 0.0)
                 figure = replace(figure, published=reference, tolerance=tolerance)
             rows[f"{name}_d{d}"] = figure
-    shares: dict[str, JsonValue] = {
-        f"accepted_d{d}": len(accepted) / settings.trials for d, accepted in by_size.items()
-    }
+    # sizes accept different numbers of instances, so shorter columns are padded with NaN
+    padded = pad_sequence([*by_size.values(), NO_INSTANCE], batch_first=True, padding_value=torch.nan)[:-1]
+    for column, (name, label) in enumerate(DIRECTIONS.items()):
+        curves[name.replace("_", " ")] = curve(s.d, padded[..., column], "1 − correlation", label=label)
+    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(accepted) / s.trials for d, accepted in by_size.items()}
     return Experiment(
         name="multi-token",
         question="If several tokens keep weight, does descent converge to W_fin + R·W_mm of the generalised SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
         source=DISTANCES_SOURCE if published else None,
         axis="d",
-        curves={
-            name.replace("_", " "): _curve_by_d(by_size, column, label)
-            for column, (name, label) in enumerate(DIRECTIONS.items())
-        },
+        curves=curves,
         **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
     )
 
 
 def _measure_size(s: ExperimentSettings, d: int, progress: Progress) -> Float[Tensor, "accepted 3"]:
     """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
-    rows: list[list[float]] = []
-    for draws, descent in descend_chunks(s, d, "multi-token", progress, size=250, floor=FLOOR):
-        # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
-        weights = descent.log_weights.exp()
-        between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
-        dropped = (weights <= GONE).flatten(1).any(-1)
-        accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
-        for trial in accepted.nonzero().flatten().tolist():
-            if (row := _compare_directions(draws.instances, descent, trial)) is not None:
-                rows.append(row)
+    draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
+    # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
+    weights = descent.log_weights.exp()
+    between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
+    dropped = (weights <= GONE).flatten(1).any(-1)
+    accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
+    trials = accepted.nonzero().flatten().tolist()
+    rows = [row for trial in trials if (row := _compare_directions(draws.instances, descent, trial)) is not None]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
 
 
@@ -117,18 +116,8 @@ def _compare_directions(instances: Instances, descent: Descent, trial: int) -> l
     ]
 
 
-def _curve_by_d(by_size: dict[int, Float[Tensor, "accepted 3"]], column: int, label: str) -> Curve:
-    """Build the curve by d; sizes accept different numbers of instances, so shorter columns are padded with NaN."""
-    columns = [rows[:, column] for rows in by_size.values()]
-    padded = torch.nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=torch.nan)
-    if not padded.shape[1]:  # no instance of any size was accepted
-        padded = torch.full((len(columns), 1), torch.nan)
-    return curve(list(by_size), padded, "1 − correlation", label=label)
-
-
 MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
-MULTI_QUICK = replace(MULTI_FULL, trials=150, d=(4, 6))
-MULTI_TOKEN = Study("multi-token", multi_token, MULTI_FULL, MULTI_QUICK)
+MULTI_TOKEN = Study("multi-token", multi_token, MULTI_FULL, {"trials": 150, "d": (4, 6)})
 
 
 TRIES = 200  # random corpora drawn per trial before the sizes are refused
@@ -149,7 +138,7 @@ TO_SVM, FINITE = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, to
 """Limits of the theorems, with the tolerance allowed at the last iteration."""
 
 
-def next_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def next_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ in it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
@@ -157,8 +146,8 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     has length lr. In it W stays finite, and descent is plain with rate 1. W_fin is the limit of descent if each label
     competes only within its own component. Published limits: correlation 1, distance 0.
     """
-    acyclic, _, steps, at_end = _run_kind(settings, False, progress)
-    cyclic, off, _, cyclic_end = _run_kind(settings, True, progress)
+    acyclic, _, steps, at_end = _run_kind(s, False, progress)
+    cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
     to_svm, finite = (TO_SVM, FINITE) if published else (UNPUBLISHED, UNPUBLISHED)
     rows = {
         "acyclic_to_svm": average_trials(acyclic[-1], "acyclic to SVM", to_svm),
@@ -170,7 +159,7 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     return Experiment(
         name="next-token",
         question="Trained to predict the next token, does attention end at the SVM of the token-priority graph?",
-        settings={"vocabulary": settings.d[0], "loss": "log", "embeddings": "orthonormal, tied", "start": "zero"},
+        settings={"vocabulary": s.d[0], "loss": "log", "embeddings": "orthonormal, tied", "start": "zero"},
         source="Li et al. 2024, Mechanics of next token prediction with self-attention: the limits of Theorems 1 and 2",
         curves={
             "acyclic, to the graph SVM": curve(steps, acyclic, CORRELATION, bounded=True),
@@ -257,4 +246,4 @@ def _build_corpus(
 
 
 NEXT_FULL = ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
-NEXT_TOKEN = Study("next-token", next_token, NEXT_FULL, replace(NEXT_FULL, trials=10))
+NEXT_TOKEN = Study("next-token", next_token, NEXT_FULL, {"trials": 10})

@@ -1,0 +1,345 @@
+"""A task's examples: split into parts, encoded as byte pairs and batched; and a model's scores on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from attnlens.errors import UsageError
+from attnlens.runs.in_memory import at_rest
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+    from attnlens.models.kernel_transformers import EncoderDecoder
+
+TaskForm: TypeAlias = Literal["language", "translation", "classification"]
+"""Kind of task: predict the next token, translate a sentence, or classify a sequence."""
+Split: TypeAlias = Literal["validation", "test"]
+"""Held-out part: validation for choosing settings, test for one evaluation at the end."""
+PARTS = ("training", "validation", "test")
+NOTHING = -100  # target of positions without a prediction; torch's cross-entropy ignores this value
+PADDING, BEGIN, END = 0, 1, 2  # first ids of every vocabulary of sentences
+SPECIALS = ("<pad>", "<s>", "</s>")  # names of PADDING, BEGIN and END
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """One batch of model inputs and targets."""
+
+    inputs: Tensor  # ids (batch, tokens), int64; or a series (batch, steps, channels), float32
+    mask: Tensor | None  # (batch, tokens), bool, False for padding, which is on the right; None: no padding
+    targets: Tensor  # ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)
+    decoder_inputs: Tensor | None = None  # ids (batch, target tokens), starting with BEGIN; None without a decoder
+
+    def single(self, row: int) -> Examples:
+        """Return one example without its padding, as a batch of one."""
+        rows = slice(row, row + 1)
+        inputs = self.inputs[rows, : None if self.mask is None else int(self.mask[row].sum())]
+        if self.decoder_inputs is None:
+            return Examples(inputs, None, self.targets[rows])
+        size = int((self.targets[row] != NOTHING).sum())
+        return Examples(inputs, None, self.targets[rows, :size], self.decoder_inputs[rows, :size])
+
+    def to(self, device: torch.device | str) -> Examples:
+        """Copy the batch to a device."""
+        mask, decoder_inputs = (None if part is None else part.to(device) for part in (self.mask, self.decoder_inputs))
+        return Examples(self.inputs.to(device), mask, self.targets.to(device), decoder_inputs)
+
+
+class Cases(NamedTuple):
+    """Examples of one part of a task, neither batched nor padded; a tensor has one row per example."""
+
+    inputs: Sequence[Tensor] | Tensor  # of each example: ids (tokens,), int64, or a series (steps, channels), float32
+    targets: Sequence[Tensor] | Tensor  # of each example: ids to predict (tokens,), or a class number ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StudyTask:
+    """Examples for training (`training`, a function of the seed only) and for evaluation (`held_out`)."""
+
+    name: str  # names of its texts or files
+    form: TaskForm
+    cases: Mapping[str, Cases]  # of each part; sentences are without BEGIN and END
+    length: int  # largest number of tokens of a sequence; for translation, of a side with END
+    vocabulary: int = 0  # number of ids; 0 for a series
+    classes: int = 0  # number of classes; 0 if ids are predicted
+    channels: int = 0  # numbers per step of a series; 0 for ids
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file by name; empty for built-in data
+    tokenizer: Tokenizer | None = None  # encoding of texts, trained on the training part only; None without one
+    left_out: Mapping[str, int] = field(default_factory=dict)  # examples that differ from the file, by part or reason
+    repeated: int = 0  # number of examples removed from training because they are also held out
+
+    def training(self, size: int, seed: int) -> Iterator[Examples]:
+        """Yield shuffled batches without end; examples of similar length share a batch."""
+        return (self.batch("training", chosen) for chosen in endless(self.lengths("training"), size, seed))
+
+    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
+        """Return the examples of a part once, shortest first, in batches of `size`; the last batch can be smaller."""
+        lengths = self.lengths(split)
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
+
+    def lengths(self, part: str) -> list[int]:
+        """Return the number of input and target tokens of each example of a part; all windows of a text have one."""
+        inputs, targets = self.cases[part]
+        if self.form == "language":
+            return [2 * self.length] * len(inputs)
+        return [len(source) + target.numel() for source, target in zip(inputs, targets, strict=True)]
+
+    def batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        """Build a batch of the chosen examples of a part."""
+        inputs, targets = ([side[number] for number in chosen] for side in self.cases[part])
+        if self.form == "translation":
+            return pair_sentences(inputs, targets)
+        return Examples(*pad(inputs, PADDING), torch.stack(targets))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode ids to text without special ones; without a tokenizer, to their numbers."""
+        if self.tokenizer is None:
+            return " ".join(str(number) for number in ids if number >= len(SPECIALS))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))  # bytes that are not UTF-8: U+FFFD
+
+
+def pair_sentences(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Examples:
+    """Build a batch: encoder input source + END, decoder input BEGIN + target, decoder output target + END."""
+    end, begin = torch.tensor([END]), torch.tensor([BEGIN])
+    inputs, mask = pad([torch.cat((source, end)) for source in sources], PADDING)
+    decoder_inputs, _ = pad([torch.cat((begin, target)) for target in targets], PADDING)
+    outputs, _ = pad([torch.cat((target, end)) for target in targets], NOTHING)
+    return Examples(inputs, mask, outputs, decoder_inputs)
+
+
+def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"] | None]:
+    """Pad the rows on the right with `value` into one tensor; return it with its `Examples.mask`."""
+    sizes = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(sizes.max())) < sizes[:, None]
+    batch = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+    return batch, None if bool(mask.all()) else mask
+
+
+POOL = 32  # maximum number of batches per pool of a shuffled epoch; a pool is sorted by length, which saves padding
+POOLS = 4  # minimum number of pools per epoch; sorting a whole epoch would batch the same examples together each time
+
+
+def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+    """Yield batches of numbers of examples of the given lengths without end, in a new order each epoch.
+
+    Examples beyond the last full batch are dropped before sorting by length, so different ones in each epoch.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    while True:
+        order: list[int] = torch.randperm(len(lengths), generator=draws).tolist()
+        whole = order[: max(len(order) // size * size, min(size, len(order)))]
+        most = size * min(max(len(whole) // size // POOLS, 1), POOL)
+        for start in range(0, len(whole), most):
+            pool = sorted(whole[start : start + most], key=lengths.__getitem__)
+            parts = [pool[at : at + size] for at in range(0, len(pool), size)]
+            for number in torch.randperm(len(parts), generator=draws).tolist():
+                yield parts[number]
+
+
+STRETCHES = 10
+"""Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
+SHARE = 0.05  # share of validation examples, and of test examples
+
+
+def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
+    """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
+
+    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
+    would put two halves of a sentence into training and test.
+    """
+    parts: dict[str, list[range]] = {part: [] for part in PARTS}
+    for number in range(stretches):
+        start, stop = number * count // stretches, (number + 1) * count // stretches
+        size = max(1, round((stop - start) * share))
+        test = max(start, stop - size)
+        edges = start, max(start, test - size), test, stop
+        for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
+            parts[part] += [range(first, last)] if first < last else []
+    return parts
+
+
+def numbers(parts: Mapping[str, Iterable[range]]) -> dict[str, list[int]]:
+    """List the numbers in the blocks of each part."""
+    return {part: list(chain.from_iterable(each)) for part, each in parts.items()}
+
+
+def space_evenly(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers below `count`, as evenly spaced as possible."""
+    if count <= most:
+        return list(range(count))
+    return [int((number + 0.5) * count / most) for number in range(most)]
+
+
+BYTES = 256
+
+
+def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
+    """Train byte pairs with at most `vocabulary` ids on the texts; deterministic. `specials` have the first ids.
+
+    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2). Raises UsageError if
+    `vocabulary` is too small for all bytes and special tokens.
+    """
+    least = BYTES + len(specials)
+    if vocabulary < least:
+        raise UsageError(
+            f"A vocabulary of {vocabulary} is too small: bytes and special tokens alone take {least} entries.",
+            f"Choose at least {least}.",
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
+    """Encode texts as ids, without special tokens."""
+    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+WIDTH = 4  # number of beams, as in the papers' translation tables
+
+
+def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+    """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
+
+    All forms: `loss`, the mean over all targets (tokens or classes) in nats. Language: `perplexity` exp(loss), and
+    `bits_per_byte`, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
+    Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
+    if the loss is not finite. Raises UsageError if sacrebleu is missing.
+    """
+    with at_rest(cast(PreTrainedModel, model)):
+        batches, total, targets, right = _add_losses(task, model, split, size)
+        loss = total / targets
+        if task.form == "classification":
+            return {"loss": loss, "accuracy": right / targets}
+        if task.form == "language":
+            names = {number: name for name, number in cast(Tokenizer, task.tokenizer).get_vocab().items()}
+            predicted = torch.cat([batch.targets[batch.targets != NOTHING] for batch in batches]).tolist()
+            width = sum(len(names[number]) for number in predicted)  # a byte-level name has one character per byte
+            # exp overflows float64 above 709; the product keeps NaN
+            perplexity = math.exp(loss) if loss < 700 else loss * math.inf
+            return {"loss": loss, "perplexity": perplexity, "bits_per_byte": total / math.log(2) / width}
+        if not math.isfinite(loss):  # beam search needs finite probabilities
+            return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
+        pairs = []
+        for batch in batches:
+            translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, most=task.length)
+            for written, target in zip(translations, batch.targets.tolist(), strict=True):
+                pairs.append((task.decode(written), task.decode(number for number in target if number > END)))
+        return {"loss": loss} | bleu_and_chrf(pairs)
+
+
+def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
+    """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
+    with at_rest(cast(PreTrainedModel, model)):
+        _, total, targets, _ = _add_losses(task, model, split, size)
+    return total / targets
+
+
+def _add_losses(task: StudyTask, model: nn.Module, split: Split, size: int) -> tuple[list[Examples], float, int, int]:
+    """Return the batches, the sum of all losses in nats, the number of targets, and that of correct predictions."""
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
+    for batch in batches:
+        logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
+        total += float(cross_entropy(logits, batch.targets))
+        targets += int((batch.targets != NOTHING).sum())
+        right += int((logits.argmax(-1) == batch.targets).sum())
+    return batches, total, targets, right
+
+
+def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Compute BLEU and chrF2 of translations with one reference each (Post 2018), with sacrebleu's defaults.
+
+    Raises UsageError if sacrebleu is missing.
+    """
+    try:
+        import sacrebleu
+    except ImportError:
+        raise UsageError(
+            "BLEU scores require sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
+        ) from None
+    written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(written, references).score,
+        "chrF": sacrebleu.corpus_chrf(written, references).score,
+    }
+
+
+def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
+    """Compute Σ −log p of the targets in nats, ignoring targets that are NOTHING."""
+    flat = logits.flatten(0, -2).float()
+    return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
+
+
+class _Generator(PreTrainedModel, GenerationMixin):
+    """Adapter that lets transformers' `generate` call an encoder and a decoder."""
+
+    def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
+        super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
+        self._model, self._device = model, device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device  # the model need not have parameters from which to infer it
+
+    def forward(
+        self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: object
+    ) -> Seq2SeqLMOutput:
+        mask = None if bool(attention_mask.all()) else attention_mask.bool()
+        return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], mask))
+
+
+@torch.no_grad()
+def beam_search(
+    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = WIDTH
+) -> list[list[int]]:
+    """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
+
+    `most` and |y| include END; the result contains no BEGIN, END or padding. A source is finished when `width`
+    sentences have ended. At token `most` a sentence must end, and END's log-probability counts.
+    """
+
+    def bar(written: Tensor, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[1], device=scores.device)
+        last = written.shape[1] == most
+        barred = places != END if last else (places == BEGIN) | (places == PADDING)
+        return scores.masked_fill(barred, -torch.inf)
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=most,
+        num_beams=width,
+        early_stopping=True,
+        use_cache=False,
+        decoder_start_token_id=BEGIN,
+        eos_token_id=END,
+        pad_token_id=PADDING,
+    )
+    generator: Any = _Generator(model, inputs.device)  # `generate` expects a Protocol that GenerationMixin lacks
+    rows: Tensor = generator.generate(
+        encoder_outputs=BaseModelOutput(model.encode(inputs, mask)),
+        attention_mask=torch.ones_like(inputs) if mask is None else mask,
+        logits_processor=LogitsProcessorList([bar]),
+        generation_config=config,
+    )
+    return [[number for number in row if number not in (BEGIN, END, PADDING)] for row in rows.tolist()]
