@@ -69,7 +69,7 @@ def build(
     numbers.
     """
     from attnlens.models import hooks, loading, texts
-    from attnlens.runs.in_memory import at_rest
+    from attnlens.runs.feeding import at_rest
 
     model = base if isinstance(base, nn.Module) else _new_model(base)
     info = ModelInfo(id=type(model).__name__, architecture=type(model).__name__, parameters=0)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
-from attnlens.runs.in_memory import at_rest
+from attnlens.runs.feeding import at_rest
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
