@@ -19,12 +19,9 @@ GAUSSIAN = "normal queries and keys with the head's own mean and covariance"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
 RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
-
-
 DRAWN = "q_i, k_j drawn"
 CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
 PLAIN = f"{ORDER}, x_ij = s⟨q_i, k_j⟩"
-
 feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, paper=WRIGHT)
 taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, paper=WRIGHT)
 
@@ -85,9 +82,8 @@ def of_tokens(query_key: QueryKey) -> Readings:
     hidden pairs. Windows in which no order suffices are left out of the mean, which is then too small; n counts the
     others. The values by chance use one draw of normal queries and keys for all windows.
     """
-    drawn = linalg.gaussian_like(query_key)
     readings: Readings = {}
-    for suffix, queries_keys in (("", query_key), ("_by_chance", drawn)):
+    for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):
         readings[f"features.rank{suffix}"] = linalg.feature_rank(queries_keys, ERROR)
         readings[f"features.taylor_order{suffix}"] = linalg.taylor_order(queries_keys, ERROR, LARGEST)
         readings[f"features.centred_order{suffix}"] = linalg.taylor_order(queries_keys, ERROR, LARGEST, centred=True)

@@ -36,30 +36,26 @@ cosine_measure = partial(
 )
 
 
-def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureInfo]:
+def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
     """Describe the cumulative singular values of a matrix, of the first power and squared."""
     of_attention = symbol.startswith("P")
-    cumulative = partial(
-        MeasureInfo,
-        low=0,
-        high=1,
-        curve=True,
-        self_only=False,
-        identified="everywhere" if of_attention else "nowhere",
-        use="The sooner it nears 1, the fewer components the matrix needs.",
-    )
-    words = words if of_attention else f"{words} (not identified)"
-    first = cumulative(
-        f"ksvd.{matrix}_spectrum",
-        f"share of the k largest singular values in the sum, for {words}",
-        f"(σ₁ + … + σₖ)/Σσ of {symbol}",
-    )
-    energy = cumulative(
-        f"ksvd.{matrix}_energy",
-        f"share of the k largest squared singular values in the sum, for {words}",
-        f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
-    )
-    return first, energy
+    return [
+        MeasureInfo(
+            f"ksvd.{matrix}_{name}",
+            f"share of the k largest {values} in the sum, for {words}{'' if of_attention else ' (not identified)'}",
+            f"{formula} of {symbol}",
+            low=0,
+            high=1,
+            curve=True,
+            self_only=False,
+            identified="everywhere" if of_attention else "nowhere",
+            use="The sooner it nears 1, the fewer components the matrix needs.",
+        )
+        for name, values, formula in (
+            ("spectrum", "singular values", "(σ₁ + … + σₖ)/Σσ"),
+            ("energy", "squared singular values", "(σ₁² + … + σₖ²)/Σσ²"),
+        )
+    ]
 
 
 FIGURE = "Chen et al. 2023, Figure 1"

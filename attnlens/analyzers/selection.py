@@ -29,13 +29,13 @@ else:
     torch = LazyModule("torch")
 
 MOST_QUERIES = 64  # most queries posed per head
-SPACES: tuple[Space, ...] = ("input", "projected")
-"""On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
 WORDS: dict[Space, dict[str, str]] = {
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
 """Replacements for the names in braces in OF_SPACE."""
+SPACES: tuple[Space, ...] = tuple(WORDS)
+"""On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
 posed_measure = partial(selection_measure, low=0, sized_by="the number of windows")
@@ -131,12 +131,10 @@ def qualify_name(what: str, space: Space) -> str:
 
 
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
-    words = WORDS[space]
-    texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
+    texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
-    series = info.series and info.series + behind
-    renamed = replace(info, name=qualify_name(info.name, space), space=space, null="rotations", series=series, **texts)
-    return replace(renamed, sized_by="d_model and the number of posed queries")
+    facts = {"name": qualify_name(info.name, space), "series": info.series and info.series + behind, "space": space}
+    return replace(info, null="rotations", sized_by="d_model and the number of posed queries", **texts, **facts)
 
 
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
@@ -151,14 +149,10 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 class Solved:
     """The results of one selection problem, without its tensors."""
 
-    values: dict[str, float]
-    """Value by measure, without the space in the name."""
-    reason: str | None
-    """Reason why further measures are missing."""
-    margins: list[float] = field(default_factory=list)
-    """Least margin of each query over the best possible, ascending."""
-    best: float = 0.0
-    """Best possible margin, 1/‖W_mm‖."""
+    values: dict[str, float]  # Value by measure, without the space in the name
+    reason: str | None  # Reason why further measures are missing
+    margins: list[float] = field(default_factory=list)  # Least margin of each query over the best possible, ascending
+    best: float = 0.0  # Best possible margin, 1/‖W_mm‖
     picks: list[records.Pick] = field(default_factory=list)
     """The posed queries and their selections, if they are to be shown."""
 
@@ -170,16 +164,12 @@ SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by 
 class StoredSequence:
     """The stored part of one sequence."""
 
-    sequence: int
-    """Index of the sequence among the inputs."""
+    sequence: int  # Index of the sequence among the inputs
     query: Float[Tensor, "heads queries head_dim"]
     """Queries; or the module's inputs with a 1 appended, (1, n, d_model + 1)."""
-    key: Float[Tensor, "kv_heads keys head_dim"]
-    """Keys; or the same inputs."""
-    copies: tuple[Int[Tensor, "queries keys"], ...]
-    """Result of count_copies, one per mask and key head."""
-    place_of: dict[int, tuple[int, int, int]]
-    """Maps a head to the indices of its queries, keys and copies."""
+    key: Float[Tensor, "kv_heads keys head_dim"]  # Keys; or the same inputs
+    copies: tuple[Int[Tensor, "queries keys"], ...]  # Result of count_copies, one per mask and key head
+    place_of: dict[int, tuple[int, int, int]]  # Maps a head to the indices of its queries, keys and copies
 
     def scene(self, head: int) -> Scene:
         """Return the sequence as the head sees it, in float64."""
@@ -214,8 +204,11 @@ class Selector:
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
             self.softmax[head] = head_svm.Softmax(query_key.softcap, sink)
-            copies = parts.copies[parts.place_of[head][2]]
-            self.shares[head][sequence] = _share_decided(query_key.select([index]), copies, sink)
+            copies, logits = parts.copies[parts.place_of[head][2]], query_key.select([index]).logits[0, 0].cpu()
+            visible, weights = logits.masked_fill(copies == 0, -torch.inf), logits + copies.double().log()
+            self.shares[head][sequence] = head_svm.share_decided(
+                head_svm.log_odds(visible, weights, head_svm.Softmax(sink=sink))
+            )
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
         tokens = sum(stored.key.shape[-2] for stored in self.stored)
         if not self.biased and (not self.stored or tokens + parts.key.shape[-2] <= MOST_TOKENS):
@@ -243,21 +236,20 @@ class Selector:
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
         """Return the parts of the sequence that its heads need."""
-        queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
-        masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
-        mask_of = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
-        if not isinstance(self.place.form, str) and query_key.inputs is not None:
-            inputs = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
-            copies = tuple(self._copies(inputs[0], mask, at) for at, mask in enumerate(masks))
-            places = {head: (0, 0, mask) for head, mask in zip(query_key.heads, mask_of, strict=True)}
-            return StoredSequence(sequence, inputs, inputs, copies, places)
-        query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
-        pair_of = list(zip(query_key.key_of, mask_of, strict=True))
+        count, keys = len(query_key.heads), query_key.key.shape[-2]
+        masks = query_key.allowed
+        masks = torch.ones(1, query_key.query.shape[-2], keys).bool() if masks is None else masks[0].cpu()
+        if isinstance(self.place.form, str) or query_key.inputs is None:
+            query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
+            query_of, key_of = list(range(count)), list(query_key.key_of)
+        else:
+            query = key = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
+            query_of = key_of = [0] * count
+        pair_of = [(key_of[index], index % len(masks)) for index in range(count)]  # one mask for all, or one per head
         pairs = sorted(set(pair_of))
-        copies = tuple(self._copies(key[kv_head], masks[mask], at) for at, (kv_head, mask) in enumerate(pairs))
-        place_of = [(index, pair[0], pairs.index(pair)) for index, pair in enumerate(pair_of)]
-        places = dict(zip(query_key.heads, place_of, strict=True))
-        return StoredSequence(sequence, query, key, copies, places)
+        copies = tuple(self._copies(key[at], masks[mask], number) for number, (at, mask) in enumerate(pairs))
+        places = [(at, pair[0], pairs.index(pair)) for at, pair in zip(query_of, pair_of, strict=True)]
+        return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
         """Count the copies of each token; most sequences share one matrix, so an equal one is stored only once."""
@@ -370,14 +362,6 @@ def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Move to main memory, as float32 at most (the models' precision); float64 stays."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _share_decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
-    """Return the share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
-    logits, visible = query_key.logits[0, 0].cpu(), copies > 0
-    weights = logits + copies.double().log()
-    softmax = head_svm.Softmax(sink=sink)
-    return head_svm.share_decided(head_svm.log_odds(logits.masked_fill(~visible, -torch.inf), weights, softmax))
 
 
 def _scaled_identity(size: int, scale: float) -> FactoredForm:

@@ -8,8 +8,8 @@ from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
 ZERO = "the matrix is zero"
+# the number is that of attnlens.maths.linalg.long
 LONG = "more than 2,048² pairs of queries and keys, and {}: reduce --length"
-"""Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("the rank exceeds about 250, the largest that is computed")
 form_measure = partial(MeasureInfo, self_only=False)

@@ -78,24 +78,19 @@ WEIGHTS = (
     ),
 )
 
-LONG = "more than 2,048² pairs and {}: reduce --length"
-"""Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
+LONG = "more than 2,048² pairs and {}: reduce --length"  # the number is that of attnlens.maths.linalg.long
 GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, so it is not identified"
-KERNEL, SCORES = "kernel_shares", "score_shares"
-
-
+KERNEL, SCORES = "kernel_shares", "score_shares"  # totals that the shares are parts of
 score_share = partial(MeasureInfo, low=0, high=1, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True)
-"""Share of the part of the logits that softmax sees."""
-kernel_share = partial(
+kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
     missing=f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}",
     identified="all pairs",
     wholes=(KERNEL,),
     ends="largest",
 )
-"""Share that is defined only for heads that see all pairs."""
 TOKENS = (
     kernel_share(
         "tokens.share_positive",
@@ -233,14 +228,11 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 def _of_all_pairs(query_key: QueryKey) -> Readings:
     """Return the measures defined only for heads whose mask hides no pair; NaN for other heads."""
-    names = ("share_positive", "share_negative", "share_skew", "definite")
+    names = ("tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.definite")
     compared = linalg.compares_all(query_key)
+    nothing = query_key.query.new_full(compared.shape, float("nan")).double()
     if not compared.any():
-        nothing = query_key.query.new_full(compared.shape, float("nan")).double()
-        return {f"tokens.{name}": nothing for name in names}
+        return dict.fromkeys(names, nothing)
     parts, definite = linalg.anatomy(query_key.content), linalg.definite_kernel(query_key)
     readings = (parts.positive, parts.negative, parts.skew, definite)
-    return {
-        f"tokens.{name}": reading.where(compared, reading.new_tensor(float("nan")))
-        for name, reading in zip(names, readings, strict=True)
-    }
+    return {name: reading.where(compared, nothing) for name, reading in zip(names, readings, strict=True)}

@@ -16,8 +16,7 @@ from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
 from attnlens.wording import clean, join_items
 
-SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
-"""Settings that a report and its baseline must have in common."""
+SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")  # of a report and its baseline
 
 
 def baseline_of(report: Report) -> Baseline:
@@ -31,18 +30,17 @@ def baseline_of(report: Report) -> Baseline:
     measures = {}
     for name in names:
         column = [head.measures.get(name) for head in report.heads]
-        values = [None if measure is None else measure.value for measure in column]
-        errors = [None if measure is None else measure.se for measure in column]
+        values, errors = ([getattr(measure, part, None) for measure in column] for part in ("value", "se"))
         measures[name] = BaselineMeasure(values=values, errors=errors)
     return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
 
 
-def refuse_other(report: Report, baseline: Baseline) -> None:
+def _refuse_other(report: Report, baseline: Baseline) -> None:
     """Raise a UsageError that names the differing field unless report and baseline have the same heads and text.
 
     Names and paths of models and texts are ignored.
     """
-    for field, ours, theirs in _fields(report, baseline):
+    for field, ours, theirs in _shared_fields(report, baseline):
         if ours != theirs:
             raise UsageError(
                 f"The baseline belongs to a different run: {field} is {format_value(theirs)} in the baseline, but "
@@ -51,22 +49,24 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
             )
 
 
-def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, object, object]]:
+def _shared_fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, object, object]]:
     """Yield what both must have in common: name, value in the report, value in the baseline."""
+    ours, theirs = report.settings, baseline.settings
     for name in ("architecture", "parameters"):
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
     for name in ("text", "noise"):
-        fed = [getattr(of.settings, name) for of in (report, baseline)]
-        ours, theirs = (None if content is None else content.sha256 for content in fed)
-        yield f"settings.{name}.sha256", ours, theirs
+        yield f"settings.{name}.sha256", *(getattr(getattr(of, name), "sha256", None) for of in (ours, theirs))
     for name in SAME_TEXT:
-        yield f"settings.{name}", getattr(report.settings, name), getattr(baseline.settings, name)
-    report_heads, baseline_heads = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
-    yield "the number of heads", len(report_heads), len(baseline_heads)
-    yield from (("a head", *pair) for pair in zip(report_heads, baseline_heads, strict=False))
-    known = set(report.measure_names())
-    missing = [name for name in baseline.measures if name not in known]
-    yield "measures", join_items(missing) + " missing" if missing else "", ""
+        yield f"settings.{name}", getattr(ours, name), getattr(theirs, name)
+    yield "the number of heads", len(report.heads), len(baseline.heads)
+    for head, other in zip(report.heads, baseline.heads, strict=False):
+        yield "a head", (head.site, head.head), (other.site, other.head)
+    missing = baseline.measures.keys() - report.measure_names()
+    yield (
+        "measures",
+        join_items([name for name in baseline.measures if name in missing]) + " missing" * bool(missing),
+        "",
+    )
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class Move:
     head: Head
     now: float | None
     then: float | None
-    p: float | None
-    """Two-sided p-value; None without standard errors."""
+    p: float | None  # Two-sided p-value; None without standard errors
 
     @property
     def size(self) -> float:
@@ -104,11 +103,10 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
         bounds = tolerance.of(find_measure(name))
         significant = [
             move
-            for move in changes
+            for move in sorted(changes, key=lambda move: move.size, reverse=True)
             if move.size > max(bounds.absolute or 0.0, bounds.relative * abs(move.then or 0.0))
             and (move.p is None or move.p <= largest)
         ]
-        worst = sorted(significant, key=lambda move: move.size, reverse=True)
         wanted = f"as the baseline ({bounds})"
         checks.append(
             Check(
@@ -116,9 +114,9 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
                 rule=f"{name}: {wanted}",
                 subject=name,
                 wanted=wanted,
-                passed=not worst,
+                passed=not significant,
                 heads=len(changes),
-                breaches=[breach(move.head, move.now, move.then, move.p) for move in worst],
+                breaches=[breach(move.head, move.now, move.then, move.p) for move in significant],
                 file=file,
             )
         )
@@ -166,22 +164,21 @@ def verdict(
             f"The report is incomplete. {report.coverage.sentence}.",
             "Complete the run, or add --allow-partial (allow_partial).",
         )
-    checks = check_rules(report, rules)
+    checks = _check_rules(report, rules)
     if baseline is not None:
-        refuse_other(report, baseline)
+        _refuse_other(report, baseline)
         checks += against(report, baseline, tolerance, file)
     return report.model_copy(update={"checks": checks})
 
 
-COLUMNS = ("se", "z", "base", "null")
-"""Other values of a measure, after its name: `tokens.entropy.se`; `null` is the null's mean."""
+COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 """Possible first parts of a dotted path into the report."""
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
 """Paths that are suggested for similar ones."""
 
 
-def match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Head, float | None]]]:
+def _match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Head, float | None]]]:
     """Find the number of a field, or (with None) that of every head that the rule covers.
 
     Raise UsageError if there is no number: such a rule would never fail.
@@ -242,9 +239,7 @@ def _value_at(value: object, path: str) -> object:
         inner = value[int(name)]
     else:
         items = value if isinstance(value, list) else []
-        inner = next((item for item in items if getattr(item, "name", None) == name), None)
-        if inner is None:
-            raise LookupError(path)
+        inner = {getattr(item, "name", None): item for item in reversed(items)}[name]
     return _value_at(inner, remainder) if remainder else inner
 
 
@@ -258,7 +253,7 @@ def _unknown_subject(report: Report, rule: Rule) -> UsageError:
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {why}.", f"{hint}Choose from: {known}.")
 
 
-def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
+def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures.
 
     Raise UsageError if a rule matches nothing.
@@ -268,7 +263,7 @@ def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        number, covered = match_rule(report, rule)
+        number, covered = _match_rule(report, rule)
         heads = [(head, value) for head, value in covered if value is not None]
         if heads:
             number = aggregate([value for _, value in heads], rule.condition)
@@ -315,19 +310,16 @@ def _breaking_heads(
     if condition.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
         blamed = [(head, value) for head, value in heads if by.holds(value) is too_many]
-    elif condition.aggregate in ("min", "max", "value"):
-        blamed = [(head, value) for head, value in heads if not by.holds(value) and _at_end(condition, value)]
     else:
-        return []
+        blamed = [(head, value) for head, value in heads if not by.holds(value) and _is_decisive(condition, value)]
     return sorted(blamed, key=lambda pair: by.excess(pair[1]), reverse=True)
 
 
-def _at_end(condition: RuleCondition, value: float) -> bool:
+def _is_decisive(condition: RuleCondition, value: float) -> bool:
     """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
-    comparison = condition.comparison
-    if condition.aggregate == "value":
-        return True
-    lowest = condition.aggregate == "min"
+    comparison, lowest = condition.comparison, condition.aggregate == "min"
+    if condition.aggregate not in ("min", "max"):
+        return condition.aggregate == "value"
     if comparison.operator in ("in", "=="):
         return value < comparison.low if lowest else value > comparison.high
     return comparison.operator in ((">", ">=") if lowest else ("<", "<="))

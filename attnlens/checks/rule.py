@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -20,26 +20,19 @@ from attnlens.wording import clean
 if TYPE_CHECKING:
     from attnlens.records import Head
 
-MOST = 1000
-"""Maximum number of rules in a table."""
-DEEPEST = 50
-"""Maximum nesting depth of tables of rules; a path into a report has six parts."""
-LARGEST = 2**20
-"""Size limit of a file of rules, in bytes."""
-TABLES = (("check",), ("tool", "attnlens", "check"))
-"""Tables with rules in attnlens.toml, and in pyproject.toml."""
+DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
+LARGEST = 2**20  # size limit of a file of rules, in bytes
+LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
+TABLES = (("check",), ("tool", "attnlens", "check"))  # with rules in attnlens.toml, and in pyproject.toml
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
-LONGEST = 200
-"""Maximum length of a condition in characters, far above that of real ones."""
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
 WHOLE = ("min", "max", "mean", "median", "count", "value")
 """Aggregates without a number in their name; `value` compares every head, or a single field, by itself."""
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
-FILTERS = {"layers": "layer", "heads": "head", "part": "part"}
-"""Field of a head by the word after @."""
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
+FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
+OPERATORS = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne},
 }
@@ -49,17 +42,15 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 class Criterion:
     """Comparison of a number with a bound, or with a closed range."""
 
-    operator: str
-    """Operator: <, <=, >, >=, ==, != or in."""
-    low: float
-    """Bound, or lower end of the range."""
-    high: float
-    """The same bound, or upper end of the range."""
+    operator: str  # Operator: <, <=, >, >=, ==, != or in
+    low: float  # Bound, or lower end of the range
+    high: float  # The same bound, or upper end of the range
 
     def holds(self, number: float) -> bool:
         """Return whether the number satisfies the comparison."""
-        compare = OPERATORS.get(self.operator)
-        return self.low <= number <= self.high if compare is None else compare(number, self.low)
+        if self.operator == "in":
+            return self.low <= number <= self.high
+        return bool(OPERATORS[self.operator](number, self.low))
 
     def excess(self, number: float) -> float:
         """Compute the distance between the number and the allowed values; larger is worse."""
@@ -73,12 +64,9 @@ class Criterion:
 class RuleCondition:
     """Aggregate over heads, the comparison for it, and the heads that it covers."""
 
-    aggregate: str
-    """Aggregate: a member of WHOLE, `share`, or a quantile such as `q05`."""
-    comparison: Criterion
-    """Comparison for the aggregate."""
-    share: Criterion | None = None
-    """Comparison that heads must satisfy to be counted, for a share."""
+    aggregate: str  # Aggregate: a member of WHOLE, `share`, or a quantile such as `q05`
+    comparison: Criterion  # Comparison for the aggregate
+    share: Criterion | None = None  # Comparison that heads must satisfy to be counted, for a share
     selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)
     """Allowed values by key of FILTERS; heads must have one of each."""
 
@@ -114,24 +102,21 @@ def condition(text: object) -> RuleCondition:
     if match is None:
         raise _parse_error(text, "write the aggregate first, then the condition on it.")
     aggregate, inner, comparison = match.groups()
-    known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
-    if not known:
+    if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
         raise _parse_error(
             text, "share needs a comparison in brackets, e.g. share(> 0.9) < 0.1; other aggregates must not have one."
         )
-    share = None if inner is None else _comparison(text, inner)
-    return RuleCondition(aggregate, _comparison(text, comparison), share, _parse_filters(text, filters))
+    share = None if inner is None else _parse_comparison(text, inner)
+    return RuleCondition(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
 
-def _comparison(text: str, words: str) -> Criterion:
+def _parse_comparison(text: str, words: str) -> Criterion:
     match = COMPARISON.fullmatch(words.strip())
     if match is None:
-        what = format_value(words.strip())
-        raise _parse_error(
-            text, f"{what} is not a comparison; write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
-        )
+        known = "write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
+        raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
     ends = [float(number) for number in match.groups()[1:] if number is not None]
     if not all(map(math.isfinite, ends)):
         raise _parse_error(text, "it contains a number that is not finite.")
@@ -168,14 +153,10 @@ def _parse_error(text: object, why: str) -> UsageError:
 class Rule:
     """One condition on one subject."""
 
-    subject: str
-    """Subject: `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`."""
-    condition: RuleCondition
-    """Required condition."""
-    wanted: str
-    """Condition as written."""
-    file: str | None = None
-    """File that contains the rule."""
+    subject: str  # Subject: `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
+    condition: RuleCondition  # Required condition
+    wanted: str  # Condition as written
+    file: str | None = None  # File that contains the rule
 
     @property
     def spelling(self) -> str:
@@ -200,7 +181,7 @@ class Rule:
     @property
     def place(self) -> str:
         """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
-        return _place(self.file)
+        return _format_place(self.file)
 
     @property
     def id(self) -> str:
@@ -209,29 +190,27 @@ class Rule:
         return f"{self.named}: {condition.measured} {condition.comparison.operator}{condition.filters}"
 
 
-def _place(file: str | None) -> str:
+def _format_place(file: str | None) -> str:
     return "" if file is None else f"{clean(file)}: "
 
 
 def _build_rule(subject: str, text: object, file: str | None = None) -> Rule:
     """Build a rule; raise a UsageError that names its file if the rule is invalid."""
     if not subject.strip("| "):
-        raise UsageError(
-            f"{_place(file)}the rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}."
-        )
+        problem = f"{_format_place(file)}the rule {format_value(text)} does not name a measure."
+        raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
     try:
         return Rule(subject.strip(), condition(text), clean(str(text)), file)
     except UsageError as error:
-        raise UsageError(f"{_place(file)}{error.problem}", error.remedy) from None
+        raise UsageError(f"{_format_place(file)}{error.problem}", error.remedy) from None
 
 
 def parse_rule(text: object) -> Rule:
     """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError for anything else."""
-    if not isinstance(text, str) or ":" not in text:
-        raise UsageError(
-            f"The rule {format_value(text)} lacks a colon.", "Write e.g. --rule 'tokens.entropy: min > 0.1'."
-        )
-    subject, _, wanted = text.partition(":")
+    subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not colon:
+        remedy = "Write e.g. --rule 'tokens.entropy: min > 0.1'."
+        raise UsageError(f"The rule {format_value(text)} lacks a colon.", remedy)
     return _build_rule(subject, wanted.strip())
 
 
@@ -240,12 +219,9 @@ def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Ru
     rules: list[Rule] = []
     for subject, texts in _flatten(table):
         if not isinstance(texts, str | list | tuple) or not texts:
-            raise UsageError(
-                f"{_place(file)}{clean(subject)} has no condition: {format_value(texts)}.", f"Write, e.g., {EXAMPLE}."
-            )
+            problem = f"{_format_place(file)}{clean(subject)} has no condition: {format_value(texts)}."
+            raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
         rules += [_build_rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
-    if len(rules) > MOST:
-        raise UsageError(f"There are {len(rules)} rules, more than the maximum.", f"Give at most {MOST}.")
     return rules
 
 
@@ -305,12 +281,10 @@ def rules_of(source: object) -> list[Rule]:
 class Tolerance:
     """Bounds for changes: a head has moved if it exceeds both the larger bound and chance."""
 
-    relative: float = RELATIVE
-    """Allowed change as a share of the baseline's value."""
+    relative: float = RELATIVE  # Allowed change as a share of the baseline's value
     absolute: float | None = None
     """Allowed change in the measure's own unit; None: `relative` of the measure's range, if it has one."""
-    fdr: float = FDR
-    """Share of heads named by chance among those named by a p-value."""
+    fdr: float = FDR  # Share of heads named by chance among those named by a p-value
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
@@ -322,10 +296,11 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         """Raise UsageError for invalid bounds."""
-        for name, most in (("relative", math.inf), ("absolute", math.inf), ("fdr", 1.0)):
-            number: object = getattr(self, name)
+        bounds = {"relative": self.relative, "absolute": self.absolute, "fdr": self.fdr}
+        for name, number in bounds.items():
             if name == "absolute" and number is None:
                 continue
+            most = 1.0 if name == "fdr" else math.inf
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
                 raise UsageError(
                     f"{name}={format_value(number)} is not a valid tolerance.",

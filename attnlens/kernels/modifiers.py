@@ -16,29 +16,6 @@ if TYPE_CHECKING:
     from attnlens.records import Call
 
 
-def skewless(log_k: Pairs) -> Pairs:
-    """Return L − JAJ up to query-only terms, J = I − 11ᵀ/n, A the skew part of L: gates on queries and keys remain."""
-    core, key = _split_identified(log_k)
-    return (core + core.mT) / 2 + key
-
-
-def negativeless(log_k: Pairs) -> Pairs:
-    """Return L − Σ μ₋uuᵀ up to query-only terms, μ and u of JSJ, S = sym L: the skew part and key term remain."""
-    core, key = _split_identified(log_k)
-    return _positive(core) + (core - core.mT) / 2 + key
-
-
-def mercer(log_k: Pairs) -> Pairs:
-    """Return Σ μ₊uuᵀ of JSJ plus the key term 1cᵀ: a positive definite kernel times a key gate."""
-    core, key = _split_identified(log_k)
-    return _positive(core) + key
-
-
-def keyless(log_k: Pairs) -> Pairs:
-    """Return JLJ, which is L − 1cᵀ up to query-only terms, c the centred column means of L: no key gate is left."""
-    return _split_identified(log_k)[0]
-
-
 def _positive(core: Pairs) -> Pairs:
     """Compute Σ μ₊uuᵀ of the symmetric part of JLJ; NaN if JLJ is not finite, for which LAPACK would raise."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
@@ -55,7 +32,7 @@ def positive_part(form: Pairs) -> Pairs:
 
 
 def _split_identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]:
-    """Split L into JLJ and c; JLJ + 1cᵀ = LJ is the part of L that softmax sees (maths in `linalg.anatomy`)."""
+    """Split L into JLJ and c; LJ = JLJ + 1cᵀ is all of L that softmax sees (maths in `linalg.anatomy`)."""
     seen = log_k - log_k.mean(-1, keepdim=True)
     key = seen.mean(-2, keepdim=True)
     return seen - key, key
@@ -98,10 +75,16 @@ class KeyFilter:
         return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
 
 
-def _whole(name: str, formula: str, meaning: str, source: str, part: Callable[[Pairs], Pairs]) -> Modifier:
-    """Build a tie of whole sequences of bidirectional heads."""
-    caution = "For analysis: it decomposes whole matrices of log k, in O(T²) memory."
-    return Modifier(name, formula, f"{meaning}; bidirectional heads", source, part=part, caution=caution)
+def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]) -> Modifier:
+    """Build a tie of whole sequences of bidirectional heads; `combine` maps JLJ and c to the part that is kept."""
+    return Modifier(
+        name,
+        formula,
+        f"{meaning}; bidirectional heads",
+        source,
+        part=lambda log_k: combine(*_split_identified(log_k)),
+        caution="For analysis: it decomposes whole matrices of log k, in O(T²) memory.",
+    )
 
 
 def _by_name(*modifiers: Modifier) -> dict[str, Modifier]:
@@ -125,28 +108,28 @@ TIES = _by_name(
         "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
         "removes the asymmetry that no gate on queries or keys removes; keeps the gates",
         PARTS,
-        skewless,
+        lambda core, key: (core + core.mT) / 2 + key,
     ),
     _whole(
         "negativeless",
         "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
         "removes the negative part of the symmetric kernel; keeps skew part and gates",
         PARTS,
-        negativeless,
+        lambda core, key: _positive(core) + (core - core.mT) / 2 + key,
     ),
     _whole(
         "mercer",
         "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
         "the positive definite (Mercer) part of log k times the key gate",
         PARTS,
-        mercer,
+        lambda core, key: _positive(core) + key,
     ),
     _whole(
         "keyless",
         "L − 1cᵀ, c the centred column means of L",
         "removes the key gate: no key is favoured by all queries",
         "attnlens",
-        keyless,
+        lambda core, key: core,
     ),
 )
 """Ties of queries and keys, for self-attention only."""
@@ -183,26 +166,26 @@ FILTERS = _by_name(
 """Filters: which keys a query keeps, by position."""
 
 
-def _hybrid(name: str, window: Modifier, source: str) -> Modifier:
-    """Build the hybrid whose near keys are those that a filter keeps."""
-    return Modifier(
-        name,
-        f"a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) where {window.formula}, φ(q_i)φ(k_j) elsewhere",
-        f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
-        source,
-        window.parameters,
-        window.keeps,
-        from_start=window.from_start,
-        caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
-        "unchanged.",
-    )
-
-
+LOLCATS = "Zhang et al. 2024 (LoLCATs)"
 HYBRIDS = _by_name(
-    _hybrid("hybrid", FILTERS["window"], "Zhang et al. 2024 (LoLCATs)"),
-    _hybrid("sink-hybrid", FILTERS["sink-window"], "Zhang et al. 2024 (LoLCATs); Xiao et al. 2024"),
+    *(
+        replace(
+            window,
+            name=name,
+            formula="a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) "
+            f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
+            meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
+            source=source,
+            caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
+            "unchanged.",
+        )
+        for name, window, source in (
+            ("hybrid", FILTERS["window"], LOLCATS),
+            ("sink-hybrid", FILTERS["sink-window"], f"{LOLCATS}; Xiao et al. 2024"),
+        )
+    )
 )
-"""Hybrids: near keys keep the model's own kernel, and all other keys have a kernel of features."""
+"""Hybrids: near keys, which a filter keeps, have the model's own kernel, and all other keys a kernel of features."""
 MODIFIERS.update(TIES, FILTERS, HYBRIDS)
 
 NEAR_WEIGHT = "near_log_weight"  # name of log γ, (heads,), among the fitted parameters of a hybrid
@@ -213,8 +196,8 @@ class NearFit:
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
-        undefined = far is not None and not far.typed
-        self.typed = {} if undefined else {NEAR_WEIGHT: 0.0} | (far.typed if far is not None else {})
+        typed = {} if far is None else far.typed
+        self.typed = {} if far is not None and not typed else {NEAR_WEIGHT: 0.0} | typed
         self.heads = 0
 
     def update(self, call: Call) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
 from attnlens.lazy import LazyModule
@@ -114,7 +114,7 @@ class Fit(Protocol):
         """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
 
 
-PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
+PAIR: dict[str, object] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
 SCORE = {**PAIR, "form": "score"}  # facts that most kernels of queries and keys, and of the score, have in common
 KERNELS: dict[str, KernelInfo] = {}
 """Registered kernels by name. Importing the package `attnlens.kernels` registers the built-in ones, and Python imports
@@ -131,7 +131,7 @@ def kernels() -> dict[str, KernelInfo]:
 
 
 def kernel(
-    name: str, *, replace: bool = False, **facts: Any
+    name: str, *, replace: bool = False, **facts: object
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
@@ -143,8 +143,8 @@ def kernel(
             raise UsageError(f"{name!r} is a tie, filter or hybrid, not a kernel.", "Choose another name.")
         if name in KERNELS and not replace:
             refuse_replacing("kernel", name, function, KERNELS[name].function)
-        meaning = (function.__doc__ or name).splitlines()[0]
-        KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
+        build: Callable[..., KernelInfo] = KernelInfo
+        KERNELS[name] = build(name, meaning=(function.__doc__ or name).splitlines()[0], function=function, **facts)
         return function
 
     return register

@@ -45,9 +45,7 @@ class Kernel:
         if self.oracle:
             return base
         parts = ["" if (self.tie or self.filter) and self.info.name == "exponential" else base, self.tie]
-        parts += [
-            _spell(each.modifier.name, each.modifier.parameters, each.parameters, named=False) for each in self.filters
-        ]
+        parts += [_spell(f.modifier.name, f.modifier.parameters, f.parameters, named=False) for f in self.filters]
         return "+".join(filter(None, parts))
 
     @property
@@ -61,14 +59,13 @@ class Kernel:
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         modifiers = [TIES[self.tie]] if self.tie is not None else []
-        modifiers += [each.modifier for each in self.filters]
+        modifiers += [key_filter.modifier for key_filter in self.filters]
         return "; ".join([self.info.formula, *(f"{modifier.name}: {modifier.formula}" for modifier in modifiers)])
 
     @cached_property
     def signed(self) -> bool:
         """Whether k can be negative, so that attention is k / Σk instead of softmax(log k)."""
-        odd = any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
-        return odd or not self.info.positive
+        return not self.info.positive or any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
 
     @property
     def oracle(self) -> bool:
@@ -123,12 +120,12 @@ class Kernel:
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
         """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
-        if self.oracle:
-            return call, replace(self, info=KERNELS["exponential"], parameters={})
-        made = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
-        if made is None:
-            return call, self
-        return made, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
+        if not self.oracle:
+            prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
+            if prepared is None:
+                return call, self
+            call = prepared
+        return call, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
 
     @property
     def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
@@ -202,9 +199,7 @@ class Kernel:
                 f"and {key.shape[-2]} keys.",
                 "Leave out cross-attention with --part, and run without a key-value cache.",
             )
-        if self.tie == "tied-query":
-            return query, query
-        return (key, key) if self.tie == "tied-key" else (query, key)
+        return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         """Compute log|k| of untied queries and keys."""
@@ -258,7 +253,8 @@ def smallest_kernel(of: dtype) -> float:
 def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
     """Spell a kernel, filter or hybrid with its parameters; those that are left out at their default are not named."""
     words = []
-    for parameter, value in ((parameter, values[parameter.name]) for parameter in known):
+    for parameter in known:
+        value = values[parameter.name]
         if parameter.shown_at_default or value != parameter.default:
             word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
             words.append(f"{parameter.name}={word}" if named else word)
