@@ -11,7 +11,7 @@ import attnlens
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, route, weights
-from attnlens.kernels.attention.primal_scores import features
+from attnlens.kernels.attention.sums import features
 from attnlens.kernels.primal import (
     STRENGTHS,
     Moments,

@@ -48,17 +48,14 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 
     Raises UsageError if the model does not pass positions to its attention.
     """
-    positions = call.places
+    positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         raise UsageError(
             "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back.",
             "Leave out rotation=before.",
         )
-    cached = call.key.shape[2] - positions.shape[-1]
-    if cached <= 0:
-        return positions, positions[..., : call.key.shape[2]]
-    before = positions[..., :1] + torch.arange(-cached, 0, device=positions.device)
-    return positions, torch.cat((before.clamp_min(0), positions), -1)
+    before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
+    return positions, torch.cat((before.clamp_min(0), positions), -1)[..., :keys]
 
 
 @dataclass
@@ -72,8 +69,7 @@ class Grams:
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among those swapped
     key_of: tuple[int, ...]  # key head of each swapped query head, as index among those swapped
-    turn: Turn | None = None
-    """Rotation by which keys are first brought back to position 0; None if they are used as they are."""
+    turn: Turn | None = None  # rotation by which keys are first brought back to position 0, if they are
     queries: Tensor = field(default_factory=lambda: torch.zeros(()))  # C_q, (kv_heads, head_dim, head_dim)
     latents: list[tuple[Tensor, ...]] = field(default_factory=list)
     """C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j and Σ_j w_j of each latent; empty before any batch."""
@@ -87,13 +83,13 @@ class Grams:
         elif call.sinks is None:
             # affects only rounding, in which keys with a large common part would lose their differences
             key = key - key.mean(-2, keepdim=True)
+        # a sink is one more outcome: each query that has a choice counts equally, and the rest of 1 is the weight of a
+        # key at 0; else a row's weights are the whole
         rows = weight.sum(-1, keepdim=True)
-        # a sink is one more outcome: each query that has a choice counts equally
+        whole = rows if call.sinks is None else torch.ones_like(rows)
         rows = rows if call.sinks is None else (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
-        # with a sink, the rest of 1 is the weight of a key at 0; else a row's weights are the whole
-        whole = torch.ones_like(rows) if call.sinks is not None else rows
         self.add(
             by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head),
             [self._sum_latent(group, key, weight, whole) for group in self.groups],
@@ -156,17 +152,6 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
     return {"key_map": latent, "query_map": key_head, "offset": key_head}
 
 
-def group_key_heads(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the key heads of each latent, and the key head of each query head, as indices among those of the call.
-
-    If `group` does not divide their number, the last latent is smaller.
-    """
-    numbers = sorted(set(call.key_heads))
-    key_of = tuple(numbers.index(number) for number in call.key_heads)
-    all_heads = tuple(range(len(numbers)))
-    return tuple(all_heads[start : start + group] for start in range(0, len(all_heads), group)), key_of
-
-
 @dataclass(frozen=True)
 class Latents:
     """The directions of one site's latents, the leading ones first; query heads of one key head share them.
@@ -215,17 +200,17 @@ class Latents:
     def _of_key_head(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
         """Return the parameters of `share_keys` for a query head that reads this key head."""
         size, most = self.head_dim, max(map(len, self.groups))
-        number = next(at for at, group in enumerate(self.groups) if key_head in group)
-        group = self.groups[number]
+        number, group = next((at, group) for at, group in enumerate(self.groups) if key_head in group)
         start = group.index(key_head) * size
         to_query = query_map[number, start : start + size]
         readers = [self.key_of.index(member) for member in group]
+        # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
+        members = readers + readers[:1] * (most - len(group))
         parameters = {
             "query_map": to_query,
             "key_map": key_map[number].view(most, size, -1),
             "key_head": torch.tensor(key_head, device=key_map.device),
-            # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
-            "members": torch.tensor(readers + readers[:1] * (most - len(group)), device=key_map.device),
+            "members": torch.tensor(members, device=key_map.device),
         }
         if self.mean is not None:
             latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
@@ -258,6 +243,7 @@ def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
+TOGETHER = "Compute the attention of all heads together with attnlens.kernels.attention.attend."
 ALL = 65536  # more key heads than any site has: all of them share one latent
 AFTER, BEFORE = 0, 1  # values of `rotation`: latents of keys after, or before, the rotation
 ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries and keys
@@ -276,17 +262,18 @@ class MapsFit:
         self.typed: dict[str, float] = {}
         self.rank, self.group = rank, group
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT
-        self.turn: Turn | None = None
-        """The rotation; callers that fit keys before it must set it."""
+        self.turn: Turn | None = None  # the rotation; callers that fit keys before it must set it
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
         """G = E[g gᵀ] of the gradient g of each head's output; callers that fit by the output must set it."""
         self.grams: Grams | None = None
-        self.outputs: Grams | None = None
-        """The same moments, with pairs weighted by their effect on the output."""
+        self.outputs: Grams | None = None  # the same moments, with pairs weighted by their effect on the output
 
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
         """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
-        blank = partial(Grams, *group_key_heads(call, self.group), turn=self.turn if self.before else None)
+        numbers = sorted(set(call.key_heads))
+        indices = tuple(range(len(numbers)))  # if the group does not divide their number, the last latent is smaller
+        groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
+        blank = partial(Grams, groups, tuple(map(numbers.index, call.key_heads)), self.turn if self.before else None)
         self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:
@@ -316,8 +303,7 @@ def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_m
     """Return ⟨qA, kB⟩'s factors; raise UsageError if several key heads share a latent."""
     if "members" in more:
         raise UsageError(
-            "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head.",
-            "Compute the attention of all heads together with attnlens.kernels.attention.attend.",
+            "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head.", TOGETHER
         )
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
@@ -347,8 +333,8 @@ def share_keys(
     if turn is not None:
         key = turn.rotate(key, token_positions(call)[1], back=True)
     # each latent is computed once, from the first head that reads it
-    rows = members.tolist()
-    distinct = [row for number, row in enumerate(rows) if row not in rows[:number]]
+    rows = [tuple(row) for row in members.tolist()]
+    distinct = list(dict.fromkeys(rows))
     leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
     latent = torch.einsum("bugnd,ugdw->bunw", key[:, distinct], key_map[leaders].to(key))[:, which]
     if turn is None or offset is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Map = Float[Tensor, "heads features scores"]
     OutputMap = Float[Tensor, "heads both value_dim"]
     Offset = Float[Tensor, "heads value_dim"]
+    PerHead = Float[Tensor, " heads"]
 
 HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
 STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
@@ -32,7 +33,7 @@ class Moments:
 
     gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
     cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
-    energy: Float[Tensor, " heads"]  # Σ ‖y‖²
+    energy: PerHead  # Σ ‖y‖²
     sequences: int
 
     @classmethod
@@ -45,7 +46,7 @@ class Moments:
         return Moments(*sums, self.sequences + other.sequences)
 
     @property
-    def tokens(self) -> Float[Tensor, " heads"]:
+    def tokens(self) -> PerHead:
         """Number of tokens, by head."""
         return self.gram[..., -1, -1]
 
@@ -73,11 +74,10 @@ class PrimalFit:
     def update(self, call: Call) -> None:
         """Add the features and the own output of a batch's heads."""
         from attnlens.kernels.attention import attend
-        from attnlens.kernels.attention.primal_scores import features
+        from attnlens.kernels.attention.sums import features
 
-        inputs = features(call, self.samples)
         output = attend(call, Kernel(KERNELS["exponential"])).transpose(1, 2)
-        self.observe(inputs.query, inputs.key, inputs.real, output)
+        self.observe(*features(call, self.samples), output)
 
     def observe(
         self, query: Side, key: Side, real: Bool[Tensor, "#batch #heads tokens"] | None, output: Output
@@ -95,12 +95,11 @@ class PrimalFit:
                 self.parts[part] = moments if before is None else before + moments
 
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
-        """Return the fitted parameters.
+        """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
         They are `query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
         value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence; s' =
-        min(s, features), and scores beyond the rank of K are zero. Raises TextError for fewer than two sequences, and
-        for fewer tokens than scores.
+        min(s, features), and scores beyond the rank of K are zero.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
@@ -150,7 +149,7 @@ def _assemble_map(query_map: Map, key_map: Map) -> Float[Tensor, "heads size col
     return maps
 
 
-def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[OutputMap, Offset]:
+def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
     """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
@@ -168,7 +167,7 @@ def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Out
     return output_map, (mean_output - mean.mT @ output_map)[:, 0]
 
 
-def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
+def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> PerHead:
     """Compute Σ‖y − W_cᵀz − b‖² of every head."""
     whole = torch.cat([output_map, offset[:, None]], -2)
     quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))

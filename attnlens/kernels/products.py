@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from attnlens.records import Call
 
     Score = Float[Tensor, "*scores"]
+    Features = Float[Tensor, "batch heads tokens features"]
+    PerHead = Float[Tensor, " heads"] | None
+    Weight = Float[Tensor, "heads half head_dim"]
+    Origin = Float[Tensor, "heads head_dim"] | None
 
 SERIES = {**SCORE, "features": "finite", "fused": "FlexAttention; row tiles on a CPU"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
-
+# float64 above this order: the terms of the alternating sum are e^{2|x|} times as large as the sum
 LARGEST_NARROW_ORDER = 8
-"""Order above which float64 is used: the terms of the alternating sum are e^{2|x|} times as large as the sum."""
 
 
 @kernel(
@@ -75,7 +78,7 @@ class OffsetFit:
         return {"offset_of_head": torch.where(inner, offsets[best] * ratio, offsets[best])}
 
 
-def _shift(score: Score, offset: float, offset_of_head: Float[Tensor, " heads"] | None) -> Score:
+def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
     return score + (offset if offset_of_head is None else offset_of_head.to(score)[:, None, None])
 
 
@@ -97,9 +100,7 @@ def _odd_sign(value: Score) -> Score:
     fit=OffsetFit,
     trainable=("offset_of_head",),
 )
-def polynomial(
-    score: Score, degree: int, offset: float, offset_of_head: Float[Tensor, " heads"] | None = None
-) -> Score:
+def polynomial(score: Score, degree: int, offset: float, offset_of_head: PerHead = None) -> Score:
     """A power of the score; a row of zeros gives uniform attention."""
     return degree * log_magnitude(_shift(score, offset, offset_of_head))
 
@@ -187,7 +188,7 @@ class OriginFit:
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
 
 
-def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float[Tensor, "batch heads keys"]:
+def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
     """Compute ⟨b, k⟩ − ½‖k‖²."""
     key = wide(key)
     term = -key.square().sum(-1) / 2
@@ -195,7 +196,7 @@ def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float
 
 
 def _rbf_dot(
-    query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
+    query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
     """Return the factors of 2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; half precision splits the last."""
     term = _key_term(key, origin)[..., None]
@@ -219,9 +220,7 @@ def _rbf_dot(
     fit=OriginFit,
     trainable=("origin",),
 )
-def rbf(
-    query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
-) -> Matrix:
+def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
     """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, equal to it if all ‖k‖ are equal.
 
     −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
@@ -301,12 +300,12 @@ def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "bat
 
 
 def _cosine_dot(
-    query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
+    query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None
 ) -> tuple[Query, Key, float]:
-    if beta_of_head is None:
-        return _unit(query).to(query), _unit(key).to(key), beta
     unit = _unit(query)
-    return (unit * beta_of_head.to(unit)[:, None, None]).to(query), _unit(key).to(key), 1.0
+    if beta_of_head is not None:
+        unit, beta = unit * beta_of_head.to(unit)[:, None, None], 1.0
+    return unit.to(query), _unit(key).to(key), beta
 
 
 @kernel(
@@ -321,19 +320,16 @@ def _cosine_dot(
     fit=BetaFit,
     trainable=("beta_of_head",),
 )
-def cosine(
-    query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
-) -> Matrix:
+def cosine(query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None) -> Matrix:
     """The exponential of the cosine: independent of lengths and of the model's scale."""
     query, key, factor = _cosine_dot(wide(query), wide(key), scale, beta, beta_of_head)
     return factor * (query @ key.mT)
 
 
+# Performer's code adds it to every feature (kernel_epsilon), so that no row of attention is 0/0
 RELU_FLOOR = 1e-3
-"""Constant that Performer's code adds to every feature (kernel_epsilon), so that no row of attention is 0/0."""
-
+# bound of ⟨ω, x√s⟩ − s‖x‖²/2, which is reached only √80 standard deviations of ω away: 40/‖x√s‖ + ‖x√s‖/2 ≥ √80
 LARGEST_EXPONENT = 40.0
-"""Bound of ⟨ω, x√s⟩ − s‖x‖²/2. Reaching it takes 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 standard deviations of ω."""
 
 
 @kernel(
@@ -366,9 +362,7 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
         KernelParameter("seed", "seed of the random ω", int, default=0, low=0, high=2**63 - 1),
     ),
 )
-def random_features(
-    x: Tokens, scale: float, side: str, count: int, seed: int
-) -> Float[Tensor, "batch heads tokens features"]:
+def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
     """An unbiased estimate of the exponential kernel by positive random features, the same for all heads.
 
     Each token's features depend on it alone, so that no later token changes an earlier one's; the exponent is bounded
@@ -407,7 +401,7 @@ class LearnedStart:
         weight = orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 
-    def solve(self) -> dict[str, Float[Tensor, "heads half head_dim"]]:
+    def solve(self) -> dict[str, Weight]:
         """Return `query_weight` and `key_weight`, (heads, half, head_dim), initially equal."""
         return {"query_weight": self.weight.clone(), "key_weight": self.weight.clone()}
 
@@ -424,13 +418,8 @@ class LearnedStart:
     needs_fit=True,
 )
 def learned_features(
-    x: Tokens,
-    scale: float,
-    side: str,
-    count: int,
-    query_weight: Float[Tensor, "heads half head_dim"],
-    key_weight: Float[Tensor, "heads half head_dim"],
-) -> Float[Tensor, "batch heads tokens features"]:
+    x: Tokens, scale: float, side: str, count: int, query_weight: Weight, key_weight: Weight
+) -> Features:
     """Linear attention with learned positive features: maps of queries and of keys, each head its own.
 
     The features of each sign sum to 1, so that k lies between 0 and 2. `heal` trains the maps by attention transfer.

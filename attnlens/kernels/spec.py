@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
-from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter, torch
+from attnlens.kernels.registry import KERNELS, NEAR_WEIGHT, TIES, Fit, KernelInfo, KernelParameter, KeyFilter, torch
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Shaped
@@ -259,6 +258,28 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
             word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
             words.append(f"{parameter.name}={word}" if named else word)
     return f"{name}:{','.join(words)}" if words else name
+
+
+class NearFit:
+    """A hybrid's fit: log γ, initially 0, together with the parameters that the fit of its far part chooses."""
+
+    def __init__(self, far: Fit | None) -> None:
+        self.far = far
+        typed = {} if far is None else far.typed
+        self.typed = {} if far is not None and not typed else {NEAR_WEIGHT: 0.0} | typed
+        self.heads = 0
+
+    def update(self, call: Call) -> None:
+        """Add a batch."""
+        self.heads = call.query.shape[1]
+        if self.far is not None:
+            self.far.update(call)
+
+    def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
+        """Return the parameters of the far part, and `near_log_weight`."""
+        parameters = {} if self.far is None else self.far.solve()
+        device = next(iter(parameters.values())).device if parameters else None
+        return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}
 
 
 MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums

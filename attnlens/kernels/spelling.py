@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter
-from attnlens.kernels.registry import KernelParameter, kernels, torch
+from attnlens.kernels.registry import FILTERS, HYBRIDS, TIES, KernelParameter, KeyFilter, kernels, torch
 from attnlens.kernels.spec import Kernel
 
 EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of filters and hybrids

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import average_layer, cosine_features, objectives
+from attnlens.kernels.attention.sums import average_layer, cosine_features, objectives
 from attnlens.kernels.spec import wide
 from attnlens.maths import ksvd
 
@@ -40,10 +40,12 @@ class PrimalHeads(nn.Module):
         Raises UsageError for a count that is not an integer or is below 1 (`samples`: below 0).
         """
         super().__init__()
-        for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores), ("samples", samples)):
+        for name, count, least in (
+            *(("heads", heads, 1), ("head_dim", head_dim, 1)),
+            *(("scores", scores, 1), ("samples", samples, 0)),
+        ):
             if not isinstance(count, Integral):
                 raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
-            least = 0 if name == "samples" else 1
             if count < least:
                 raise UsageError(f"{name} must be at least {least}, not {count}.", "Give a larger number.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
@@ -57,8 +59,8 @@ class PrimalHeads(nn.Module):
         # torch.rand is occasionally 0, whose logarithm is not finite
         self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
         self.output = nn.Linear(2 * scores, value_dim or head_dim)
+        # e, r and `real` of the last pass: in training with graph until `regulariser` uses them, in eval mode without
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
-        """e, r, `kept` of the last pass: in training with graph until `regulariser` uses them, in eval mode without."""
 
     def forward(
         self,
@@ -120,10 +122,7 @@ class PrimalHeads(nn.Module):
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` at which `warnings.warn` names the line outside attnlens that made the call.
-
-    From Python 3.12 on, `warnings.warn` can do this by itself (skip_file_prefixes).
-    """
+    """Return the `stacklevel` at which `warnings.warn` names the caller outside attnlens (Python 3.12 can do it)."""
     frame, level = sys._getframe(1), 1  # private by name only: documented, and much cheaper than inspect.stack()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
         frame, level = frame.f_back, level + 1
@@ -156,8 +155,7 @@ class PrimalAttention(nn.Module):
         mask = None if real is None else real[:, None]
         query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
         output = self.heads(query, key, causal=self.causal, real=mask, rows=rows)
-        if mask is not None:
-            output = output.masked_fill(~mask[..., None], 0.0)
+        output = output if mask is None else output.masked_fill(~mask[..., None], 0.0)
         return self.out(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch heads tokens head_dim"]:

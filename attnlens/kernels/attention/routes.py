@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from attnlens.choices import Route
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import by_primal, refuse_primal
 from attnlens.kernels.attention.rows import by_whole, in_tiles, position_error, refuse_hidden
 from attnlens.kernels.attention.scores import by_scores
-from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, find_reach
+from attnlens.kernels.attention.sums import by_hybrid, by_primal, by_products, by_sums, find_reach, refuse_primal
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 

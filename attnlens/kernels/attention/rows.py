@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnlens.errors import UsageError
 from attnlens.kernels.attention.sums import near_scores
-from attnlens.kernels.modifiers import KeyFilter
+from attnlens.kernels.registry import KeyFilter
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from attnlens.kernels.attention.rows import positions
-from attnlens.kernels.modifiers import KeyFilter
+from attnlens.kernels.registry import KeyFilter
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 

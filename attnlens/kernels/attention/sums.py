@@ -1,29 +1,36 @@
-"""Fused attention: SDPA for kernels that are products, running sums for features, hybrids with a near window."""
+"""Fused attention: SDPA for kernels that are products, running sums for features, hybrids, and Primal-Attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attnlens.errors import ModelError
-from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.errors import ModelError, UsageError
+from attnlens.kernels.registry import NEAR_WEIGHT
 from attnlens.kernels.spec import Kernel, score, smallest_kernel, wide
+from attnlens.maths import ksvd
 from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-    from torch import Tensor
+
+    from attnlens.maths.ksvd import Convention
 
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Value = Float[Tensor, "batch heads keys value_dim"]
     Sums = Float[Tensor, "batch heads queries value_dim"]
+    Features = Float[Tensor, "batch heads tokens features"]
+    Scores = Float[Tensor, "batch heads tokens scores"]
+    Map = Float[Tensor, "heads features scores"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
@@ -118,7 +125,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-Side = Callable[["Tensor", str, slice], "Tensor"]
+Side = Callable[[Tensor, str, slice], Tensor]
 """Maps (vectors, "query" or "key", rows) to φ of those rows, zero for padding."""
 
 
@@ -250,3 +257,118 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
     key = key if real is None else key.masked_fill(~real[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
     return query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0)
+
+
+class PrimalInputs(NamedTuple):
+    """Features mapped linearly to scores: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
+
+    query: Features  # Fφ(q), in float32 or better
+    key: Features  # Fφ(k), with keys repeated under GQA
+    real: Real = None  # which tokens are not padding; None for all
+
+
+def features(call: Call, samples: int = 0) -> PrimalInputs:
+    """Compute cosine features of a call's queries and keys, or of their running means if the mask is causal.
+
+    As in the published code, queries and keys are averaged over the tokens 0 … i *before* they are normalised (so that
+    the divisor cancels). F is the identity if `samples` = 0; otherwise that many evenly spaced rows of φ(k) (the paper
+    takes rows of the module's input, which a call does not have). Raises UsageError for cross-attention, a key-value
+    cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
+    """
+    keys_reached = whole_reach(call)
+    real = keys_reached.real
+    query, key = cosine_features(call.query, call.paired_key, real, causal=keys_reached.causal)
+    if samples:
+        if keys_reached.causal:
+            raise UsageError(
+                "samples takes rows of the whole text, but this site's mask is causal: future tokens would leak.",
+                "Leave out samples: causal primal attention is data-independent.",
+            )
+        rows = ksvd.evenly_spaced(key, samples, real)
+        query, key = query @ rows.mT, key @ rows.mT
+    return PrimalInputs(query, key, real)
+
+
+def cosine_features(query: Tokens, key: Tokens, real: Real, *, causal: bool) -> tuple[Tokens, Tokens]:
+    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`, in float32 or better."""
+    query, key = wide(query), wide(key)
+    if causal:
+        query, key = running(query, real), running(key, real)
+    return ksvd.unit(query), ksvd.unit(key)
+
+
+def whole_reach(call: Call) -> Reach:
+    """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
+    refuse_primal(call)
+    if (keys_reached := find_reach(call)) is None:
+        raise UsageError(
+            "Primal attention averages over all tokens up to a query, but this site's mask is neither causal nor a "
+            "mask of padded tokens alone.",
+            "Leave out such layers.",
+        )
+    return keys_reached
+
+
+def refuse_primal(call: Call) -> None:
+    """Raise UsageError if e- and r-scores belong to different tokens."""
+    if call.cross:
+        raise UsageError(
+            "Primal attention combines the e-score of a token (from its query) with its r-score (from its key); in "
+            "cross-attention, queries and keys belong to two sequences.",
+            "Choose --part encoder or --part decoder.",
+        )
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if queries != keys:
+        raise UsageError(
+            f"Primal attention needs the queries of all tokens; here {queries} meet {keys} keys.",
+            "Run without a key-value cache (use_cache=False).",
+        )
+
+
+def by_primal(call: Call, kernel: Kernel) -> Sums:
+    """Compute W_c[e_i; r_i] + b for every token; values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
+    query, key, _ = features(call, int(kernel.parameters.get("samples", 0)))
+    output: Tensor = kernel.info.function(query, key, **kernel.parameters, **kernel.fitted)
+    return output.to(call.query.dtype)
+
+
+def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
+    """Compute the term that η multiplies, for one layer under a primal kernel: see `average_layer`."""
+    query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
+    names = ("query_map", "key_map", "log_multipliers")
+    query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
+    maps = query_map, key_map, log_multipliers.exp()
+    return average_layer(objectives(query @ query_map, key @ key_map, *maps, real, convention), convention)
+
+
+def average_layer(objective: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
+    """Average one layer's regulariser over sequences: Σ_heads J² (paper), (mean_heads J)² (code)."""
+    return ksvd.regulariser(objective[:, None], convention).mean()
+
+
+def objectives(
+    e: Scores,
+    r: Scores,
+    query_map: Map,
+    key_map: Map,
+    multipliers: Float[Tensor, "heads scores"],
+    real: Real,
+    convention: Convention,
+) -> Float[Tensor, "batch heads"]:
+    """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
+    if real is not None:
+        # in the code convention ksvd.objective divides by all tokens: rescale to the real ones (at least 1: a sequence
+        # may be all padding)
+        count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]
+        share = (real * (real.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
+        e, r = e * share, r * share
+    return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
+
+
+def running(x: Tokens, real: Real = None) -> Tokens:
+    """Compute row i as the mean of the kept rows among 0 … i; zero before the first kept row."""
+    if real is None:
+        count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
+        return x.cumsum(-2) / count
+    count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
+    return x.masked_fill(~real[..., None], 0.0).cumsum(-2) / count

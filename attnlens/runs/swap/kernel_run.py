@@ -16,7 +16,7 @@ from torch import Tensor
 from attnlens.choices import ControlRole, Route
 from attnlens.errors import OutputError, UsageError
 from attnlens.kernels import OWN, Kernel, parsed
-from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.kernels.registry import NEAR_WEIGHT
 from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
