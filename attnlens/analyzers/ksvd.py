@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 else:
     ksvd = LazyModule("attnlens.maths.ksvd")
 
-SHARE = 0.9
-"""Minimum share of a kernel's squared norm in its s leading components; defines rank90 per head."""
+SHARE = 0.9  # least share of a kernel's squared norm in its s leading components; defines rank90 per head
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = (
@@ -29,6 +28,7 @@ NO_ATTENTION = (
 )
 
 
+share = partial(MeasureInfo, low=0, high=1, self_only=False)
 # The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
 # but changes every cosine. It has no Gaussian null, and cross-attention has it too.
 cosine_measure = partial(
@@ -40,14 +40,11 @@ def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
     """Describe the cumulative singular values of a matrix, of the first power and squared."""
     of_attention = symbol.startswith("P")
     return [
-        MeasureInfo(
+        share(
             f"ksvd.{matrix}_{name}",
             f"share of the k largest {values} in the sum, for {words}{'' if of_attention else ' (not identified)'}",
             f"{formula} of {symbol}",
-            low=0,
-            high=1,
             curve=True,
-            self_only=False,
             identified="everywhere" if of_attention else "nowhere",
             use="The sooner it nears 1, the fewer components the matrix needs.",
         )
@@ -62,13 +59,10 @@ FIGURE = "Chen et al. 2023, Figure 1"
 COSINE = "the cosine kernel of all pairs, K_ij = cos(q_i, k_j)"
 ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P")
 TOKENS = (
-    MeasureInfo(
+    share(
         "ksvd.first_share",
         "share of P's largest singular value in the sum of all",
         "σ₁/Σσ of the attention matrix P",
-        low=0,
-        high=1,
-        self_only=False,
         missing=NO_ATTENTION,
         headline=True,
         ends="both",

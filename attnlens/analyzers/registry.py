@@ -261,10 +261,7 @@ def list_analyzers() -> list[Analyzer | Gathering]:
 
 
 def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
-    """Return the named analyzers (by default those that run if none is named) of that source, gatherings last.
-
-    Raise UsageError for an unknown name, with the nearest known one.
-    """
+    """Return the named analyzers (by default those that run if none is named) of that source, gatherings last."""
     available = list_analyzers()
     known = list(dict.fromkeys(entry.name for entry in available))
     named = [checked_name("analyzer", name, known) for name in names]

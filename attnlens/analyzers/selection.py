@@ -38,13 +38,12 @@ SPACES: tuple[Space, ...] = tuple(WORDS)
 """On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
+selection_share = partial(selection_measure, low=0, high=1)
 posed_measure = partial(selection_measure, low=0, sized_by="the number of windows")
-DECIDED = selection_measure(
+DECIDED = selection_share(
     "selection.decided",
     "share of the queries whose largest attention weight is at least ½",
     "share of queries with p_max ≥ ½",
-    low=0,
-    high=1,
     missing="no query sees a key",
     ends="largest",
     series=1,
@@ -105,12 +104,10 @@ OF_SPACE = (
         "head under random rotations. converge --checkpoints follows it during training.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
-    selection_measure(
+    selection_share(
         "support",
         "share of the constraints {where} that are active, λ > 0 (not unique if constraints are redundant)",
         "share of constraints with λ > 0",
-        low=0,
-        high=1,
         use="If small, few tokens determine the solution; --show selection marks them in the text.",
     ),
     selection_measure(
@@ -180,9 +177,9 @@ class StoredSequence:
 class Selector:
     """Gathers one site's sequences and poses every head's own selection problem on them, in every available space.
 
-    Up to MOST_TOKENS tokens of a site are stored, in float32 at most: the module's inputs if M acts on them, else the
-    queries and keys. In each space the null rotates that space's form at random on both sides; each rotated head
-    selects its own tokens and has its own most decided queries among the same sequences.
+    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, else the queries and keys. In
+    each space the null rotates that space's form at random on both sides; each rotated head selects its own tokens and
+    has its own most decided queries among the same sequences.
     """
 
     def __init__(self, place: GatheringPlace) -> None:

@@ -8,6 +8,7 @@ from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
 signed = partial(MeasureInfo, low=-1, high=1)
+share = partial(MeasureInfo, low=0, high=1)
 inertia = partial(
     MeasureInfo,
     low=0,
@@ -42,8 +43,7 @@ WEIGHTS = (
         "weights.directionality",
         "whether a few input directions dominate the queries (rows, > 0) or the keys (columns, < 0); its null is wide",
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
-        use="Call a head directional only beyond 2 sd of its null. The sign is the paper's; its code returns the "
-        "opposite.",
+        use="Call a head directional only beyond 2 sd of its null. The sign is the paper's, opposite to its code's.",
         paper="Saponati et al. 2025, directionality score",
     ),
     signed(
@@ -83,7 +83,7 @@ GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, so it is not identified"
 KERNEL, SCORES = "kernel_shares", "score_shares"  # totals that the shares are parts of
-score_share = partial(MeasureInfo, low=0, high=1, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True)
+score_share = partial(share, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True)
 kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
     missing=f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}",
@@ -104,21 +104,18 @@ TOKENS = (
         "tokens.share_negative",
         "share of the score variance in the negative part of the symmetric kernel; heads that see all pairs",
         "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ",
-        use="A large share need not matter to the model: swap-kernel --kernel negativeless measures the loss without "
-        "it.",
+        use="A large share need not matter: swap-kernel --kernel negativeless measures the loss without it.",
     ),
     kernel_share(
         "tokens.share_skew",
         "share of the score variance in asymmetry that no query or key gate removes; heads that see all pairs",
         "‖JAJ‖²/‖LJ‖²",
-        use="A large share need not matter to the model: swap-kernel --kernel skewless measures the loss without it.",
+        use="A large share need not matter: swap-kernel --kernel skewless measures the loss without it.",
     ),
-    MeasureInfo(
+    share(
         "tokens.definite",
         "share of sequences with a positive semidefinite symmetrised kernel matrix; heads that see all pairs",
         "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
-        low=0,
-        high=1,
         missing=f"{HIDDEN}, or undecided: the least eigenvalue is 0 within rounding, or no 2 × 2 minor of more than "
         "8,192 tokens decides",
         identified="all pairs",
@@ -164,12 +161,10 @@ TOKENS = (
         use="Far above uniform attention (tokens.first_if_even), the head has a sink: keep the first tokens if keys "
         "are dropped (swap-kernel --kernel sink-window:4,64).",
     ),
-    MeasureInfo(
+    share(
         "tokens.first_if_even",
         "value of share_first under uniform attention",
         "mean of 1/(keys that the query sees) over the same queries",
-        low=0,
-        high=1,
         self_only=False,
         missing="no query sees two keys",
         use="Compare tokens.share_first with it; on its own it describes only the mask.",

@@ -23,9 +23,8 @@ def baseline_of(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        raise UsageError(
-            "The report contains no measures to store in a baseline.", "Create a report with attnlens inspect."
-        )
+        problem = "The report contains no measures to store in a baseline."
+        raise UsageError(problem, "Create a report with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
@@ -36,10 +35,7 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise a UsageError that names the differing field unless report and baseline have the same heads and text.
-
-    Names and paths of models and texts are ignored.
-    """
+    """Raise a UsageError that names the differing field unless report and baseline have the same heads and text."""
     for field, ours, theirs in _shared_fields(report, baseline):
         if ours != theirs:
             raise UsageError(
@@ -89,9 +85,9 @@ class Move:
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
     """Build one check per measure; a head fails if it changed beyond tolerance and chance, or lost or gained a value.
 
-    z = (now − then)/√(se² + se²), which assumes independent runs: for the same windows, that is conservative
-    (`compare` pairs them). p is from the normal distribution; Benjamini–Hochberg over heads × measures. A value
-    without a standard error is always treated as significant.
+    z = (now − then)/√(se² + se²), p from the normal distribution, Benjamini–Hochberg over heads × measures. Runs count
+    as independent, which is conservative for the same windows (`compare` pairs them); without a standard error any
+    change beyond tolerance fails.
     """
     moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
     tested = [move.p for changes in moves.values() for move in changes if move.p is not None]
@@ -138,9 +134,9 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p-value to reject so that at most `rate` of the rejected hypotheses are true; −1 for none.
+    """Return the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); −1 if no p-value is to be rejected.
 
-    It is the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); `statistics.false_discovery` needs torch.
+    `statistics.false_discovery` computes the same with torch.
     """
     ordered = sorted(p_values)
     # not strict: the procedure rejects at equality
@@ -160,10 +156,8 @@ def verdict(
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has 0 heads, so no rule could fail.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
-        raise UsageError(
-            f"The report is incomplete. {report.coverage.sentence}.",
-            "Complete the run, or add --allow-partial (allow_partial).",
-        )
+        problem = f"The report is incomplete. {report.coverage.sentence}."
+        raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial).")
     checks = _check_rules(report, rules)
     if baseline is not None:
         _refuse_other(report, baseline)
@@ -179,10 +173,7 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 
 
 def _match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Head, float | None]]]:
-    """Find the number of a field, or (with None) that of every head that the rule covers.
-
-    Raise UsageError if there is no number: such a rule would never fail.
-    """
+    """Find the number of a field, or (with None) that of every head that the rule covers. UsageError: there is none."""
     name, _, column = rule.stem.rpartition(".")
     for measure, part in ((rule.stem, "value"), (name, column)):
         if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
@@ -210,10 +201,8 @@ def _match_field(report: Report, rule: Rule) -> float:
     except LookupError:
         raise _unknown_subject(report, rule) from None
     if rule.condition.aggregate != "value" or rule.condition.filters:
-        raise UsageError(
-            f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several.",
-            f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
-        )
+        problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
+        raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.condition.comparison}"].')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
         raise _no_match(rule, f"{rule.named} {what} in this report")
@@ -254,10 +243,7 @@ def _unknown_subject(report: Report, rule: Rule) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures.
-
-    Raise UsageError if a rule matches nothing.
-    """
+    """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures."""
     report = report.with_changes()
     taken: Counter[str] = Counter()
     checks = []

@@ -105,9 +105,7 @@ def condition(text: object) -> RuleCondition:
     if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(
-            text, "share needs a comparison in brackets, e.g. share(> 0.9) < 0.1; other aggregates must not have one."
-        )
+        raise _parse_error(text, "share, and no other aggregate, needs a comparison in brackets: share(> 0.9) < 0.1.")
     share = None if inner is None else _parse_comparison(text, inner)
     return RuleCondition(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
@@ -140,7 +138,7 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
             filters[name] = frozenset([what.strip()])
         else:
             raise _parse_error(
-                text, "@ must be followed by layers, heads or part, e.g. @layers 0-3, @heads 0,5 or @part decoder."
+                text, "@ must be followed by layers, heads or part: @layers 0-3, @heads 0,5, @part decoder."
             )
     return filters
 
@@ -236,10 +234,9 @@ def _flatten(table: Mapping[str, object], before: str = "") -> Iterable[tuple[st
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file, from [check] or [tool.attnlens.check].
+    """Read the rules of a TOML file, from [check] or [tool.attnlens.check]; raise UsageError if it is invalid.
 
-    `named`: the user named the file, so that a file without rules is an error. Raise UsageError for a file that can't
-    be read, is not TOML, or contains an invalid rule.
+    `named`: the user named the file, so that a file without rules is an error.
     """
     import tomllib
 
@@ -302,7 +299,5 @@ class Tolerance:
                 continue
             most = 1.0 if name == "fdr" else math.inf
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
-                raise UsageError(
-                    f"{name}={format_value(number)} is not a valid tolerance.",
-                    "Give a number of at least 0, such as 0.05.",
-                )
+                problem = f"{name}={format_value(number)} is not a valid tolerance."
+                raise UsageError(problem, "Give a number of at least 0, such as 0.05.")

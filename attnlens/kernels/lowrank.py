@@ -50,10 +50,8 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
     """
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
-        raise UsageError(
-            "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back.",
-            "Leave out rotation=before.",
-        )
+        problem = "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back."
+        raise UsageError(problem, "Leave out rotation=before.")
     before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
     return positions, torch.cat((before.clamp_min(0), positions), -1)[..., :keys]
 
@@ -141,10 +139,7 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return, by parameter name, the query heads with identical copies of a map; empty if no maps are shared.
-
-    B is shared by all readers of a latent, A and the offset by those of a key head.
-    """
+    """Return the query heads with identical copies of a map, by parameter name; empty if no maps are shared."""
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -302,9 +297,8 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return ⟨qA, kB⟩'s factors; raise UsageError if several key heads share a latent."""
     if "members" in more:
-        raise UsageError(
-            "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head.", TOGETHER
-        )
+        problem = "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head."
+        raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
 
@@ -323,8 +317,8 @@ def share_keys(
     """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
 
     z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it; `key_map` is B, (heads,
-    members, head_dim, size). If the latent is of keys before the rotation (`frequency` is given), the keys are
-    reconstructed from it and rotated to their positions. None without `members`: each head has its own latent.
+    members, head_dim, size). With `frequency`, z is of keys before the rotation: they are rebuilt and rotated. None
+    without `members`: each head has its own latent.
     """
     if members is None:
         return None

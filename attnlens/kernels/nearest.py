@@ -147,10 +147,8 @@ def _refuse(call: Call) -> None:
         )
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        raise UsageError(
-            f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}.",
-            "Choose another kernel for this model.",
-        )
+        problem = f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}."
+        raise UsageError(problem, "Choose another kernel for this model.")
 
 
 def nearest_call(
@@ -188,11 +186,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     """Return queries and keys unchanged for the oracle's tie; raise UsageError for the form, which mixes both."""
     if how == ORACLE:
         return query, key, scale
-    raise UsageError(
-        "nearest reads both the query and the key of each token, so scores cannot be computed from a query and a "
-        "key alone.",
-        TOGETHER,
-    )
+    raise UsageError("nearest reads query and key of each token: a query and a key alone have no score.", TOGETHER)
 
 
 @kernel(

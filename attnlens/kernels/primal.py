@@ -60,9 +60,8 @@ class PrimalFit:
 
     C_q = mean Fφ(q)φ(q)ᵀFᵀ and C_k over the calibration tokens: e and r are the leading left and right singular vectors
     of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c absorbs. Λ is
-    (nΣ)⁻¹ with n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r]
-    to the head's own output by ridge regression; the ridge's strength is chosen on a held-out part of the calibration
-    text.
+    (nΣ)⁻¹, n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r] to
+    the head's own output by ridge regression, whose strength a held-out part of the text decides.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -105,12 +104,9 @@ class PrimalFit:
         if train is None or held_out is None:
             raise TextError("primal needs at least two calibration sequences.", "Give a longer --calibration text.")
         both = train + held_out
-        if int(both.tokens.min()) < self.scores:
-            raise TextError(
-                f"primal with {self.scores} scores needs at least as many tokens of calibration text, but "
-                f"there are {int(both.tokens.min())}.",
-                "Give a longer --calibration text, or fewer scores.",
-            )
+        if (tokens := int(both.tokens.min())) < self.scores:
+            needed = f"primal with {self.scores} scores needs at least as many tokens of calibration text"
+            raise TextError(f"{needed}, but there are {tokens}.", "Give a longer --calibration text, or fewer scores.")
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         maps = _assemble_map(query_map, key_map)
         fitting, choosing, whole = (moments.of_scores(maps) for moments in (train, held_out, both))

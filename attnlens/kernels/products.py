@@ -155,9 +155,9 @@ def hard(score: Score) -> Score:
 class OriginFit:
     """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
 
-    Pairs are weighted half by attention, half uniformly. With γ fixed this is linear in b: the regression of ½‖k‖² + (1
-    − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖², so that the kernel stays an RBF,
-    unless all keys lie on a sphere.
+    Pairs are weighted half by attention, half uniformly. With γ fixed this is the regression of ½‖k‖² + (1 −
+    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖², so the kernel stays an RBF unless
+    all keys lie on a sphere.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -365,9 +365,8 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
     """An unbiased estimate of the exponential kernel by positive random features, the same for all heads.
 
-    Each token's features depend on it alone, so that no later token changes an earlier one's; the exponent is bounded
-    instead of shifted by a maximum over tokens. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130:
-    attention is even there.
+    The exponent is bounded instead of shifted by a maximum over tokens, so that no later token changes an earlier one's
+    features. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130: attention is even there.
     """
     from attnlens.maths.ksvd.dual import orthogonal_draws
 

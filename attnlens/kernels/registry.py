@@ -39,8 +39,7 @@ class KernelParameter:
     high: float | None = None  # largest allowed value: a larger one is a typo, and would fill the memory or never end
     even: bool = False  # True if an odd value makes the kernel negative somewhere (refused unless these are allowed)
     multiple_of: int = 1  # factor that every value must be a multiple of, for counts
-    words: tuple[tuple[str, float], ...] = ()
-    """Values that are typed as words; without numeric bounds, they are the only values."""
+    words: tuple[tuple[str, float], ...] = ()  # values typed as words: the only values if there are no bounds
     shown_at_default: bool = True  # True if the kernel's spelling includes the parameter at its default
 
 
@@ -60,8 +59,7 @@ class KernelInfo:
     source: str  # paper that defines the kernel
     positive: bool  # True if k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex
     symmetric: bool  # True if k(x, y) = k(y, x) for equal projections of queries and keys
-    features: Literal["finite", "infinite", "none"]
-    """Number of features in k = ⟨φ(q), φ(k)⟩: finite, infinite, or none if no such form is known."""
+    features: Literal["finite", "infinite", "none"]  # number of them in k = ⟨φ(q), φ(k)⟩; none: no such form is known
     form: Literal["score", "pair", "features", "output"]
     """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
     pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
@@ -70,8 +68,7 @@ class KernelInfo:
     features: (x, scale, side, **parameters) → φ with side "query" or "key";
     output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[KernelParameter, ...] = ()
-    sign: Callable[..., Tensor] | None = None
-    """score: (score, **parameters) → sign of k, for kernels that can be negative."""
+    sign: Callable[..., Tensor] | None = None  # score: (score, **parameters) → sign of k, if it can be negative
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
     equals log k up to terms that softmax cancels."""
@@ -82,8 +79,7 @@ class KernelInfo:
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
     fused: str = "row tiles"  # fast and exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
-    fit: Callable[..., Fit] | None = None
-    """(**parameters) → fit of the free parameters per head on calibration text; None if the kernel lacks any."""
+    fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none
     fit_reads: bool = True  # True if the fit reads queries and keys; False if it reads only their shapes
     trainable: tuple[str, ...] = ()  # fitted parameters that healing can train further
     equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty if there is none
@@ -104,8 +100,7 @@ class KernelInfo:
 class Fit(Protocol):
     """Fit of a kernel's free parameters per head, in closed form from the calls that the model makes."""
 
-    typed: dict[str, float]
-    """Value of each parameter before the fit; empty for a kernel that is undefined without a fit."""
+    typed: dict[str, float]  # each parameter before the fit; empty for a kernel that is undefined without a fit
 
     def update(self, call: Call) -> None:
         """Add the queries, keys and values that the model computes for these heads in a batch."""
@@ -117,8 +112,7 @@ class Fit(Protocol):
 PAIR: dict[str, object] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
 SCORE = {**PAIR, "form": "score"}  # facts that most kernels of queries and keys, and of the score, have in common
 KERNELS: dict[str, KernelInfo] = {}
-"""Registered kernels by name. Importing the package `attnlens.kernels` registers the built-in ones, and Python imports
-it before this module: no plug-in can be first."""
+"""Registered kernels by name. Python imports the package, which registers the built-in ones, first: before plug-ins."""
 
 
 def kernels() -> dict[str, KernelInfo]:
@@ -153,13 +147,9 @@ def _positive(core: Pairs) -> Pairs:
 
 
 def positive_part(form: Pairs) -> Pairs:
-    """Compute [X]₊ of a symmetric X: its negative eigenvalues are set to 0.
-
-    The result has no usable gradient if several eigenvalues are equal, as they are at 0 if X has a small rank.
-    """
+    """Compute [X]₊ of a symmetric X: negative eigenvalues become 0. If eigenvalues are equal, it has no gradient."""
     values, vectors = torch.linalg.eigh(form)
-    positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
-    return positive
+    return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
 
 
 def _split_identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]:
@@ -179,12 +169,10 @@ class Modifier:
     source: str  # paper that defines it
     parameters: tuple[KernelParameter, ...] = ()
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
-    """Filters: maps (query positions, key positions, **parameters) to which keys are kept, with broadcasting."""
+    """Filters: (query positions, key positions, **parameters) → which keys are kept, with broadcasting."""
     reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
-    from_start: bool = False
-    """Filters: whether positions count from the start of the text, and not only relative to each other."""
-    part: Callable[[Pairs], Pairs] | None = None
-    """Ties of whole sequences: maps log k of all pairs of tokens to the part kept, up to query-only terms."""
+    from_start: bool = False  # filters: whether positions count from the start of the text
+    part: Callable[[Pairs], Pairs] | None = None  # ties of whole sequences: log k → part kept, up to query-only terms
     caution: str = ""  # warning for readers of its numbers, one sentence
 
 

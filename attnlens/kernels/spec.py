@@ -32,10 +32,8 @@ class Kernel:
     parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
-    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)
-    """Parameters chosen per head by a fit."""
-    near: KeyFilter | None = None
-    """For a hybrid: the filter of keys that keep the model's own kernel. All other keys use this kernel."""
+    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # chosen per head by a fit
+    near: KeyFilter | None = None  # for a hybrid: filter of keys that keep the model's own kernel, unlike all others
 
     @cached_property
     def spelling(self) -> str:
@@ -147,10 +145,7 @@ class Kernel:
         return fit if self.near is None else NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
-        """Compute φ of the queries or keys (`side`: "query" or "key"), for a kernel that is ⟨φ(q), φ(k)⟩.
-
-        Raises UsageError if the kernel needs a fit and has none.
-        """
+        """Compute φ of the queries or keys (`side`: query or key); raise UsageError if it needs a fit and has none."""
         assert self.info.feature_map is not None  # noqa: S101  # callers that sum features check this
         self._refuse_unfitted()
         return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
@@ -164,10 +159,10 @@ class Kernel:
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms; keys are repeated under GQA.
 
-        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores; the others have no score to
-        cap. In float32 at least, unless the result is the score itself (exponential, rank, hard). A tie of whole
-        sequences treats these tokens as one sequence, without query-only terms. For a hybrid: the kernel of far keys.
-        Raises UsageError for a tie if queries and keys are of different tokens, and for a rank without fit.
+        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. In float32 at least, unless
+        the result is the score itself (exponential, rank, hard). A tie of whole sequences treats these tokens as one
+        sequence, without query-only terms. For a hybrid: the kernel of far keys. Raises UsageError for a tie if queries
+        and keys are of different tokens, and for a rank without fit.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -190,38 +185,32 @@ class Kernel:
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
         """Return queries and keys after the tie; raise UsageError if they must be, but are not, of the same tokens."""
-        if self.tie is None:
-            return query, key
-        if query.shape[-2] != key.shape[-2]:
-            raise UsageError(
-                f"{self.tie} needs the queries and keys of the same tokens; this site has {query.shape[-2]} queries "
-                f"and {key.shape[-2]} keys.",
-                "Leave out cross-attention with --part, and run without a key-value cache.",
-            )
+        if self.tie is not None and query.shape[-2] != key.shape[-2]:
+            counts = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+            problem = f"{self.tie} needs the queries and keys of the same tokens; this site has {counts}."
+            raise UsageError(problem, "Leave out cross-attention with --part, and run without a key-value cache.")
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         """Compute log|k| of untied queries and keys."""
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
-            raise UsageError(
-                f"{info.name} is not a function of a query and a key: it has no attention matrix.",
-                "Compare outputs, or choose another kernel.",
-            )
+            problem = f"{info.name} is not a function of a query and a key: it has no attention matrix."
+            raise UsageError(problem, "Compare outputs, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":
             return info.function(query, key, scale, **numbers)
         if info.form == "score":
-            query, key, scale = (query, key, scale) if info.dot is None else info.dot(query, key, scale, **numbers)
+            if info.dot is not None:
+                query, key, scale = info.dot(query, key, scale, **numbers)
             return info.function(score(query, key, scale, softcap), **numbers)
         product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
         return log_magnitude(product + smallest_kernel(product.dtype))
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
-            raise UsageError(
-                f"{self.info.name} must be fitted before it can be used.", "Add --fit and calibration text."
-            )
+            problem = f"{self.info.name} must be fitted before it can be used."
+            raise UsageError(problem, "Add --fit and calibration text.")
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
@@ -265,8 +254,7 @@ class NearFit:
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
-        typed = {} if far is None else far.typed
-        self.typed = {} if far is not None and not typed else {NEAR_WEIGHT: 0.0} | typed
+        self.typed = {NEAR_WEIGHT: 0.0} if far is None else far.typed and {NEAR_WEIGHT: 0.0} | far.typed
         self.heads = 0
 
     def update(self, call: Call) -> None:
@@ -295,28 +283,20 @@ def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
-    the head attends. The uniform half keeps the keys that the head ignores, which a wrong fit could raise. A row sums
-    to 1, minus half of a sink's weight.
+    the head attends. The uniform half keeps the other keys, which a wrong fit could raise. A row sums to 1, minus half
+    of a sink's weight.
     """
     seen = pairs_seen(call.query, call.paired_key, call.visible())
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
 def own_attention(call: Call) -> Matrix:
-    """Compute the head's own attention over the pairs seen, without a sink's weight.
+    """Compute the head's own attention over the pairs seen, without a sink's weight; 0 for queries without a choice."""
+    from attnlens.kernels.attention import weights
 
-    Rows of queries that see fewer than two keys are 0.
-    """
-    query, key = call.query.double(), call.paired_key.double()
-    seen = pairs_seen(query, key, call.visible())
-    scores = score(query, key, call.scale, call.softcap)
-    # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
-    scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
-    if call.sinks is not None:
-        sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], -1)
-    attention: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
-    return attention
+    exact = replace(call, query=call.query.double(), key=call.key.double())
+    seen = pairs_seen(exact.query, exact.paired_key, call.visible())
+    return weights(exact, Kernel(KERNELS["exponential"])) * (seen.sum(-1, keepdim=True) > 0)
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:

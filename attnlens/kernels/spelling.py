@@ -19,9 +19,8 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """Parse the kernel spelled by `words`: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
 
     Values may be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
-    alone applies to the exponential kernel; a hybrid needs a kernel of features. Raises UsageError for an unknown name
-    (with a suggestion), for a parameter that does not exist or has a wrong type or range, for two kernels, ties or
-    filters, and for an odd power unless signed kernels are allowed.
+    alone applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for parameters of
+    a wrong type or range, for parts that do not go together, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
     bases, ties = list[Kernel](), list[str]()
@@ -47,10 +46,8 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))
     odd = [p.name for p in base.info.parameters if p.even and base.parameters[p.name] % 2]
     if odd and not allow_signed:
-        raise UsageError(
-            f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities.",
-            f"Choose an even {odd[0]}, or pass allow_signed=True in Python.",
-        )
+        problem = f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities."
+        raise UsageError(problem, f"Choose an even {odd[0]}, or pass allow_signed=True in Python.")
     for problem, remedy in _conflicts(words, kernel, ties):
         raise UsageError(f"{words!r}: {problem}.", remedy)
     return kernel
@@ -223,10 +220,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return the mean over heads of the numbers a cache stores per key, if a fitted map shortens keys; else None.
-
-    If key heads share a latent, each counts its part.
-    """
+    """Return the numbers a cache stores per key (its part of a latent), mean over heads; None if not shortened."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None

@@ -28,17 +28,14 @@ class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
     One layer's heads, after the projections of queries and keys; there are no values. O(T·s) time and memory. As in the
-    published code, W_c and b are shared by the heads of a layer. Initial values: W_e and W_r orthogonal between heads
-    (each head's ‖W‖_F is 1), Λ uniform in (0, 1), W_c as in torch's Linear. Λ is stored as its logarithm and so stays
-    positive; the published code squares a free Λ. F = I (`samples` = 0) bounds the rank by head_dim; further scores
-    cause a warning. With F = X', `samples` evenly spaced rows of those passed to `forward`, both bound the rank.
+    published code, W_c and b are shared by the heads of a layer. Initially W_e and W_r are orthogonal between heads
+    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), W_c is torch's Linear. Λ is stored as its logarithm and so stays
+    positive; the published code squares a free Λ. The rank is at most head_dim and, with F = X' (`samples` evenly
+    spaced rows of those passed to `forward`; 0: F = I), at most `samples`.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Build the module; warn if there are more scores than the bound of the rank.
-
-        Raises UsageError for a count that is not an integer or is below 1 (`samples`: below 0).
-        """
+        """Build the module; warn about scores beyond the bound of the rank; raise UsageError for wrong counts."""
         super().__init__()
         for name, count, least in (
             *(("heads", heads, 1), ("head_dim", head_dim, 1)),
@@ -92,15 +89,12 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute J of the last forward pass, by sequence and head.
 
-        Raises UsageError if there was no pass, if `regulariser` used it up, or if J is to be trained through a pass
-        that recorded no gradients: those through e and r would be missing.
+        Raises UsageError if there was no pass, if `regulariser` used it up, or if it recorded no gradients to train J
+        by.
         """
         if self.last is None:
-            raise UsageError(
-                "J is computed from a forward pass, but none has run since the start or since the last call of the "
-                "regulariser.",
-                "Run the model first.",
-            )
+            problem = "J is computed from a forward pass, but none has run since the last call of the regulariser."
+            raise UsageError(problem, "Run the model first.")
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
             raise UsageError(
@@ -132,8 +126,8 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    `samples` > 0 selects the paper's data-dependent F = X': each head's slice of evenly spaced rows of the input. As in
-    the published code, there is no data-dependent causal form.
+    `samples` > 0 selects the paper's F = X': each head's slice of evenly spaced rows of the input; not for causal
+    heads.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
@@ -167,8 +161,8 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
 
     paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
     tokens with Λ². Both are averaged over the batch's sequences. After a training pass it is differentiable and uses
-    the pass up, so that no graph outlives the step; after an eval pass it is a number, to be computed under
-    torch.no_grad. Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
+    the pass up, so that no graph outlives the step; after an eval pass it is a number, computed under torch.no_grad.
+    Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v, for signed kernels Σ k v / Σ k, in models' layout.
 
-    All routes are exact: they sum over the same keys without truncation, and differ only by the rounding of their dtype
-    (half precision: by where they round to it). Rows that may see nothing have no such sum: they are uniform in row
-    tiles and bands, zero elsewhere. Raises UsageError if no route supports the call: see route.
+    All routes sum over the same keys without truncation and differ only by rounding. Rows that may see nothing have no
+    such sum: they are uniform in row tiles and bands, zero elsewhere. Raises UsageError if no route supports the call:
+    see route.
     """
     call, kernel = _prepare(call, kernel)
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
-    """Return the route by which `attend` computes the call.
+    """Return the route by which `attend` computes the call: a key of _COMPUTED.
 
-    One of: sdpa, running sums, window and running sums, flex attention, banded tiles, row tiles, whole matrices, primal
-    scores. Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden
-    pairs or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
+    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden pairs
+    or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
     """
     call, kernel = _prepare(call, kernel)
     _refuse(call, kernel)
@@ -53,9 +52,8 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     if path == "auto":
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
-    raise UsageError(
-        f"{kernel.spelling} has no fused path here: {reason}.", "Use path='auto' or 'eager': both are exact."
-    )
+    problem = f"{kernel.spelling} has no fused path here: {reason}."
+    raise UsageError(problem, "Use path='auto' or 'eager': both are exact.")
 
 
 def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
@@ -72,18 +70,14 @@ def _refuse(call: Call, kernel: Kernel) -> None:
     if call.cross and (kernel.filter is not None or kernel.near is not None):
         raise position_error("this site attends to another sequence")
     if call.cross and kernel.tie is not None:
-        raise UsageError(
-            f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
-            "Leave out cross-attention with --part.",
-        )
+        problem = f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence."
+        raise UsageError(problem, "Leave out cross-attention with --part.")
     kernel.apply_tie(call.query, call.key)
     if kernel.part is not None:
         refuse_hidden(call, kernel)
     if call.sinks is not None and kernel.signed:
-        raise UsageError(
-            f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax.",
-            "Choose a positive kernel for this model.",
-        )
+        problem = f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax."
+        raise UsageError(problem, "Choose a positive kernel for this model.")
 
 
 def _general(call: Call, kernel: Kernel) -> Iterator[str]:

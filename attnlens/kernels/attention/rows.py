@@ -47,9 +47,9 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
-    Entries are masked if a float32 score added to them is lost, or if they are so far below their row's largest entry
-    that their weight is below rounding, with a gap of that width above them without entries of their head. So −100 on
-    top of a position bias is a mask (Swin), and a bias that falls with distance in small steps is not (ALiBi).
+    Entries are masked if a float32 score added to them is lost, or if their weight is below rounding in their row and a
+    gap of that width without entries of their head separates them from the others. So −100 on top of a position bias is
+    a mask (Swin), and a bias that falls with distance in small steps is not (ALiBi).
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -76,12 +76,11 @@ class Positions:
 
 
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
-    """Find the position of every query among the keys, and the start of each sequence.
+    """Find the position of every query among the keys, and the start of each sequence: the first key that is seen.
 
-    Without a key-value cache query i is key i. With a cache there are more keys than queries, and a query's own key is
-    the last one that it may see. A sequence starts at the first key that any of its queries may see. Raises UsageError
-    for cross-attention, which has no own keys of queries, and for a filter that counts from the start of the text if
-    the model's own sliding window hides that start behind a cache.
+    Without a key-value cache query i is key i; with one, a query's own key is the last one that it may see. Raises
+    UsageError for cross-attention, and for a filter that counts from the start of the text if the model's own sliding
+    window hides that start behind a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
@@ -132,7 +131,7 @@ def position_error(reason: str) -> UsageError:
 def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
     """Compute softmax(log k after its tie + bias) v over each sequence's real tokens; padded rows are zero.
 
-    Takes O(T²) memory, for one sequence of the batch at a time. Runs in float64, since means are subtracted.
+    O(T²) memory, for one sequence of the batch at a time, in float64, since means are subtracted.
     """
     value = call.paired_value
     output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
@@ -153,19 +152,14 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError if the tie's parts are not properties of the model: a mask hides pairs, or a sink competes."""
     name = kernel.tied_by
     if call.sinks is not None:
-        raise UsageError(
-            f"{name} omits terms that depend on the query alone, but this model's attention sinks compete with them.",
-            "Choose another kernel for this model.",
-        )
+        problem = f"{name} omits terms of the query alone, but this model's attention sinks compete with them."
+        raise UsageError(problem, "Choose another kernel for this model.")
     real = _real(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
-        raise UsageError(
-            f"{name} needs every pair of tokens, but this head's mask hides some (causal, or a window): the parts "
-            "of log k are not defined for it.",
-            f"Choose the bidirectional sites: --part encoder, or --layers{instead}.",
-        )
+        problem = f"{name} needs every pair of tokens, but this head's mask hides some (causal, or a window)."
+        raise UsageError(problem, f"Choose the bidirectional sites: --part encoder, or --layers{instead}.")
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
@@ -211,8 +205,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batch heads queries value_dim"]:
     """Compute the output tile by tile of rows; if `banded`, each tile uses only the keys that its filter can reach.
 
-    If gradients are required, a tile's weights are recomputed in the backward pass, so that memory stays O(T · tile)
-    there too.
+    If gradients are required, the backward pass recomputes each tile's weights: memory stays O(T · tile).
     """
     key, value, where = call.paired_key, call.paired_value, _positions(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None

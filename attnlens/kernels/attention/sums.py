@@ -70,10 +70,8 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
     itself and k' the identity. Raises ModelError for a kernel that can be negative, whose attention is not a softmax.
     """
     if kernel.signed:
-        raise ModelError(
-            f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax and has no logits.",
-            "Choose a model with a positive kernel.",
-        )
+        problem = f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax."
+        raise ModelError(problem, "Choose a model with a positive kernel.")
     if kernel.tie is None and kernel.info.dot is not None:
         return kernel.info.dot(query, key, scale, **kernel.parameters)
     logits = kernel.log(query, key, scale)
@@ -93,12 +91,11 @@ class Reach:
 
 
 def by_sums(call: Call, kernel: Kernel) -> Sums:
-    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys.
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
-    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `smallest_kernel` added to
-    φ(q_i)φ(k_j) as in Kernel.log: queries whose features underflow attend uniformly. With signed features only a query
-    whose sums are all zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no
-    finite number.
+    In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
+    underflow attend uniformly, with signed features only those whose sums are all zero. A query that sees nothing gets
+    zero; one whose signed denominators cancel gets no finite number.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -194,9 +191,9 @@ def near_scores(
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
-    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries visits in turn the chunks of keys that its
-    window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
-    better, with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
+    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries visits the chunks of keys that its window
+    touches, and first tokens that are near to all; the others enter by Σ_j φ(k_j) v_jᵀ. In float32 or better, with
+    `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
@@ -244,10 +241,9 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
 
 def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return φ(q), φ(k) and the values of the far part, (batch, heads, tokens, …).
+    """Return φ(q), φ(k) and the values of the far part, (batch, heads, tokens, …), φ(k) without padding and sinks.
 
-    The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators. φ(k) is 0 for
-    padding, and for the first tokens if these are near to all queries.
+    The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators.
     """
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (
@@ -270,20 +266,18 @@ class PrimalInputs(NamedTuple):
 def features(call: Call, samples: int = 0) -> PrimalInputs:
     """Compute cosine features of a call's queries and keys, or of their running means if the mask is causal.
 
-    As in the published code, queries and keys are averaged over the tokens 0 … i *before* they are normalised (so that
-    the divisor cancels). F is the identity if `samples` = 0; otherwise that many evenly spaced rows of φ(k) (the paper
-    takes rows of the module's input, which a call does not have). Raises UsageError for cross-attention, a key-value
-    cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
+    As in the published code, both are averaged over the tokens 0 … i *before* they are normalised. F is the identity if
+    `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's input). Raises
+    UsageError for cross-attention, a key-value cache, a mask that is neither causal nor of padding, and samples under a
+    causal mask.
     """
     keys_reached = whole_reach(call)
     real = keys_reached.real
     query, key = cosine_features(call.query, call.paired_key, real, causal=keys_reached.causal)
     if samples:
         if keys_reached.causal:
-            raise UsageError(
-                "samples takes rows of the whole text, but this site's mask is causal: future tokens would leak.",
-                "Leave out samples: causal primal attention is data-independent.",
-            )
+            problem = "samples takes rows of the whole text, but this site's mask is causal: future tokens would leak."
+            raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
         rows = ksvd.evenly_spaced(key, samples, real)
         query, key = query @ rows.mT, key @ rows.mT
     return PrimalInputs(query, key, real)
@@ -301,28 +295,20 @@ def whole_reach(call: Call) -> Reach:
     """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
     refuse_primal(call)
     if (keys_reached := find_reach(call)) is None:
-        raise UsageError(
-            "Primal attention averages over all tokens up to a query, but this site's mask is neither causal nor a "
-            "mask of padded tokens alone.",
-            "Leave out such layers.",
-        )
+        problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a mask of padding."
+        raise UsageError(problem, "Leave out such layers.")
     return keys_reached
 
 
 def refuse_primal(call: Call) -> None:
     """Raise UsageError if e- and r-scores belong to different tokens."""
     if call.cross:
-        raise UsageError(
-            "Primal attention combines the e-score of a token (from its query) with its r-score (from its key); in "
-            "cross-attention, queries and keys belong to two sequences.",
-            "Choose --part encoder or --part decoder.",
-        )
+        problem = "Primal attention combines a token's query and key; in cross-attention they belong to two sequences."
+        raise UsageError(problem, "Choose --part encoder or --part decoder.")
     queries, keys = call.query.shape[2], call.key.shape[2]
     if queries != keys:
-        raise UsageError(
-            f"Primal attention needs the queries of all tokens; here {queries} meet {keys} keys.",
-            "Run without a key-value cache (use_cache=False).",
-        )
+        problem = f"Primal attention needs the queries of all tokens; here {queries} meet {keys} keys."
+        raise UsageError(problem, "Run without a key-value cache (use_cache=False).")
 
 
 def by_primal(call: Call, kernel: Kernel) -> Sums:
