@@ -48,34 +48,27 @@ class MeasureInfo:
     self_only: bool = True  #: True if queries and keys must share a domain, so that cross-attention has no value
     labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category
     missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN
-    grows_with_factors: bool = False
-    """True if it is proportional to ‖Q‖‖K‖; its null is then rescaled to the head's own norms."""
+    grows_with_factors: bool = False  #: True if it is proportional to ‖Q‖‖K‖; its null is rescaled to the head's norms
     has_null: bool = True  #: True if independent Gaussian factors are a null for it (weights.* scalars only)
-    null: Literal["factors", "rotations"] = "factors"
-    """Random draws of its null, if any: independent factors, or random rotations of the head's own M."""
+    null: Literal["factors", "rotations"] = "factors"  #: Draws of its null: independent factors, or M randomly rotated
     steps: str = "index"  #: Unit of a curve's steps, as on the axis of its plot: index, distance in tokens
     headline: bool = False  #: True if it comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because it
-    depends on queries and keys, and others with the same attention yield another value."""
-    wholes: tuple[str, ...] = ()
-    """Totals that it is a part of: measures of one source with the same total sum to 1 in every head."""
-    by_depth: bool = False
-    """True if a curve is plotted for the first, middle and last third of the layers, side by side."""
-    ends: Literal["", "largest", "both"] = ""
-    """Ends of its range that are listed among the most extreme heads; empty for neither."""
-    beside: str = ""
-    """Measure with the value under uniform attention, for measures that are hard to interpret without it."""
+    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because queries
+    and keys with the same attention yield other values."""
+    wholes: tuple[str, ...] = ()  #: Totals that it is a part of: the parts of one source sum to 1 in every head
+    by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
+    ends: Literal["", "largest", "both"] = ""  #: Ends of its range that are listed among the most extreme heads
+    beside: str = ""  #: Measure with the value under uniform attention, if it is hard to interpret without it
     matrix: str = ""  #: Matrix that it is computed from, if measures of the same name use others: `M`
     series: int = 0  #: Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them
     space: str = ""
-    """Space of the question in a word, if an analyzer poses it in several: their numbers answer different questions,
-    and are separate in tables and plots."""
+    """Space of the question, if an analyzer poses it in several: their numbers are separate in tables and plots."""
     use: str = ""  #: Advice on using the result, in a sentence or two
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
-    """Other quantity that it scales with (`head_dim`): heads of models that differ in it can't be compared by it. Empty
-    if there is none; the window's length, which all tokens.* depend on, is not listed."""
+    """Quantity that it scales with (`head_dim`), so that models that differ in it can't be compared; the window's
+    length, which all tokens.* depend on, is not listed."""
 
     @property
     def caution(self) -> str:
@@ -142,50 +135,46 @@ NAMED = distance(  # pages and rules use it alongside the changes
 class Named:
     """Fields common to all analyzers."""
 
-    name: str  # Name on the command line
-    source: Source  # Source that it reads: weights or tokens
-    question: str  # First line of the function's docstring
-    measures: tuple[MeasureInfo, ...]  # Scalars and curves that it returns
-    definitions: str = field(default="", kw_only=True)
-    """Rest of the docstring: symbols of the formulas, assumptions and omissions."""
-    by_default: bool = field(default=True, kw_only=True)  # True if it runs when no analyzer is named
+    name: str  # name on the command line
+    source: Source  # source that it reads: weights or tokens
+    question: str  # first line of the function's docstring
+    measures: tuple[MeasureInfo, ...]  # scalars and curves that it returns
+    definitions: str = field(default="", kw_only=True)  # rest of the docstring: symbols, assumptions and omissions
+    by_default: bool = field(default=True, kw_only=True)  # true if it runs when no analyzer is named
 
 
 @dataclass(frozen=True)
 class Analyzer(Named):
     """Analyzer that answers one question about a QueryKey with a pure function."""
 
-    function: Callable[[QueryKey], Readings]  # Function that computes the measures
-    needs_base: bool = False
-    """True if it compares with the site before an adapter was merged; it then runs for every model with an adapter."""
-    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None
-    """One measure and its function, computed for swept heads if the whole analyzer takes longer than a sweep allows."""
+    function: Callable[[QueryKey], Readings]  # function that computes the measures
+    needs_base: bool = False  # true if it compares with the site without its adapter; runs for models with an adapter
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # a measure and its function, for swept heads
 
 
 @dataclass(frozen=True)
 class GatheringPlace:
     """Site and settings of a gatherer."""
 
-    site: Site  # Site that the gatherer reads
+    site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
     """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
     bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
-    seed: int = 0  # Random seed
+    seed: int = 0  # random seed
     top_p: float | None = None
     """Selection of tokens by a query: the fewest whose weights sum to at least this share; None: the largest one."""
-    shown: bool = False  # True if the posed problem is shown as well as measured
+    shown: bool = False  # true if the posed problem is shown as well as measured
 
 
 @dataclass(frozen=True)
 class Answer:
     """Results of a gatherer for one head."""
 
-    measures: dict[str, Measure]  # Measures by qualified name, each with its value or its own reason for lacking one
+    measures: dict[str, Measure]  # measures by qualified name, each with its value or its own reason for lacking one
     windows: dict[str, dict[int, float]] = field(default_factory=dict)
     """Values per sequence, by qualified name, for measures that are means over sequences; they give mean and error."""
-    curves: dict[str, list[float]] = field(default_factory=dict)
-    """Curves by qualified name; those without a value are left out."""
-    shown: Selection | None = None  # Posed problem if it is shown; without the tokens' texts at this point
+    curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only those with a value
+    shown: Selection | None = None  # posed problem if it is shown; without the tokens' texts at this point
 
 
 @runtime_checkable
@@ -206,13 +195,12 @@ class Gatherer(Protocol):
 class Gathering(Named):
     """Analyzer that answers one question over several sequences at once with an object that accumulates them."""
 
-    begin: Callable[[GatheringPlace], Gatherer]  # Function that creates the gatherer of one site
-    needs_inputs: bool = False  # True if it needs the modules' inputs, and the form on them
+    begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
+    needs_inputs: bool = False  # true if it needs the modules' inputs, and the form on them
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
-"""Registered analyzers by name and source. Importing the package `attnlens.analyzers` registers the built-in ones, and
-Python imports it before this module: no plug-in can be first."""
+"""Registered analyzers by name and source. Python imports the package, which registers the built-in ones, first."""
 
 
 def analyzer(

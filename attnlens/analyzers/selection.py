@@ -136,8 +136,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
 
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
-MOST_TOKENS = 4096
-"""Maximum tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences."""
+MOST_TOKENS = 4096  # tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences
 NULL_DRAWS = 8  # random heads in each head's null
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
@@ -146,12 +145,11 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 class Solved:
     """The results of one selection problem, without its tensors."""
 
-    values: dict[str, float]  # Value by measure, without the space in the name
-    reason: str | None  # Reason why further measures are missing
-    margins: list[float] = field(default_factory=list)  # Least margin of each query over the best possible, ascending
-    best: float = 0.0  # Best possible margin, 1/‖W_mm‖
-    picks: list[records.Pick] = field(default_factory=list)
-    """The posed queries and their selections, if they are to be shown."""
+    values: dict[str, float]  # value by measure, without the space in the name
+    reason: str | None  # reason why further measures are missing
+    margins: list[float] = field(default_factory=list)  # least margin of each query over the best possible, ascending
+    best: float = 0.0  # best possible margin, 1/‖W_mm‖
+    picks: list[records.Pick] = field(default_factory=list)  # posed queries and their selections, if they are shown
 
 
 SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by space
@@ -161,12 +159,11 @@ SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by 
 class StoredSequence:
     """The stored part of one sequence."""
 
-    sequence: int  # Index of the sequence among the inputs
-    query: Float[Tensor, "heads queries head_dim"]
-    """Queries; or the module's inputs with a 1 appended, (1, n, d_model + 1)."""
-    key: Float[Tensor, "kv_heads keys head_dim"]  # Keys; or the same inputs
-    copies: tuple[Int[Tensor, "queries keys"], ...]  # Result of count_copies, one per mask and key head
-    place_of: dict[int, tuple[int, int, int]]  # Maps a head to the indices of its queries, keys and copies
+    sequence: int  # index of the sequence among the inputs
+    query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs and a 1, (1, n, d_model + 1)
+    key: Float[Tensor, "kv_heads keys head_dim"]  # keys; or the same inputs
+    copies: tuple[Int[Tensor, "queries keys"], ...]  # result of count_copies, one per mask and key head
+    place_of: dict[int, tuple[int, int, int]]  # maps a head to the indices of its queries, keys and copies
 
     def scene(self, head: int) -> Scene:
         """Return the sequence as the head sees it, in float64."""
@@ -185,14 +182,12 @@ class Selector:
     def __init__(self, place: GatheringPlace) -> None:
         self.place = place
         self.stored: list[StoredSequence] = []
-        self.shares: dict[int, dict[int, float]] = defaultdict(dict)
-        """Share of each sequence's queries that are decided, by head."""
+        self.shares: dict[int, dict[int, float]] = defaultdict(dict)  # of decided queries, by head and sequence
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
-        self.scale = 1.0
-        self.biased = False
+        self.scale, self.biased = 1.0, False
+        # spaces in which the problems are posed; the first is the one shown and trained on
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
-        """Spaces in which the problems are posed; the first is the one shown and trained on."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
-from attnlens.checks.rule import Rule, RuleCondition, Tolerance
+from attnlens.checks.rule import Rule, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
@@ -36,7 +36,9 @@ def baseline_of(report: Report) -> Baseline:
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
     """Raise a UsageError that names the differing field unless report and baseline have the same heads and text."""
-    for field, ours, theirs in _shared_fields(report, baseline):
+    known = set(report.measure_names())
+    missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
+    for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
         if ours != theirs:
             raise UsageError(
                 f"The baseline belongs to a different run: {field} is {format_value(theirs)} in the baseline, but "
@@ -45,24 +47,15 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
             )
 
 
-def _shared_fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, object, object]]:
-    """Yield what both must have in common: name, value in the report, value in the baseline."""
-    ours, theirs = report.settings, baseline.settings
-    for name in ("architecture", "parameters"):
-        yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
+def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what a report and its baseline must have in common; names and paths of models and texts are ignored."""
+    yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
-        yield f"settings.{name}.sha256", *(getattr(getattr(of, name), "sha256", None) for of in (ours, theirs))
-    for name in SAME_TEXT:
-        yield f"settings.{name}", getattr(ours, name), getattr(theirs, name)
-    yield "the number of heads", len(report.heads), len(baseline.heads)
-    for head, other in zip(report.heads, baseline.heads, strict=False):
-        yield "a head", (head.site, head.head), (other.site, other.head)
-    missing = baseline.measures.keys() - report.measure_names()
-    yield (
-        "measures",
-        join_items([name for name in baseline.measures if name in missing]) + " missing" * bool(missing),
-        "",
-    )
+        yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
+    yield from ((f"settings.{name}", getattr(run.settings, name)) for name in SAME_TEXT)
+    yield "the number of heads", len(run.heads)
+    yield from (("a head", (head.site, head.head)) for head in run.heads)
+    yield "measures", missing
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Move:
     head: Head
     now: float | None
     then: float | None
-    p: float | None  # Two-sided p-value; None without standard errors
+    p: float | None  # two-sided p-value; None without standard errors
 
     @property
     def size(self) -> float:
@@ -172,17 +165,17 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 """Paths that are suggested for similar ones."""
 
 
-def _match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Head, float | None]]]:
-    """Find the number of a field, or (with None) that of every head that the rule covers. UsageError: there is none."""
+def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
+    """Find the number of every head that the rule covers; empty if it is about a field of the report.
+
+    Raise UsageError if no head has a number: such a rule would never fail.
+    """
     name, _, column = rule.stem.rpartition(".")
-    for measure, part in ((rule.stem, "value"), (name, column)):
-        if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
-            return None, _match_heads(report, rule, measure, part)
-    return _match_field(report, rule), []
-
-
-def _match_heads(report: Report, rule: Rule, name: str, column: str) -> list[tuple[Head, float | None]]:
-    heads = list(filter(rule.condition.covers, report.heads))
+    if any(rule.stem in head.measures for head in report.heads):
+        name, column = rule.stem, "value"
+    elif column not in ("value", *COLUMNS) or not any(name in head.measures for head in report.heads):
+        return []
+    heads = list(filter(rule.covers, report.heads))
     numbers: list[float | None] = []
     for measure in (head.measures.get(name) for head in heads):
         source, field = (measure.null, "mean") if measure is not None and column == "null" else (measure, column)
@@ -200,9 +193,9 @@ def _match_field(report: Report, rule: Rule) -> float:
         number = _value_at(report, rule.stem if rule.stem.partition(".")[0] in FIELDS else "")
     except LookupError:
         raise _unknown_subject(report, rule) from None
-    if rule.condition.aggregate != "value" or rule.condition.filters:
+    if rule.aggregate != "value" or rule.filters:
         problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
-        raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.condition.comparison}"].')
+        raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.comparison}"].')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
         raise _no_match(rule, f"{rule.named} {what} in this report")
@@ -249,12 +242,13 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        number, covered = _match_rule(report, rule)
+        covered = _match_heads(report, rule)
+        number = None if covered else _match_field(report, rule)
         heads = [(head, value) for head, value in covered if value is not None]
         if heads:
-            number = aggregate([value for _, value in heads], rule.condition)
-        broken = _breaking_heads(heads, rule.condition, number)
-        passed = not broken if number is None else rule.condition.comparison.holds(number)
+            number = aggregate([value for _, value in heads], rule)
+        broken = _breaking_heads(heads, rule, number)
+        passed = not broken if number is None else rule.comparison.holds(number)
         checks.append(
             Check(
                 id=rule.id + (f" #{taken[rule.id]}" if taken[rule.id] > 1 else ""),
@@ -272,40 +266,38 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     return checks
 
 
-def aggregate(values: Iterable[float], condition: RuleCondition) -> float | None:
+def aggregate(values: Iterable[float], rule: Rule) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
     numbers = sorted(values)
-    if condition.quantile is not None:
+    if rule.quantile is not None:
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
         # which may overflow
-        place = condition.quantile * (len(numbers) - 1)
+        place = rule.quantile * (len(numbers) - 1)
         below, above = math.floor(place), math.ceil(place)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
-    if condition.share is not None:
-        return sum(map(condition.share.holds, numbers)) / len(numbers)
-    if condition.aggregate == "mean":
+    if rule.share is not None:
+        return sum(map(rule.share.holds, numbers)) / len(numbers)
+    if rule.aggregate == "mean":
         return math.fsum(number / len(numbers) for number in numbers)
-    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(condition.aggregate)
+    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(rule.aggregate)
 
 
-def _breaking_heads(
-    heads: Sequence[tuple[Head, float]], condition: RuleCondition, number: float | None
-) -> list[tuple[Head, float]]:
+def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
     """Return the heads that break the rule, the worst first; none if the rule only concerns all heads together."""
-    comparison, by = condition.comparison, condition.share or condition.comparison
-    if condition.share is not None and number is not None:
+    comparison, by = rule.comparison, rule.share or rule.comparison
+    if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
         blamed = [(head, value) for head, value in heads if by.holds(value) is too_many]
     else:
-        blamed = [(head, value) for head, value in heads if not by.holds(value) and _is_decisive(condition, value)]
+        blamed = [(head, value) for head, value in heads if not by.holds(value) and _is_decisive(rule, value)]
     return sorted(blamed, key=lambda pair: by.excess(pair[1]), reverse=True)
 
 
-def _is_decisive(condition: RuleCondition, value: float) -> bool:
+def _is_decisive(rule: Rule, value: float) -> bool:
     """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
-    comparison, lowest = condition.comparison, condition.aggregate == "min"
-    if condition.aggregate not in ("min", "max"):
-        return condition.aggregate == "value"
+    comparison, lowest = rule.comparison, rule.aggregate == "min"
+    if rule.aggregate not in ("min", "max"):
+        return rule.aggregate == "value"
     if comparison.operator in ("in", "=="):
         return value < comparison.low if lowest else value > comparison.high
     return comparison.operator in ((">", ">=") if lowest else ("<", "<="))

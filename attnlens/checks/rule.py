@@ -42,9 +42,9 @@ OPERATORS = {
 class Criterion:
     """Comparison of a number with a bound, or with a closed range."""
 
-    operator: str  # Operator: <, <=, >, >=, ==, != or in
-    low: float  # Bound, or lower end of the range
-    high: float  # The same bound, or upper end of the range
+    operator: str  # <, <=, >, >=, ==, != or in
+    low: float  # bound, or lower end of the range
+    high: float  # the same bound, or upper end of the range
 
     def holds(self, number: float) -> bool:
         """Return whether the number satisfies the comparison."""
@@ -61,100 +61,16 @@ class Criterion:
 
 
 @dataclass(frozen=True)
-class RuleCondition:
-    """Aggregate over heads, the comparison for it, and the heads that it covers."""
-
-    aggregate: str  # Aggregate: a member of WHOLE, `share`, or a quantile such as `q05`
-    comparison: Criterion  # Comparison for the aggregate
-    share: Criterion | None = None  # Comparison that heads must satisfy to be counted, for a share
-    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)
-    """Allowed values by key of FILTERS; heads must have one of each."""
-
-    @property
-    def quantile(self) -> float | None:
-        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
-        if self.aggregate == "median":
-            return 0.5
-        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
-
-    @property
-    def measured(self) -> str:
-        """Name of the compared number: `share(> 0.9)`."""
-        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
-
-    @property
-    def filters(self) -> str:
-        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
-        chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
-        return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
-
-    def covers(self, head: Head) -> bool:
-        """Return whether the selection contains the head."""
-        return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
-
-
-def condition(text: object) -> RuleCondition:
-    """Parse the condition in a text. Raise UsageError for anything else; no part of the text is ever executed."""
-    if not isinstance(text, str) or len(text) > LONGEST:
-        raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
-    first, *filters = text.split("@")
-    match = CONDITION.fullmatch(first.strip())
-    if match is None:
-        raise _parse_error(text, "write the aggregate first, then the condition on it.")
-    aggregate, inner, comparison = match.groups()
-    if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
-        raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
-    if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "share, and no other aggregate, needs a comparison in brackets: share(> 0.9) < 0.1.")
-    share = None if inner is None else _parse_comparison(text, inner)
-    return RuleCondition(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
-
-
-def _parse_comparison(text: str, words: str) -> Criterion:
-    match = COMPARISON.fullmatch(words.strip())
-    if match is None:
-        known = "write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
-        raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
-    ends = [float(number) for number in match.groups()[1:] if number is not None]
-    if not all(map(math.isfinite, ends)):
-        raise _parse_error(text, "it contains a number that is not finite.")
-    if ends[-1] < ends[0]:
-        raise _parse_error(text, "its range is reversed.")
-    return Criterion(match[1] or "in", ends[0], ends[-1])
-
-
-def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int | str]]:
-    filters: dict[str, frozenset[int | str]] = {}
-    for word in words:
-        name, _, what = word.strip().partition(" ")
-        if name in filters:
-            raise _parse_error(text, f"it contains @{name} twice.")
-        if name in ("layers", "heads"):
-            try:
-                filters[name] = frozenset(listed_numbers(f"@{name}", what))
-            except UsageError as error:
-                raise _parse_error(text, error.problem) from None
-        elif name == "part" and what.strip() in get_args(Part):
-            filters[name] = frozenset([what.strip()])
-        else:
-            raise _parse_error(
-                text, "@ must be followed by layers, heads or part: @layers 0-3, @heads 0,5, @part decoder."
-            )
-    return filters
-
-
-def _parse_error(text: object, why: str) -> UsageError:
-    return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
-
-
-@dataclass(frozen=True)
 class Rule:
-    """One condition on one subject."""
+    """One condition on one subject: an aggregate over heads, the comparison for it, and the heads that it covers."""
 
-    subject: str  # Subject: `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
-    condition: RuleCondition  # Required condition
-    wanted: str  # Condition as written
-    file: str | None = None  # File that contains the rule
+    aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
+    comparison: Criterion  # for the aggregate
+    share: Criterion | None = None  # comparison that heads must satisfy to be counted, for a share
+    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by key of FILTERS
+    subject: str = ""  # `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
+    wanted: str = ""  # condition as written
+    file: str | None = None  # file that contains the rule
 
     @property
     def spelling(self) -> str:
@@ -184,8 +100,81 @@ class Rule:
     @property
     def id(self) -> str:
         """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
-        condition = self.condition
-        return f"{self.named}: {condition.measured} {condition.comparison.operator}{condition.filters}"
+        return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
+
+    @property
+    def quantile(self) -> float | None:
+        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
+        if self.aggregate == "median":
+            return 0.5
+        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
+
+    @property
+    def measured(self) -> str:
+        """Name of the compared number: `share(> 0.9)`."""
+        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
+
+    @property
+    def filters(self) -> str:
+        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
+        chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
+        return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
+
+    def covers(self, head: Head) -> bool:
+        """Return whether the selection contains the head."""
+        return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
+
+
+def condition(text: object) -> Rule:
+    """Parse a condition, without a subject; raise UsageError for anything else. No part of the text is executed."""
+    if not isinstance(text, str) or len(text) > LONGEST:
+        raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
+    first, *filters = text.split("@")
+    match = CONDITION.fullmatch(first.strip())
+    if match is None:
+        raise _parse_error(text, "write the aggregate first, then the condition on it.")
+    aggregate, inner, comparison = match.groups()
+    if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
+        raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
+    if (aggregate == "share") != (inner is not None):
+        raise _parse_error(text, "share, and no other aggregate, needs a comparison in brackets: share(> 0.9) < 0.1.")
+    share = None if inner is None else _parse_comparison(text, inner)
+    return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
+
+
+def _parse_comparison(text: str, words: str) -> Criterion:
+    match = COMPARISON.fullmatch(words.strip())
+    if match is None:
+        known = "write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
+        raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
+    ends = [float(number) for number in match.groups()[1:] if number is not None]
+    if not all(map(math.isfinite, ends)):
+        raise _parse_error(text, "it contains a number that is not finite.")
+    if ends[-1] < ends[0]:
+        raise _parse_error(text, "its range is reversed.")
+    return Criterion(match[1] or "in", ends[0], ends[-1])
+
+
+def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int | str]]:
+    filters: dict[str, frozenset[int | str]] = {}
+    for word in words:
+        name, _, what = word.strip().partition(" ")
+        if name in filters:
+            raise _parse_error(text, f"it contains @{name} twice.")
+        if name in ("layers", "heads"):
+            try:
+                filters[name] = frozenset(listed_numbers(f"@{name}", what))
+            except UsageError as error:
+                raise _parse_error(text, error.problem) from None
+        elif name == "part" and what.strip() in get_args(Part):
+            filters[name] = frozenset([what.strip()])
+        else:
+            raise _parse_error(text, "@ must be followed by layers, heads or part, as in @layers 0-3 or @part decoder.")
+    return filters
+
+
+def _parse_error(text: object, why: str) -> UsageError:
+    return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
 
 
 def _format_place(file: str | None) -> str:
@@ -198,7 +187,7 @@ def _build_rule(subject: str, text: object, file: str | None = None) -> Rule:
         problem = f"{_format_place(file)}the rule {format_value(text)} does not name a measure."
         raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
     try:
-        return Rule(subject.strip(), condition(text), clean(str(text)), file)
+        return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)), file=file)
     except UsageError as error:
         raise UsageError(f"{_format_place(file)}{error.problem}", error.remedy) from None
 

@@ -68,9 +68,9 @@ class Grams:
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among those swapped
     key_of: tuple[int, ...]  # key head of each swapped query head, as index among those swapped
     turn: Turn | None = None  # rotation by which keys are first brought back to position 0, if they are
-    queries: Tensor = field(default_factory=lambda: torch.zeros(()))  # C_q, (kv_heads, head_dim, head_dim)
-    latents: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j and Σ_j w_j of each latent; empty before any batch."""
+    sums: list[Tensor] = field(default_factory=list)
+    """C_q, (kv_heads, head_dim, head_dim), then for each latent C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j
+    and Σ_j w_j; empty before any batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
         """Add the pairs of a batch, each with its weight."""
@@ -88,12 +88,12 @@ class Grams:
         rows = rows if call.sinks is None else (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
-        self.add(
-            by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head),
-            [self._sum_latent(group, key, weight, whole) for group in self.groups],
-        )
+        sums = [by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head)]
+        for group in self.groups:
+            sums += self._sum_latent(group, key, weight, whole)
+        self.add(sums)
 
-    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> tuple[Tensor, ...]:
+    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> list[Tensor]:
         """Sum over the stacked keys of the key heads `group`; `whole` is the sum of each row's weights, (…, 1)."""
         heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
         stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
@@ -103,37 +103,36 @@ class Grams:
             mean = weight[:, heads] @ stack[:, None]
             scaled = mean / whole[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)  # no weight: 0/tiny, not 0/0
             second = second - (scaled.mT @ mean).sum((0, 1))
-        return second, (stack * by_key).sum((0, 1)), by_key.sum()
+        return [second, (stack * by_key).sum((0, 1)), by_key.sum()]
 
-    def add(self, queries: Tensor, latents: list[tuple[Tensor, ...]], factor: float = 1.0) -> None:
+    def add(self, sums: Sequence[Tensor], factor: float = 1.0) -> None:
         """Add `factor` times other moments."""
-        self.queries = self.queries + factor * queries
-        self.latents = self.latents or [tuple(torch.zeros_like(part) for part in sums) for sums in latents]
-        pairs = [zip(before, sums, strict=True) for before, sums in zip(self.latents, latents, strict=True)]
-        self.latents = [tuple(a + factor * b for a, b in pair) for pair in pairs]
+        before: Sequence[Tensor | float] = self.sums or [0.0] * len(sums)
+        self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
         """Return the moments of both together; if `equal`, with the other's weights scaled to the sum of these."""
-        weights = [sum(float(latent[2]) for latent in grams.latents) for grams in (self, other)]
+        weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
-        both.add(other.queries, other.latents, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
+        both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
         return both
 
     def solve(self) -> Latents:
         """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
         from torch.nn.functional import pad
 
-        size, maps = self.queries.shape[-1], []
-        means = self.queries.new_zeros(len(self.queries), size) if self.turn is not None else None
+        queries, *sums = self.sums
+        size, maps = queries.shape[-1], []
+        means = queries.new_zeros(len(queries), size) if self.turn is not None else None
         width = size * max(map(len, self.groups))
-        for group, (second, first, weight) in zip(self.groups, self.latents, strict=True):
+        for group, second, first, weight in zip(self.groups, sums[::3], sums[1::3], sums[2::3], strict=True):
             if means is not None:
                 mean = first / weight.clamp_min(torch.finfo(first.dtype).tiny)  # no weight: mean 0
                 second = second - torch.outer(mean, first)
                 means[list(group)] = mean.view(len(group), size)
-            blocks: Tensor = torch.block_diag(*self.queries[list(group)])  # type: ignore[no-untyped-call]
-            sides = directions(blocks, second)
-            maps.append([pad(side, (0, width - side.shape[-1], 0, width - side.shape[-2])) for side in sides])
+            blocks: Tensor = torch.block_diag(*queries[list(group)])  # type: ignore[no-untyped-call]
+            border = 0, width - len(second), 0, width - len(second)
+            maps.append([pad(side, border) for side in directions(blocks, second)])
         query_map, key_map = (torch.stack(side) for side in zip(*maps, strict=True))
         return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
 

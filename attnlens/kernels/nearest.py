@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from attnlens.kernels.registry import Key, Query
     from attnlens.records import Call
 
-    PerHead = Float[Tensor, "heads size"]
+    Rows = Float[Tensor, "heads size"] | None
+    Form = Float[Tensor, "heads size rank"] | None
+    Signs = Float[Tensor, "heads rank"] | None
     Square = Float[Tensor, "*heads size size"]
 
 STEPS, ENOUGH = 500, 1e-9
@@ -152,14 +154,7 @@ def _refuse(call: Call) -> None:
 
 
 def nearest_call(
-    call: Call,
-    *,
-    part: int,
-    how: int,
-    centre: PerHead | None = None,
-    factor: Float[Tensor, "heads size rank"] | None = None,
-    signs: Float[Tensor, "heads rank"] | None = None,
-    gate: PerHead | None = None,
+    call: Call, *, part: int, how: int, centre: Rows = None, factor: Form = None, signs: Signs = None, gate: Rows = None
 ) -> Call:
     """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
 

@@ -152,13 +152,6 @@ def positive_part(form: Pairs) -> Pairs:
     return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
 
 
-def _split_identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]:
-    """Split L into JLJ and c; LJ = JLJ + 1cᵀ is all of L that softmax sees (maths in `linalg.anatomy`)."""
-    seen = log_k - log_k.mean(-1, keepdim=True)
-    key = seen.mean(-2, keepdim=True)
-    return seen - key, key
-
-
 @dataclass(frozen=True)
 class Modifier:
     """A tie, a filter or a hybrid, as shown by `attnlens list kernels`."""
@@ -195,13 +188,22 @@ class KeyFilter:
 
 
 def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]) -> Modifier:
-    """Build a tie of whole sequences of bidirectional heads; `combine` maps JLJ and c to the part that is kept."""
+    """Build a tie of whole sequences of bidirectional heads; `combine` maps JLJ and c to the part that is kept.
+
+    LJ = JLJ + 1cᵀ is all of L that softmax sees (maths in `linalg.anatomy`).
+    """
+
+    def part(log_k: Pairs) -> Pairs:
+        seen = log_k - log_k.mean(-1, keepdim=True)
+        key = seen.mean(-2, keepdim=True)
+        return combine(seen - key, key)
+
     return Modifier(
         name,
         formula,
         f"{meaning}; bidirectional heads",
         source,
-        part=lambda log_k: combine(*_split_identified(log_k)),
+        part=part,
         caution="For analysis: it decomposes whole matrices of log k, in O(T²) memory.",
     )
 

@@ -23,10 +23,8 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     a wrong type or range, for parts that do not go together, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
-    bases, ties = list[Kernel](), list[str]()
-    filters, nears = list[KeyFilter](), list[KeyFilter]()
-    # do not split at the plus of 1e+06
-    for part in re.split(r"(?<!\d[eE])\+", words):
+    bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
+    for part in re.split(r"(?<!\d[eE])\+", words):  # not at the plus of 1e+06
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
@@ -119,19 +117,15 @@ def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tupl
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
     if info.oracle is not None and ties:
-        yield (
-            f"{info.name} already determines which parts are kept, so it conflicts with {ties[0]}",
-            f"Leave out {ties[0]}.",
-        )
+        problem = f"{info.name} already determines which parts are kept, so it conflicts with {ties[0]}"
+        yield problem, f"Leave out {ties[0]}."
     if kernel.part is not None and info.form != "output":
         if hidden is not None:
             yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", "Omit one of them."
         if kernel.signed or info.hard or info.form == "features":
             what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
-            problem = (
-                f"{tie} removes a part of log k, but {info.name} {what}: without that part it would be a different"
-            )
-            yield f"{problem} kind of kernel", f"Write {tie} alone, or with a kernel such as rbf."
+            problem = f"{tie} removes a part of log k, but {info.name} {what}: it would be another kind of kernel"
+            yield problem, f"Write {tie} alone, or with a kernel such as rbf."
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:
         name = several[0].name
@@ -251,8 +245,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
     """Split a hybrid or a filtered kernel into the model's own kernel in that window and the kernel without it."""
     window = kernel.filter
-    if kernel.near is not None:
-        keeps = kernel.near.modifier.keeps
-        window = KeyFilter(next(m for m in FILTERS.values() if m.keeps is keeps), kernel.near.parameters)
+    if kernel.near is not None:  # hybrid or sink-hybrid
+        window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)
     without = replace(kernel, filter=None, near=None, fitted=kernel.own_fitted)
     return Kernel(kernels()["exponential"], filter=window), without

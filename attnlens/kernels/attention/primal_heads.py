@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnlens.maths.ksvd import Convention
 
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 
 class PrimalHeads(nn.Module):
@@ -37,10 +38,8 @@ class PrimalHeads(nn.Module):
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
         """Build the module; warn about scores beyond the bound of the rank; raise UsageError for wrong counts."""
         super().__init__()
-        for name, count, least in (
-            *(("heads", heads, 1), ("head_dim", head_dim, 1)),
-            *(("scores", scores, 1), ("samples", samples, 0)),
-        ):
+        for name, count in {"heads": heads, "head_dim": head_dim, "scores": scores, "samples": samples}.items():
+            least = 0 if name == "samples" else 1
             if not isinstance(count, Integral):
                 raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
             if count < least:
@@ -60,13 +59,7 @@ class PrimalHeads(nn.Module):
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def forward(
-        self,
-        query: Tokens,
-        key: Tokens,
-        *,
-        causal: bool = False,
-        real: Bool[Tensor, "#batch #heads tokens"] | None = None,
-        rows: Tokens | None = None,
+        self, query: Tokens, key: Tokens, *, causal: bool = False, real: Real = None, rows: Tokens | None = None
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
@@ -104,11 +97,6 @@ class PrimalHeads(nn.Module):
             )
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
-
-    def release(self) -> None:
-        """Drop the last forward pass if it has a graph, which keeps the whole model's activations in memory."""
-        if self.last is not None and self.last[0].requires_grad:
-            self.last = None
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without scores, since they belong to a graph."""
@@ -169,5 +157,6 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
         raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
     total = torch.stack([average_layer(layer.objectives(convention), convention) for layer in layers])
     for layer in layers:
-        layer.release()
+        if layer.last is not None and layer.last[0].requires_grad:  # its graph keeps the whole model's activations
+            layer.last = None
     return total.sum() if convention == "paper" else total.mean()

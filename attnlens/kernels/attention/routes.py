@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attnlens.choices import Route
@@ -26,11 +27,11 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     see route.
     """
     call, kernel = _prepare(call, kernel)
-    return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
+    return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
-    """Return the route by which `attend` computes the call: a key of _COMPUTED.
+    """Return the route by which `attend` computes the call: a key of COMPUTED.
 
     Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden pairs
     or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
@@ -44,8 +45,8 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     if path == "eager":
         return "row tiles"
     obstacles = []
-    for name, find_obstacles in _OBSTACLES.items():
-        obstacle = next(find_obstacles(call, kernel), None)
+    for name in FUSED:
+        obstacle = next(_find_obstacles(name, call, kernel), None)
         if obstacle is None:
             return name
         obstacles.append(obstacle)
@@ -80,8 +81,44 @@ def _refuse(call: Call, kernel: Kernel) -> None:
         raise UsageError(problem, "Choose a positive kernel for this model.")
 
 
-def _general(call: Call, kernel: Kernel) -> Iterator[str]:
-    """Yield obstacles for all fused routes except bands."""
+FUSED = ("sdpa", "running sums", "window and running sums", "flex attention", "banded tiles")  # fastest first
+
+
+def _find_obstacles(name: str, call: Call, kernel: Kernel) -> Iterator[str]:
+    """Yield why the fused route `name` cannot compute the call: "" if it is for other kernels."""
+    info, near, hidden = kernel.info, kernel.near, kernel.filter
+    sums = info.feature_map is not None
+    applies = {
+        "sdpa": info.dot is not None,
+        "running sums": sums and near is None,
+        "window and running sums": sums and near is not None,
+        "flex attention": info.form == "score" and not kernel.signed,
+        "banded tiles": hidden is not None,
+    }
+    if not applies[name]:
+        yield ""
+    if name == "banded tiles" and hidden is not None:
+        if hidden.reach is None:
+            yield f"the filter {hidden.modifier.name} keeps keys at any distance"
+        return
+    if near is not None:
+        if call.query.shape[2] != call.key.shape[2]:
+            yield "with a key-value cache, rows are computed as a whole"
+        if near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
+            yield "in left-padded sequences the first tokens are not at position 0"
+    if name == "flex attention":
+        if not call.query.is_cuda:
+            yield f"{info.name} is fused only by FlexAttention, which requires a GPU"
+        if kernel.fitted:
+            yield "its parameters are fitted per head"
+    else:
+        if info.form == "score" and call.softcap is not None:
+            yield "the model caps its scores (softcap)"
+        if hidden is not None:
+            what = "mask that SDPA computes by itself" if name == "sdpa" else "running sum"
+            yield f"the filter {hidden.modifier.name} is not a {what}"
+        if name != "sdpa" and call.bias is not None:
+            yield "the model adds a bias to its scores, which running sums do not support"
     if call.dropout:
         yield "dropout acts on attention weights, which a fused path does not materialise"
     if call.sinks is not None:
@@ -90,79 +127,19 @@ def _general(call: Call, kernel: Kernel) -> Iterator[str]:
         yield f"{kernel.tie} needs log k of the whole sequence at once"
     if kernel.tie == "symmetric":
         yield f"{kernel.tie} needs log k and its transpose"
-    if kernel.info.hard:
-        yield f"{kernel.info.name} picks a single key instead of summing over keys"
-
-
-def _linear(call: Call, kernel: Kernel, what: str) -> Iterator[str]:
-    """Yield obstacles for products and sums; `what` completes "the filter … is not a"."""
-    if kernel.info.form == "score" and call.softcap is not None:
-        yield "the model caps its scores (softcap)"
-    if kernel.filter is not None:
-        yield f"the filter {kernel.filter.modifier.name} is not a {what}"
-
-
-def _sdpa(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.info.dot is None:
-        yield ""
-    yield from _linear(call, kernel, "mask that SDPA computes by itself")
-    yield from _general(call, kernel)
-
-
-def _sums(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.info.feature_map is None:
-        yield ""
-    yield from _linear(call, kernel, "running sum")
-    if call.bias is not None:
-        yield "the model adds a bias to its scores, which running sums do not support"
-    yield from _general(call, kernel)
-    if find_reach(call) is None:
+    if info.hard:
+        yield f"{info.name} picks a single key instead of summing over keys"
+    if name.endswith("running sums") and find_reach(call) is None:
         yield "the mask is neither causal nor a mask of padded keys alone"
 
 
-def _hybrid(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.near is None:
-        yield ""
-    elif call.query.shape[2] != call.key.shape[2]:
-        yield "with a key-value cache, rows are computed as a whole"
-    elif kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
-        yield "in left-padded sequences the first tokens are not at position 0"
-    yield from _sums(call, kernel)
-
-
-def _flex(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.info.form != "score" or kernel.signed:
-        yield ""
-    if not call.query.is_cuda:
-        yield f"{kernel.info.name} is fused only by FlexAttention, which requires a GPU"
-    if kernel.fitted:
-        yield "its parameters are fitted per head"
-    yield from _general(call, kernel)
-
-
-def _bands(_call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.filter is None:
-        yield ""
-    elif kernel.filter.reach is None:
-        yield f"the filter {kernel.filter.modifier.name} keeps keys at any distance"
-
-
-_OBSTACLES: dict[str, Callable[[Call, Kernel], Iterator[str]]] = {
-    "sdpa": _sdpa,
-    "running sums": lambda call, kernel: _sums(call, kernel) if kernel.near is None else iter([""]),
-    "window and running sums": _hybrid,
-    "flex attention": _flex,
-    "banded tiles": _bands,
-}
-"""Fused routes, fastest first, and why a call cannot use them: "" if the route is for other kernels."""
-
-_COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
+COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "sdpa": by_products,
     "running sums": by_sums,
     "window and running sums": by_hybrid,
     "flex attention": by_scores,
-    "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
+    "banded tiles": partial(in_tiles, banded=True),
     "whole matrices": by_whole,
-    "row tiles": lambda call, kernel: in_tiles(call, kernel, banded=False),
+    "row tiles": partial(in_tiles, banded=False),
     "primal scores": by_primal,
 }

@@ -21,6 +21,10 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Tile = Float[Tensor, "batch heads rows columns"]
+    Outputs = Float[Tensor, "batch heads queries value_dim"]
+
 
 GAP = -math.log(torch.finfo(torch.float64).eps)
 """Score difference beyond which the lower score has no weight: e^−36 is float64's rounding."""
@@ -128,7 +132,7 @@ def position_error(reason: str) -> UsageError:
     )
 
 
-def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+def by_whole(call: Call, kernel: Kernel) -> Outputs:
     """Compute softmax(log k after its tie + bias) v over each sequence's real tokens; padded rows are zero.
 
     O(T²) memory, for one sequence of the batch at a time, in float64, since means are subtracted.
@@ -138,14 +142,6 @@ def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries v
     for index, real, rows in _sequences(call, kernel):
         output[index][:, real] = dropout(rows.to(value.dtype), call.dropout) @ value[index][:, real]
     return output
-
-
-def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries keys"]:
-    """Return the attention matrices of `by_whole`, in float64; rows and columns of padding are zero."""
-    attention = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
-    for index, real, rows in _sequences(call, kernel):
-        attention[index][:, real[:, None], real] = rows
-    return attention
 
 
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
@@ -196,13 +192,16 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
-        return whole_weights(call, kernel)[..., rows, :]
+        attention = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
+        for index, real, whole in _sequences(call, kernel):
+            attention[index][:, real[:, None], real] = whole
+        return attention[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))
     where = _positions(call, kernel)
     return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
 
 
-def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batch heads queries value_dim"]:
+def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
     """Compute the output tile by tile of rows; if `banded`, each tile uses only the keys that its filter can reach.
 
     If gradients are required, the backward pass recomputes each tile's weights: memory stays O(T · tile).
@@ -260,14 +259,7 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
     return slice(start, stop)
 
 
-def _weights(
-    call: Call,
-    kernel: Kernel,
-    key: Float[Tensor, "batch heads keys head_dim"],
-    where: Positions | None,
-    rows: slice,
-    columns: slice,
-) -> Float[Tensor, "batch heads rows columns"]:
+def _weights(call: Call, kernel: Kernel, key: Key, where: Positions | None, rows: slice, columns: slice) -> Tile:
     """Compute the weights of one tile: log k, bias, mask and filter, then softmax."""
     log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
     Features = Float[Tensor, "batch heads tokens features"]
     Scores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
-    Real = Bool[Tensor, "#batch #heads tokens"] | None
+    Multipliers = Float[Tensor, "heads scores"]
+    Near = Bool[Tensor, "#batch #heads rows columns"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None  # which tokens are not padding; None for all
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
@@ -55,9 +56,7 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if query.is_cuda else 0
     # `pad` copies even a tensor that has that width
-    query, key, padded = (
-        (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))) for x in (query, key, value)
-    )
+    query, key, padded = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     causal = mask is None and call.causal
     output = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
     return output[..., : value.shape[-1]]
@@ -82,12 +81,11 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
 CHUNK = 64  # tokens whose pairs are computed one by one before they are added to the running sum
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(NamedTuple):
     """The keys that each query sums over."""
 
     causal: bool  # True if query i sums over the keys 0 … i; otherwise every query sums over all keys
-    real: Bool[Tensor, "#batch #heads keys"] | None = None  # which keys are not padding; None for all
+    real: Real = None  # which keys are not padding; None for all
 
 
 def by_sums(call: Call, kernel: Kernel) -> Sums:
@@ -99,7 +97,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
-    causal, real = keys_reached.causal, keys_reached.real
+    causal, real = keys_reached
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in kernel.apply_tie(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
@@ -122,8 +120,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-Side = Callable[[Tensor, str, slice], Tensor]
-"""Maps (vectors, "query" or "key", rows) to φ of those rows, zero for padding."""
+Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", rows) → φ of them, zero for padding
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
@@ -168,12 +165,7 @@ def find_reach(call: Call) -> Reach | None:
 
 
 def near_scores(
-    call: Call,
-    kernel: Kernel,
-    key: Key,
-    near: Bool[Tensor, "#batch #heads rows columns"],
-    rows: slice,
-    columns: slice | Int[Tensor, " columns"],
+    call: Call, kernel: Kernel, key: Key, near: Near, rows: slice, columns: slice | Int[Tensor, " columns"]
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
     """Compute s_ij − max_near s_ij + log γ, and that maximum (0 if no key is near).
 
@@ -198,12 +190,9 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
     assert near_keys is not None  # noqa: S101
-    tokens, distance, sinks = (
-        call.query.shape[2],
-        near_keys.parameters["width"] - 1,
-        near_keys.parameters.get("sinks", 0),
-    )
-    key, real, causal = call.paired_key, keys_reached.real, keys_reached.causal
+    tokens, sinks = call.query.shape[2], near_keys.parameters.get("sinks", 0)
+    distance = near_keys.parameters["width"] - 1
+    key, (causal, real) = call.paired_key, keys_reached
     phi_q, phi_k, value = _far_features(call, kernel, real, sinks)
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
 
@@ -271,11 +260,10 @@ def features(call: Call, samples: int = 0) -> PrimalInputs:
     UsageError for cross-attention, a key-value cache, a mask that is neither causal nor of padding, and samples under a
     causal mask.
     """
-    keys_reached = whole_reach(call)
-    real = keys_reached.real
-    query, key = cosine_features(call.query, call.paired_key, real, causal=keys_reached.causal)
+    causal, real = whole_reach(call)
+    query, key = cosine_features(call.query, call.paired_key, real, causal=causal)
     if samples:
-        if keys_reached.causal:
+        if causal:
             problem = "samples takes rows of the whole text, but this site's mask is causal: future tokens would leak."
             raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
         rows = ksvd.evenly_spaced(key, samples, real)
@@ -333,13 +321,7 @@ def average_layer(objective: Float[Tensor, "batch heads"], convention: Conventio
 
 
 def objectives(
-    e: Scores,
-    r: Scores,
-    query_map: Map,
-    key_map: Map,
-    multipliers: Float[Tensor, "heads scores"],
-    real: Real,
-    convention: Convention,
+    e: Scores, r: Scores, query_map: Map, key_map: Map, multipliers: Multipliers, real: Real, convention: Convention
 ) -> Float[Tensor, "batch heads"]:
     """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
     if real is not None:
