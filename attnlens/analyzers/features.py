@@ -56,8 +56,7 @@ HEAD_MEASURES = (
         "identified)",
         PLAIN,
         identified="nowhere",
-        use="If it is 4, swap-kernel --kernel taylor:4 nearly preserves the head. Query-only terms "
-        "change it; compare models by features.centred_order.",
+        use="If 4, swap-kernel --kernel taylor:4 nearly preserves the head; compare models by features.centred_order.",
     ),
     taylor_order(
         "features.centred_order",

@@ -115,8 +115,7 @@ TOKENS = (
         "ksvd.objective",
         "the paper's objective at the primal solution, over Σσ; 0 up to rounding at a solution (not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
-        use="A check: if far above rounding, the primal problem is not solved and the head's other ksvd numbers are "
-        "invalid.",
+        use="A check: if far above rounding, the primal problem is unsolved and the other ksvd numbers are invalid.",
         paper="Chen et al. 2023, Eq. 6",
         sized_by="rounding",
     ),
@@ -185,7 +184,5 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
 
 def _cumulative_curves(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
     """Compute the two cumulative curves of a matrix."""
-    return {
-        f"ksvd.{matrix}_spectrum": linalg.cumulative(values),
-        f"ksvd.{matrix}_energy": linalg.cumulative(values.square()),
-    }
+    powers = {"spectrum": values, "energy": values.square()}
+    return {f"ksvd.{matrix}_{name}": linalg.cumulative(part) for name, part in powers.items()}

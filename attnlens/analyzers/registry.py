@@ -84,8 +84,7 @@ distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing=
 BETWEEN_ROWS = (
     distance(
         OWN_ROWS,
-        "change in attention if each block of the second model gets the first model's hidden states: the block's own "
-        "share of the change",
+        "change in attention if each block of the second model gets the first model's hidden states: its own share",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
         headline=True,
         use="Read it first: a head named by it changed itself, independently of earlier blocks.",
@@ -106,8 +105,7 @@ BETWEEN_FORMS = (
         "‖M' − M‖_F/‖M‖_F",
         missing="M is 0 in the first model, or unreadable in one of them",
         headline=True,
-        use="If it is named and compare.own_kl is not, the weights changed in ways that do not show on this text: try "
-        "another.",
+        use="If compare.own_kl is not named, the weights changed in ways that do not show on this text: try another.",
     ),
     *(
         distance(

@@ -198,9 +198,8 @@ class Selector:
             self.softmax[head] = head_svm.Softmax(query_key.softcap, sink)
             copies, logits = parts.copies[parts.place_of[head][2]], query_key.select([index]).logits[0, 0].cpu()
             visible, weights = logits.masked_fill(copies == 0, -torch.inf), logits + copies.double().log()
-            self.shares[head][sequence] = head_svm.share_decided(
-                head_svm.log_odds(visible, weights, head_svm.Softmax(sink=sink))
-            )
+            log_odds = head_svm.log_odds(visible, weights, head_svm.Softmax(sink=sink))
+            self.shares[head][sequence] = head_svm.share_decided(log_odds)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
         tokens = sum(stored.key.shape[-2] for stored in self.stored)
         if not self.biased and (not self.stored or tokens + parts.key.shape[-2] <= MOST_TOKENS):
@@ -352,8 +351,7 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Move to main memory, as float32 at most (the models' precision); float64 stays."""
-    tensor = tensor.detach().cpu()
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _scaled_identity(size: int, scale: float) -> FactoredForm:

@@ -28,8 +28,7 @@ WEIGHTS = (
         "exp(−Σ p log p), p = σ/Σσ",
         ends="both",
         series=9,
-        use="Below its null, training has concentrated the head in few directions; ranks --budget loss:1% measures the "
-        "rank that the model needs.",
+        use="Below its null, training has concentrated the head; ranks --budget loss:1% measures the rank needed.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(

@@ -62,8 +62,7 @@ WEIGHTS = (
         missing="the symmetric part is zero",
         headline=True,
         ends="both",
-        use="Near 1, a positive definite form could replace the symmetric part; near 0, it is as balanced as in a "
-        "random head. tokens.share_positive measures it on text.",
+        use="Near 1, a positive definite form could replace the symmetric part; see tokens.share_positive on text.",
     ),
     inertia("weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}"),
     inertia("weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}"),
@@ -94,8 +93,7 @@ kernel_share = partial(  # defined only for heads that see all pairs
 TOKENS = (
     kernel_share(
         "tokens.share_positive",
-        "share of the score variance, without query-only terms, in a positive definite kernel; heads that see all "
-        "pairs",
+        "share of the score variance in a positive definite kernel; heads that see all pairs",
         "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ",
         use="Near 1 the head is a Mercer kernel of its tokens up to gates, and kernel methods apply. swap-kernel "
         "--kernel mercer measures the loss without the rest.",
@@ -119,8 +117,7 @@ TOKENS = (
         missing=f"{HIDDEN}, or undecided: the least eigenvalue is 0 within rounding, or no 2 × 2 minor of more than "
         "8,192 tokens decides",
         identified="all pairs",
-        use="At 1 a positive definite kernel with gates gives exactly this attention on all sequences; below 1, "
-        "tokens.share_negative and tokens.share_skew show why not.",
+        use="At 1 a positive definite kernel with gates gives exactly this attention; below 1, see the shares.",
     ),
     score_share(
         "tokens.share_key",
@@ -134,8 +131,7 @@ TOKENS = (
     ),
     score_share(
         "tokens.share_distance",
-        "share of the score variance explained by the distance between query and key beyond the key (a term linear in "
-        "the distance counts as one of the key)",
+        "share of the score variance explained by the distance beyond the key (a linear term counts as the key's)",
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
         ends="largest",
@@ -158,8 +154,7 @@ TOKENS = (
         missing="no query sees two keys",
         ends="largest",
         beside="tokens.first_if_even",
-        use="Far above uniform attention (tokens.first_if_even), the head has a sink: keep the first tokens if keys "
-        "are dropped (swap-kernel --kernel sink-window:4,64).",
+        use="Far above tokens.first_if_even, the head has a sink: keep the first tokens (--kernel sink-window:4,64).",
     ),
     share(
         "tokens.first_if_even",

@@ -40,11 +40,9 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
     missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
     for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
         if ours != theirs:
-            raise UsageError(
-                f"The baseline belongs to a different run: {field} is {format_value(theirs)} in the baseline, but "
-                f"{format_value(ours)} in the report.",
-                "Check a report with the baseline's settings, or accept this one with --update-baseline.",
-            )
+            values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
+            problem = f"The baseline belongs to a different run: {field} is {values}."
+            raise UsageError(problem, "Use the baseline's settings, or accept the report with --update-baseline.")
 
 
 def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
@@ -192,7 +190,9 @@ def _match_field(report: Report, rule: Rule) -> float:
     try:
         number = _value_at(report, rule.stem if rule.stem.partition(".")[0] in FIELDS else "")
     except LookupError:
-        raise _unknown_subject(report, rule) from None
+        curve = any(rule.stem in head.curves for head in report.heads)
+        why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
+        raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
         problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
         raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.comparison}"].')
@@ -203,10 +203,8 @@ def _match_field(report: Report, rule: Rule) -> float:
 
 
 def _no_match(rule: Rule, why: str) -> UsageError:
-    return UsageError(
-        f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
-        "Correct or remove the rule: a rule that matches nothing would never fail.",
-    )
+    problem = f"{rule.place}{rule.spelling} matches nothing: {clean(why)}."
+    return UsageError(problem, "Correct or remove the rule: a rule that matches nothing would never fail.")
 
 
 def _value_at(value: object, path: str) -> object:
@@ -225,13 +223,11 @@ def _value_at(value: object, path: str) -> object:
     return _value_at(inner, remainder) if remainder else inner
 
 
-def _unknown_subject(report: Report, rule: Rule) -> UsageError:
-    """Build the error for a subject that is neither a measure nor a field of the report."""
-    near = difflib.get_close_matches(rule.stem[:100], [*report.measure_names(), *KNOWN], n=1)
+def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
+    """Build the error for a subject that is neither a measure, one of `names`, nor a field of the report."""
+    near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
-    curve = any(rule.stem in head.curves for head in report.heads)
-    why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
-    known = join_items(report.measure_names(), 40) or "no measures; use fields such as swap.loss.delta"
+    known = join_items(names, 40) or "no measures; use fields such as swap.loss.delta"
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {why}.", f"{hint}Choose from: {known}.")
 
 
@@ -312,22 +308,14 @@ def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, o
     """Return the options `analyzers` and `source` with which a run measures only what the rules require."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
-    known = measure_infos()
+    known = list(measure_infos())
     for rule in rules:
-        name = rule.stem
-        measured = any(name == info or name.startswith(f"{info}.") for info in known)
-        if not measured and name.partition(".")[0] not in FIELDS:
-            near = difflib.get_close_matches(name[:100], known, n=1)
-            raise UsageError(
-                f"{rule.place}{rule.spelling} matches nothing: no analyzer computes {rule.named}.",
-                f"{f'Did you mean {near[0]!r}? ' if near else ''}See `attnlens list measures`.",
-            )
-    analyzers = list_analyzers()
-    read = [each for each in analyzers if any(info.name in rule.subject for info in each.measures for rule in rules)]
+        measured = any(f"{rule.stem}.".startswith(f"{name}.") for name in known)
+        if not measured and rule.stem.partition(".")[0] not in FIELDS:
+            raise _unknown_subject(rule, known, f"no analyzer computes {rule.named}")
+    subjects = " ".join(rule.subject for rule in rules)
+    read = [each for each in list_analyzers() if any(info.name in subjects for info in each.measures)]
     if not read:
         return {}
-    sources = {each.source for each in read}
-    return {
-        "analyzers": list(dict.fromkeys(each.name for each in read)),
-        "source": sources.pop() if len(sources) == 1 else "both",
-    }
+    names, sources = list(dict.fromkeys(each.name for each in read)), {each.source for each in read}
+    return {"analyzers": names, "source": sources.pop() if len(sources) == 1 else "both"}

@@ -180,10 +180,8 @@ class Latents:
         dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
         whole = torch.tensor([rank >= size for rank, size in zip(ranks, self.sizes, strict=True)], device=device)
         identity = torch.eye(self.key_map.shape[-1]).to(self.key_map)
-        query_map, key_map = (
-            torch.where(whole[:, None, None], identity, side * dimensions[:, None])[..., :width]
-            for side in (self.query_map, self.key_map)
-        )
+        cut = (side * dimensions[:, None] for side in (self.query_map, self.key_map))
+        query_map, key_map = (torch.where(whole[:, None, None], identity, side)[..., :width] for side in cut)
         # one map per query head if no other reads its latent: no sharing has to be preserved
         if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((key_head,)) for key_head in self.key_of]
@@ -200,12 +198,9 @@ class Latents:
         readers = [self.key_of.index(member) for member in group]
         # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
         members = readers + readers[:1] * (most - len(group))
-        parameters = {
-            "query_map": to_query,
-            "key_map": key_map[number].view(most, size, -1),
-            "key_head": torch.tensor(key_head, device=key_map.device),
-            "members": torch.tensor(members, device=key_map.device),
-        }
+        parameters = {"query_map": to_query, "key_map": key_map[number].view(most, size, -1)}
+        parameters["key_head"] = torch.tensor(key_head, device=key_map.device)
+        parameters["members"] = torch.tensor(members, device=key_map.device)
         if self.mean is not None:
             latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
             parameters["offset"] = self.mean[key_head] - latent @ to_query.mT

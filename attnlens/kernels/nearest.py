@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attnlens.errors import UsageError
 from attnlens.kernels.lowrank import TOGETHER, matrix_roots
 from attnlens.kernels.registry import SCORE, choice, kernel, positive_part, torch
-from attnlens.kernels.spec import own_attention, wide
+from attnlens.kernels.spec import own_attention, refuse_unpaired, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -141,12 +141,7 @@ class NearestFit:
 
 def _refuse(call: Call) -> None:
     """Raise UsageError if queries and keys are of different tokens, or if query-only terms of logits matter."""
-    if call.cross or call.query.shape[-2] != call.key.shape[-2]:
-        raise UsageError(
-            f"nearest needs the query and the key of each token; this site has {call.query.shape[-2]} queries and "
-            f"{call.key.shape[-2]} keys, of {'two sequences' if call.cross else 'a key-value cache'}.",
-            "Leave out cross-attention with --part, and run without a key-value cache.",
-        )
+    refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
         problem = f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}."
@@ -192,8 +187,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     parameters=(
         choice(
             "part",
-            "part of the logits to keep: symmetric, positive definite (a Mercer kernel), all but the key gate, or all "
-            "but the skew part",
+            "part of the logits to keep: symmetric, positive definite (Mercer), all but the key gate or the skew part",
             ("symmetric", "positive", "no-key", "no-skew"),
         ),
         choice(

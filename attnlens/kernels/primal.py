@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     OutputMap = Float[Tensor, "heads both value_dim"]
     Offset = Float[Tensor, "heads value_dim"]
     PerHead = Float[Tensor, " heads"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
 STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
@@ -78,9 +79,7 @@ class PrimalFit:
         output = attend(call, Kernel(KERNELS["exponential"])).transpose(1, 2)
         self.observe(*features(call, self.samples), output)
 
-    def observe(
-        self, query: Side, key: Side, real: Bool[Tensor, "#batch #heads tokens"] | None, output: Output
-    ) -> None:
+    def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
         """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
@@ -113,14 +112,8 @@ class PrimalFit:
         errors = [squared_loss(choosing, *regression(fitting, fitting.tokens * 0 + each)) for each in STRENGTHS]
         best = torch.tensor(STRENGTHS).to(errors[0])[torch.stack(errors).argmin(0)]
         output_map, offset = regression(whole, best)
-        return {
-            "query_map": query_map,
-            "key_map": key_map,
-            "log_multipliers": log_multipliers,
-            "output_map": output_map,
-            "offset": offset,
-            "tokens": both.tokens / both.sequences,
-        }
+        scores = {"query_map": query_map, "key_map": key_map, "log_multipliers": log_multipliers}
+        return scores | {"output_map": output_map, "offset": offset, "tokens": both.tokens / both.sequences}
 
 
 def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:

@@ -198,14 +198,8 @@ def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable
         key = seen.mean(-2, keepdim=True)
         return combine(seen - key, key)
 
-    return Modifier(
-        name,
-        formula,
-        f"{meaning}; bidirectional heads",
-        source,
-        part=part,
-        caution="For analysis: it decomposes whole matrices of log k, in O(T²) memory.",
-    )
+    caution = "For analysis: it decomposes whole matrices of log k, in O(T²) memory."
+    return Modifier(name, formula, f"{meaning}; bidirectional heads", source, part=part, caution=caution)
 
 
 def _by_name(*modifiers: Modifier) -> dict[str, Modifier]:

@@ -185,10 +185,8 @@ class Kernel:
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
         """Return queries and keys after the tie; raise UsageError if they must be, but are not, of the same tokens."""
-        if self.tie is not None and query.shape[-2] != key.shape[-2]:
-            counts = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-            problem = f"{self.tie} needs the queries and keys of the same tokens; this site has {counts}."
-            raise UsageError(problem, "Leave out cross-attention with --part, and run without a key-value cache.")
+        if self.tie is not None:
+            refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
@@ -211,6 +209,14 @@ class Kernel:
         if self.needs_fit and not self.own_fitted:
             problem = f"{self.info.name} must be fitted before it can be used."
             raise UsageError(problem, "Add --fit and calibration text.")
+
+
+def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
+    """Raise UsageError unless queries and keys are of the same tokens; `cross`: they are of different sequences."""
+    if cross or queries != keys:
+        what = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
+        problem = f"{name} needs the queries and keys of the same tokens; this site {what}."
+        raise UsageError(problem, "Leave out cross-attention with --part, and run without a key-value cache.")
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.sums import average_layer, cosine_features, objectives
+from attnlens.kernels.attention.sums import cosine_features, objectives
 from attnlens.kernels.spec import wide
 from attnlens.maths import ksvd
 
@@ -90,11 +90,8 @@ class PrimalHeads(nn.Module):
             raise UsageError(problem, "Run the model first.")
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
-            raise UsageError(
-                "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing.",
-                "Run it in training mode without these (use_reentrant=False), or call the regulariser under "
-                "torch.no_grad().",
-            )
+            problem = "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing."
+            raise UsageError(problem, "Run it without these, or call the regulariser under torch.no_grad().")
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
 
@@ -155,7 +152,8 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:
         raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
-    total = torch.stack([average_layer(layer.objectives(convention), convention) for layer in layers])
+    objectives = [layer.objectives(convention)[:, None] for layer in layers]
+    total = torch.stack([ksvd.regulariser(objective, convention).mean() for objective in objectives])
     for layer in layers:
         if layer.last is not None and layer.last[0].requires_grad:  # its graph keeps the whole model's activations
             layer.last = None

@@ -10,8 +10,8 @@ from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.attention.rows import by_whole, in_tiles, position_error, refuse_hidden
 from attnlens.kernels.attention.scores import by_scores
-from attnlens.kernels.attention.sums import by_hybrid, by_primal, by_products, by_sums, find_reach, refuse_primal
-from attnlens.kernels.spec import Kernel
+from attnlens.kernels.attention.sums import by_hybrid, by_primal, by_products, by_sums, find_reach
+from attnlens.kernels.spec import Kernel, refuse_unpaired
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -66,14 +66,10 @@ def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
 
 def _refuse(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for combinations that are not defined."""
-    if kernel.info.form == "output":
-        refuse_primal(call)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
         raise position_error("this site attends to another sequence")
-    if call.cross and kernel.tie is not None:
-        problem = f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence."
-        raise UsageError(problem, "Leave out cross-attention with --part.")
-    kernel.apply_tie(call.query, call.key)
+    if name := "primal" if kernel.info.form == "output" else kernel.tie:
+        refuse_unpaired(name, call.query.shape[2], call.key.shape[2], cross=call.cross)
     if kernel.part is not None:
         refuse_hidden(call, kernel)
     if call.sinks is not None and kernel.signed:

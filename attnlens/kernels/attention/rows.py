@@ -126,10 +126,8 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
 
 def position_error(reason: str) -> UsageError:
     """Build the error for a filter if queries have no position among the keys."""
-    return UsageError(
-        f"A filter or hybrid needs the position of each query among the keys, but {reason}.",
-        "Leave out such sites with --part or --layers, or use the kernel without it.",
-    )
+    problem = f"A filter or hybrid needs the position of each query among the keys, but {reason}."
+    return UsageError(problem, "Leave out such sites with --part or --layers, or use the kernel without it.")
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:

@@ -77,10 +77,9 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
     shape = (1, 1) if call.allowed is None else call.allowed.shape
     batches, heads = (size if other > 1 else None for size, other in zip(call.query.shape, shape[:2], strict=False))
     sizes = call.query.shape[2], call.key.shape[2]
+    device = call.query.device
     # `_compile` is private, but without it the mask is built from a matrix of all pairs
-    return create_block_mask(
-        and_masks(*conditions), batches, heads, *sizes, device=call.query.device, _compile=compiled
-    )
+    return create_block_mask(and_masks(*conditions), batches, heads, *sizes, device=device, _compile=compiled)
 
 
 def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attnlens.errors import ModelError, UsageError
 from attnlens.kernels.registry import NEAR_WEIGHT
-from attnlens.kernels.spec import Kernel, score, smallest_kernel, wide
+from attnlens.kernels.spec import Kernel, refuse_unpaired, score, smallest_kernel, wide
 from attnlens.maths import ksvd
 from attnlens.records import Call
 
@@ -235,10 +235,9 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
     The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators.
     """
     exact = torch.promote_types(call.query.dtype, torch.float32)
-    query, key = (
-        kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
-    )
-    query, key = pad(query, (0, 1), value=smallest_kernel(exact)), pad(key, (0, 1), value=1.0)
+    query, key = (x.to(exact) for x in (call.query, call.paired_key))
+    query = pad(kernel.phi(query, call.scale, "query"), (0, 1), value=smallest_kernel(exact))
+    key = pad(kernel.phi(key, call.scale, "key"), (0, 1), value=1.0)
     key = key if real is None else key.masked_fill(~real[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
     return query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0)
@@ -281,22 +280,11 @@ def cosine_features(query: Tokens, key: Tokens, real: Real, *, causal: bool) -> 
 
 def whole_reach(call: Call) -> Reach:
     """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
-    refuse_primal(call)
+    refuse_unpaired("primal", call.query.shape[2], call.key.shape[2], cross=call.cross)
     if (keys_reached := find_reach(call)) is None:
         problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a mask of padding."
         raise UsageError(problem, "Leave out such layers.")
     return keys_reached
-
-
-def refuse_primal(call: Call) -> None:
-    """Raise UsageError if e- and r-scores belong to different tokens."""
-    if call.cross:
-        problem = "Primal attention combines a token's query and key; in cross-attention they belong to two sequences."
-        raise UsageError(problem, "Choose --part encoder or --part decoder.")
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    if queries != keys:
-        problem = f"Primal attention needs the queries of all tokens; here {queries} meet {keys} keys."
-        raise UsageError(problem, "Run without a key-value cache (use_cache=False).")
 
 
 def by_primal(call: Call, kernel: Kernel) -> Sums:
@@ -307,16 +295,12 @@ def by_primal(call: Call, kernel: Kernel) -> Sums:
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies, for one layer under a primal kernel: see `average_layer`."""
+    """Compute the term that η multiplies, for one layer under a primal kernel, averaged over sequences."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
     maps = query_map, key_map, log_multipliers.exp()
-    return average_layer(objectives(query @ query_map, key @ key_map, *maps, real, convention), convention)
-
-
-def average_layer(objective: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
-    """Average one layer's regulariser over sequences: Σ_heads J² (paper), (mean_heads J)² (code)."""
+    objective = objectives(query @ query_map, key @ key_map, *maps, real, convention)
     return ksvd.regulariser(objective[:, None], convention).mean()
 
 
