@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -95,7 +95,7 @@ class Rule:
     @property
     def place(self) -> str:
         """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
-        return _format_place(self.file)
+        return "" if self.file is None else f"{clean(self.file)}: "
 
     @property
     def id(self) -> str:
@@ -177,19 +177,10 @@ def _parse_error(text: object, why: str) -> UsageError:
     return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
 
 
-def _format_place(file: str | None) -> str:
-    return "" if file is None else f"{clean(file)}: "
-
-
-def _build_rule(subject: str, text: object, file: str | None = None) -> Rule:
-    """Build a rule; raise a UsageError that names its file if the rule is invalid."""
+def _build_rule(subject: str, text: object) -> Rule:
     if not subject.strip("| "):
-        problem = f"{_format_place(file)}the rule {format_value(text)} does not name a measure."
-        raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
-    try:
-        return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)), file=file)
-    except UsageError as error:
-        raise UsageError(f"{_format_place(file)}{error.problem}", error.remedy) from None
+        raise UsageError(f"The rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}.")
+    return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)))
 
 
 def parse_rule(text: object) -> Rule:
@@ -203,23 +194,24 @@ def parse_rule(text: object) -> Rule:
 
 def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
     """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
-    rules: list[Rule] = []
-    for subject, texts in _flatten(table):
-        if not isinstance(texts, str | list | tuple) or not texts:
-            problem = f"{_format_place(file)}{clean(subject)} has no condition: {format_value(texts)}."
-            raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
-        rules += [_build_rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
-    return rules
+    try:
+        return [replace(rule, file=file) for rule in _parse_entries(table)]
+    except UsageError as error:
+        raise UsageError(f"{'' if file is None else clean(file) + ': '}{error.problem}", error.remedy) from None
 
 
-def _flatten(table: Mapping[str, object], before: str = "") -> Iterable[tuple[str, object]]:
+def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Rule]:
     if before.count(".") > DEEPEST:
         raise UsageError(f"A table of rules is nested more than {DEEPEST} levels deep.", f"Write, e.g., {EXAMPLE}.")
     for name, value in table.items():
+        subject, texts = f"{before}{name}", [value] if isinstance(value, str) else value
         if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{before}{name}.")
+            yield from _parse_entries(value, f"{subject}.")
+        elif isinstance(texts, list | tuple) and texts:
+            yield from (_build_rule(subject, text) for text in texts)
         else:
-            yield f"{before}{name}", value
+            problem = f"{clean(subject)} has no condition: {format_value(value)}."
+            raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
@@ -267,10 +259,9 @@ def rules_of(source: object) -> list[Rule]:
 class Tolerance:
     """Bounds for changes: a head has moved if it exceeds both the larger bound and chance."""
 
-    relative: float = RELATIVE  # Allowed change as a share of the baseline's value
-    absolute: float | None = None
-    """Allowed change in the measure's own unit; None: `relative` of the measure's range, if it has one."""
-    fdr: float = FDR  # Share of heads named by chance among those named by a p-value
+    relative: float = RELATIVE  # allowed change as a share of the baseline's value
+    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one
+    fdr: float = FDR  # share of heads named by chance among those named by a p-value
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
@@ -284,9 +275,8 @@ class Tolerance:
         """Raise UsageError for invalid bounds."""
         bounds = {"relative": self.relative, "absolute": self.absolute, "fdr": self.fdr}
         for name, number in bounds.items():
-            if name == "absolute" and number is None:
-                continue
             most = 1.0 if name == "fdr" else math.inf
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
+            valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
+            if not valid and not (name == "absolute" and number is None):
                 problem = f"{name}={format_value(number)} is not a valid tolerance."
                 raise UsageError(problem, "Give a number of at least 0, such as 0.05.")

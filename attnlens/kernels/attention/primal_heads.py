@@ -82,8 +82,7 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute J of the last forward pass, by sequence and head.
 
-        Raises UsageError if there was no pass, if `regulariser` used it up, or if it recorded no gradients to train J
-        by.
+        Raises UsageError if there was no pass, if `regulariser` used it up, or if it recorded no gradients.
         """
         if self.last is None:
             problem = "J is computed from a forward pass, but none has run since the last call of the regulariser."
@@ -111,8 +110,7 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    `samples` > 0 selects the paper's F = X': each head's slice of evenly spaced rows of the input; not for causal
-    heads.
+    `samples` > 0: the paper's F = X', each head's slice of evenly spaced rows of the input; not for causal heads.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:

@@ -23,8 +23,7 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v, for signed kernels Σ k v / Σ k, in models' layout.
 
     All routes sum over the same keys without truncation and differ only by rounding. Rows that may see nothing have no
-    such sum: they are uniform in row tiles and bands, zero elsewhere. Raises UsageError if no route supports the call:
-    see route.
+    such sum: they are uniform in row tiles and bands, zero elsewhere. Raises UsageError if no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
