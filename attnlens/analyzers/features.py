@@ -8,8 +8,7 @@ from functools import partial
 from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
-ERROR = 0.1
-"""ε: largest mean total variation, in [0, 1], between the two attentions of a query."""
+ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
 LARGEST = 64  # last order that the kernel taylor:N accepts
 WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"

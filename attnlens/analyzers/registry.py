@@ -62,8 +62,7 @@ class MeasureInfo:
     beside: str = ""  #: Measure with the value under uniform attention, if it is hard to interpret without it
     matrix: str = ""  #: Matrix that it is computed from, if measures of the same name use others: `M`
     series: int = 0  #: Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them
-    space: str = ""
-    """Space of the question, if an analyzer poses it in several: their numbers are separate in tables and plots."""
+    space: str = ""  #: Space of the question, if an analyzer poses it in several, which tables and plots separate
     use: str = ""  #: Advice on using the result, in a sentence or two
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
@@ -159,8 +158,7 @@ class GatheringPlace:
     """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
     bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = None
-    """Selection of tokens by a query: the fewest whose weights sum to at least this share; None: the largest one."""
+    top_p: float | None = None  # a query selects the fewest tokens whose weights sum to this share; None: the largest
     shown: bool = False  # true if the posed problem is shown as well as measured
 
 
@@ -169,8 +167,7 @@ class Answer:
     """Results of a gatherer for one head."""
 
     measures: dict[str, Measure]  # measures by qualified name, each with its value or its own reason for lacking one
-    windows: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Values per sequence, by qualified name, for measures that are means over sequences; they give mean and error."""
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # values per sequence of means over sequences
     curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only those with a value
     shown: Selection | None = None  # posed problem if it is shown; without the tokens' texts at this point
 

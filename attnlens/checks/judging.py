@@ -77,8 +77,7 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     """Build one check per measure; a head fails if it changed beyond tolerance and chance, or lost or gained a value.
 
     z = (now − then)/√(se² + se²), p from the normal distribution, Benjamini–Hochberg over heads × measures. Runs count
-    as independent, which is conservative for the same windows (`compare` pairs them); without a standard error any
-    change beyond tolerance fails.
+    as independent, which is conservative for the same windows (`compare` pairs them).
     """
     moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
     tested = [move.p for changes in moves.values() for move in changes if move.p is not None]

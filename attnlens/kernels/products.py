@@ -156,8 +156,7 @@ class OriginFit:
     """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
 
     Pairs are weighted half by attention, half uniformly. With γ fixed this is the regression of ½‖k‖² + (1 −
-    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖², so the kernel stays an RBF unless
-    all keys lie on a sphere.
+    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖² unless all keys lie on a sphere.
     """
 
     def __init__(self, gamma: float) -> None:

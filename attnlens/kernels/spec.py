@@ -289,8 +289,8 @@ def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
-    the head attends. The uniform half keeps the other keys, which a wrong fit could raise. A row sums to 1, minus half
-    of a sink's weight.
+    the head attends. The uniform half keeps the other keys, which a wrong fit could raise. A sink takes half its
+    weight.
     """
     seen = pairs_seen(call.query, call.paired_key, call.visible())
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2

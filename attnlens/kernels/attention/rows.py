@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     Outputs = Float[Tensor, "batch heads queries value_dim"]
 
 
-GAP = -math.log(torch.finfo(torch.float64).eps)
-"""Score difference beyond which the lower score has no weight: e^−36 is float64's rounding."""
-
-LOST = -1 / torch.finfo(torch.float32).eps
-"""Numbers up to this, when added, erase a float32 score's decimals: −1e9 and the dtype's minimum are below it."""
+GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more has no weight: e^−36 is float64's rounding
+LOST = -1 / torch.finfo(torch.float32).eps  # numbers up to this erase a float32 score's decimals: −1e9, dtype's minimum
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -83,8 +80,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
     """Find the position of every query among the keys, and the start of each sequence: the first key that is seen.
 
     Without a key-value cache query i is key i; with one, a query's own key is the last one that it may see. Raises
-    UsageError for cross-attention, and for a filter that counts from the start of the text if the model's own sliding
-    window hides that start behind a cache.
+    UsageError for cross-attention, and if the filter counts from a start that a sliding window hides behind a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:

@@ -27,8 +27,7 @@ COMPILATION = {  # torch's settings for these kernels
     "specialize_float": True,
     "specialize_int": True,
 }
-ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""Maps indices (batch, head, query, key) to an entry of a mask or bias."""
+ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch, head, query, key) → entry of a mask
 
 
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:

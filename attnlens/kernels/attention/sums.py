@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
-    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's own q', k' and s'.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v by the kernel's own q', k', s'; blind rows are zero.
 
-    Rows that may see nothing are zero. No tensor of size queries × keys is made except the mask that the model itself
-    passes, or its sum with the bias.
+    No tensor of size queries × keys is made except the model's own mask, or its sum with the bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
     query, key = kernel.apply_tie(call.query, call.paired_key)
@@ -256,8 +255,7 @@ def features(call: Call, samples: int = 0) -> PrimalInputs:
 
     As in the published code, both are averaged over the tokens 0 … i *before* they are normalised. F is the identity if
     `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's input). Raises
-    UsageError for cross-attention, a key-value cache, a mask that is neither causal nor of padding, and samples under a
-    causal mask.
+    UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
     query, key = cosine_features(call.query, call.paired_key, real, causal=causal)
