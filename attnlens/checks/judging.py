@@ -7,7 +7,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
 from attnlens.checks.rule import Rule, Tolerance
@@ -56,42 +55,25 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
     yield "measures", missing
 
 
-@dataclass(frozen=True)
-class Move:
-    """One measure of one head, then and now."""
-
-    head: Head
-    now: float | None
-    then: float | None
-    p: float | None  # two-sided p-value; None without standard errors
-
-    @property
-    def size(self) -> float:
-        """Absolute change: infinite if the value appeared or vanished."""
-        if self.now is None or self.then is None:
-            return 0.0 if self.now is self.then else math.inf
-        return abs(self.now - self.then)
-
-
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
     """Build one check per measure; a head fails if it changed beyond tolerance and chance, or lost or gained a value.
 
     z = (now − then)/√(se² + se²), p from the normal distribution, Benjamini–Hochberg over heads × measures. Runs count
     as independent, which is conservative for the same windows (`compare` pairs them).
     """
-    moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
-    tested = [move.p for changes in moves.values() for move in changes if move.p is not None]
+    changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
+    tested = [change.p for column in changes.values() for change in column if change.p is not None]
     largest = largest_rejected(tested, tolerance.fdr)
     checks = []
-    for name, changes in moves.items():
-        if all(move.then is None and move.now is None for move in changes):
+    for name, column in changes.items():
+        if all(change.base is None and change.value is None for change in column):
             continue
         bounds = tolerance.of(find_measure(name))
         significant = [
-            move
-            for move in sorted(changes, key=lambda move: move.size, reverse=True)
-            if move.size > max(bounds.absolute or 0.0, bounds.relative * abs(move.then or 0.0))
-            and (move.p is None or move.p <= largest)
+            change
+            for change in sorted(column, key=_size, reverse=True)
+            if _size(change) > max(bounds.absolute or 0.0, bounds.relative * abs(change.base or 0.0))
+            and (change.p is None or change.p <= largest)
         ]
         wanted = f"as the baseline ({bounds})"
         checks.append(
@@ -101,17 +83,24 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
                 subject=name,
                 wanted=wanted,
                 passed=not significant,
-                heads=len(changes),
-                breaches=[breach(move.head, move.now, move.then, move.p) for move in significant],
+                heads=len(column),
+                breaches=significant,
                 file=file,
             )
         )
     return checks
 
 
-def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
-    """Compare one measure of every head with the baseline's column."""
-    moves = []
+def _size(change: Breach) -> float:
+    """Return the absolute change: infinite if the value appeared or vanished."""
+    if change.value is None or change.base is None:
+        return 0.0 if change.value is change.base else math.inf
+    return abs(change.value - change.base)
+
+
+def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
+    """Compare one measure of every head with the baseline's column; p is two-sided, None without standard errors."""
+    changes = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
         measure, p = head.measures.get(name), None
         now, se = (None, None) if measure is None else (measure.value, measure.se)
@@ -119,8 +108,8 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
             spread, change = math.hypot(se, error), abs(now - then)
             if spread > 0 and math.isfinite(change / spread):  # not for numbers near the largest float
                 p = math.erfc(change / spread / 2**0.5)
-        moves.append(Move(head, now, then, p))
-    return moves
+        changes.append(breach(head, now, then, p))
+    return changes
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:

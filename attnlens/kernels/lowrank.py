@@ -119,8 +119,6 @@ class Grams:
 
     def solve(self) -> Latents:
         """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
-        from torch.nn.functional import pad
-
         queries, *sums = self.sums
         size, maps = queries.shape[-1], []
         means = queries.new_zeros(len(queries), size) if self.turn is not None else None
@@ -132,7 +130,7 @@ class Grams:
                 means[list(group)] = mean.view(len(group), size)
             blocks: Tensor = torch.block_diag(*queries[list(group)])  # type: ignore[no-untyped-call]
             border = 0, width - len(second), 0, width - len(second)
-            maps.append([pad(side, border) for side in directions(blocks, second)])
+            maps.append([torch.nn.functional.pad(side, border) for side in directions(blocks, second)])
         query_map, key_map = (torch.stack(side) for side in zip(*maps, strict=True))
         return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
 

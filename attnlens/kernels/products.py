@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.kernels.registry import PAIR, SCORE, KernelParameter, kernel, torch
 from attnlens.kernels.spec import centre_rows, log_magnitude, pairs_weighted, sample_rows, wide
+from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Weight = Float[Tensor, "heads half head_dim"]
     Origin = Float[Tensor, "heads head_dim"] | None
 
+dual = LazyModule("attnlens.maths.ksvd.dual")
 SERIES = {**SCORE, "features": "finite", "fused": "FlexAttention; row tiles on a CPU"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
@@ -282,7 +284,7 @@ class BetaFit:
         """Add this batch's two sums."""
         (query, seen), key = sample_rows(call), call.paired_key.double()
         logits = centre_rows(query @ key.mT * call.scale, seen)
-        cosine = centre_rows(_unit(query) @ _unit(key).mT, seen)
+        cosine = centre_rows(dual.unit(wide(query)) @ dual.unit(wide(key)).mT, seen)
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
@@ -292,19 +294,13 @@ class BetaFit:
         return {"beta_of_head": (self.product / self.square.clamp_min(tiny)).clamp_min(0.0)}
 
 
-def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
-    from attnlens.maths.ksvd.dual import unit
-
-    return unit(wide(x))
-
-
 def _cosine_dot(
     query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None
 ) -> tuple[Query, Key, float]:
-    unit = _unit(query)
+    unit = dual.unit(wide(query))
     if beta_of_head is not None:
         unit, beta = unit * beta_of_head.to(unit)[:, None, None], 1.0
-    return unit.to(query), _unit(key).to(key), beta
+    return unit.to(query), dual.unit(wide(key)).to(key), beta
 
 
 @kernel(
@@ -367,10 +363,8 @@ def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -
     The exponent is bounded instead of shifted by a maximum over tokens, so that no later token changes an earlier one's
     features. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130: attention is even there.
     """
-    from attnlens.maths.ksvd.dual import orthogonal_draws
-
     x = wide(x) * scale**0.5
-    exponent = x @ orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
+    exponent = x @ dual.orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
     return exponent.clamp_max(LARGEST_EXPONENT).exp() / math.sqrt(count)
 
 
@@ -394,9 +388,7 @@ class LearnedStart:
 
     def update(self, call: Call) -> None:
         """Record the shapes of a batch."""
-        from attnlens.maths.ksvd.dual import orthogonal_draws
-
-        weight = orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
+        weight = dual.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 
     def solve(self) -> dict[str, Weight]:
