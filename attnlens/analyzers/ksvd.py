@@ -170,10 +170,9 @@ def of_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular space.
 
-    Chen et al. 2023 put the values in place of K's right singular vectors; the obvious measure would use centred values
-    and the space of K itself. But if rank90 = 1, that space is one near-constant vector, which no centred value has a
-    part in: the share would be 0 by construction, and s/n not its expectation. Centring K over keys, like the values,
-    leaves both in the n − 1 dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
+    Chen et al. 2023 put the values in place of K's right singular vectors. In the space of K itself, a near-constant
+    vector if rank90 = 1, centred values have no part. Centring K over keys, like the values, leaves both in the n − 1
+    dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

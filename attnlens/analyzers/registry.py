@@ -28,11 +28,10 @@ else:  # analyzers import both names, and importing the registry must not load t
 
 Function = TypeVar("Function", bound=Callable[..., object])
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention give other values."
-NULLS = {
+NULLS = {  # meaning of a null's value, by kind of null
     "factors": "the value expected by chance (random W_Q, W_K)",
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
-"""Meaning of a null's value, by kind of null."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class MeasureInfo:
 OWN_ROWS, ROWS, FORMS = "compare.own_kl", "compare.row_kl", "compare.form_change"
 QUERY_ANGLE, KEY_ANGLE = "compare.query_angle", "compare.key_angle"
 distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing="one of the models has no value")
-BETWEEN_ROWS = (
+BETWEEN_ROWS = (  # distances between the attention rows of the same windows
     distance(
         OWN_ROWS,
         "change in attention if each block of the second model gets the first model's hidden states: its own share",
@@ -96,8 +95,7 @@ BETWEEN_ROWS = (
         use="If it names a head that compare.own_kl does not, the cause is in an earlier layer.",
     ),
 )
-"""Distances between the attention rows of the same windows."""
-BETWEEN_FORMS = (
+BETWEEN_FORMS = (  # distances between the weights
     distance(
         FORMS,
         "relative change of the form M; under RoPE M is that of equal positions",
@@ -118,7 +116,6 @@ BETWEEN_FORMS = (
         for name, readers, matrix in ((QUERY_ANGLE, "queries", "W_Q"), (KEY_ANGLE, "keys", "W_K"))
     ),
 )
-"""Distances between the weights."""
 DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)  # each is 0 between equal heads
 NAMED = distance(  # pages and rules use it alongside the changes
     "compare.named",

@@ -29,13 +29,11 @@ else:
     torch = LazyModule("torch")
 
 MOST_QUERIES = 64  # most queries posed per head
-WORDS: dict[Space, dict[str, str]] = {
+WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces in OF_SPACE
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
-"""Replacements for the names in braces in OF_SPACE."""
-SPACES: tuple[Space, ...] = tuple(WORDS)
-"""On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
+SPACES: tuple[Space, ...] = tuple(WORDS)  # on the inputs with the head's M, or on k and q with s·I: not comparable
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
 selection_share = partial(selection_measure, low=0, high=1)
@@ -49,7 +47,7 @@ DECIDED = selection_share(
     series=1,
     use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
 )
-POSED = (
+POSED = (  # measures of what was posed, which is chosen once for all spaces
     posed_measure(
         "selection.queries",
         "queries posed: the most decided ones, over all sequences",
@@ -65,8 +63,7 @@ POSED = (
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
     ),
 )
-"""Measures of what was posed, which is chosen once for all spaces."""
-OF_SPACE = (
+OF_SPACE = (  # measures of a head by the SVM of one space
     selection_measure(
         "margin",
         "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
@@ -119,7 +116,6 @@ OF_SPACE = (
         use="A curve that starts near 0 and soon rises has few near-ties; an SVM's curve is flat near 1.",
     ),
 )
-"""Measures of a head by the SVM of one space."""
 
 
 def qualify_name(what: str, space: Space) -> str:

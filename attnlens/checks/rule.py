@@ -28,8 +28,7 @@ EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
-WHOLE = ("min", "max", "mean", "median", "count", "value")
-"""Aggregates without a number in their name; `value` compares every head, or a single field, by itself."""
+WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value` compares every head, or a single field, by itself
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
 FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
 OPERATORS = {

@@ -223,8 +223,7 @@ def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
-    # strict: a zero matrix has border 0 and keeps no direction
-    nonzero = values > border
+    nonzero = values > border  # strict: a zero matrix has border 0 and keeps no direction
     root = torch.where(nonzero, values, 0.0).sqrt()
     inverse = torch.where(nonzero, torch.where(nonzero, values, 1.0).rsqrt(), 0.0)
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
@@ -318,8 +317,7 @@ def share_keys(
     turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
     if turn is not None:
         key = turn.rotate(key, token_positions(call)[1], back=True)
-    # each latent is computed once, from the first head that reads it
-    rows = [tuple(row) for row in members.tolist()]
+    rows = [tuple(row) for row in members.tolist()]  # each latent is computed once, from the first head that reads it
     distinct = list(dict.fromkeys(rows))
     leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
     latent = torch.einsum("bugnd,ugdw->bunw", key[:, distinct], key_map[leaders].to(key))[:, which]

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     Signs = Float[Tensor, "heads rank"] | None
     Square = Float[Tensor, "*heads size size"]
 
-STEPS, ENOUGH = 500, 1e-9
-"""Most steps towards the nearest positive form, and the relative change below which they end: far below the float32 in
-which the form is applied, and far above the rounding of float64 steps."""
+STEPS, ENOUGH = 500, 1e-9  # towards the nearest positive form: most steps, and the relative change that ends them
 
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:

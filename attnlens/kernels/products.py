@@ -69,8 +69,7 @@ class OffsetFit:
         """Return `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets, best = errors.new_tensor(self.offsets), errors.argmin(0)
-        # 0 and the ends of each sign's grid have only one neighbour of the same sign
-        size = len(self.offsets) // 2
+        size = len(self.offsets) // 2  # 0 and the ends of each sign's grid have only one neighbour of the same sign
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
         at = best.clamp(1, len(self.offsets) - 2)
         before, here, after = (errors.gather(0, (at + step)[None])[0] for step in (-1, 0, 1))
@@ -203,8 +202,7 @@ def _rbf_dot(
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16
-        parts.append((term - parts[0]).to(key))
+        parts.append((term - parts[0]).to(key))  # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
 
@@ -321,8 +319,7 @@ def cosine(query: Query, key: Key, scale: float, beta: float, beta_of_head: PerH
     return factor * (query @ key.mT)
 
 
-# Performer's code adds it to every feature (kernel_epsilon), so that no row of attention is 0/0
-RELU_FLOOR = 1e-3
+RELU_FLOOR = 1e-3  # Performer's code adds it to every feature (kernel_epsilon), so that no row of attention is 0/0
 # bound of ⟨ω, x√s⟩ − s‖x‖²/2, which is reached only √80 standard deviations of ω away: 40/‖x√s‖ + ‖x√s‖/2 ≥ √80
 LARGEST_EXPONENT = 40.0
 

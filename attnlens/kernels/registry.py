@@ -64,17 +64,15 @@ class KernelInfo:
     """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
     pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
     function: Callable[..., Tensor]
-    """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
-    features: (x, scale, side, **parameters) → φ with side "query" or "key";
-    output: (φ(q), φ(k), **parameters) → output."""
+    """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k; features: (x, scale,
+    "query" or "key", **parameters) → φ; output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[KernelParameter, ...] = ()
     sign: Callable[..., Tensor] | None = None  # score: (score, **parameters) → sign of k, if it can be negative
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
     equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → the call whose exponential kernel equals this kernel, for keys that combine
-    several heads, positions or queries; None if `dot` suffices."""
+    """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel; None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
     fused: str = "row tiles"  # fast and exact method of computation
@@ -87,8 +85,7 @@ class KernelInfo:
     needs_fit: bool = False  # True if the kernel is undefined without calibration text (rank)
     caution: str = ""  # caveat for readers of its numbers, in one sentence
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → the tie of the model's own kernel that replaces it for an analysis of the evaluated text; None
-    if the kernel is a model."""
+    """(**parameters) → tie of the model's own kernel that replaces it, to analyse the evaluated text; None for a model."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:
@@ -207,7 +204,7 @@ def _by_name(*modifiers: Modifier) -> dict[str, Modifier]:
 
 
 PARTS = "Schoenberg 1938; Wright & Gonzalez 2021"
-TIES = _by_name(
+TIES = _by_name(  # of queries and keys, for self-attention only
     Modifier(
         "symmetric",
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
@@ -247,10 +244,9 @@ TIES = _by_name(
         lambda core, key: core,
     ),
 )
-"""Ties of queries and keys, for self-attention only."""
 
 WIDTH = KernelParameter("width", "tokens on each side, itself included", int, low=1, high=2**31)
-FILTERS = _by_name(
+FILTERS = _by_name(  # which keys a query keeps, by position
     Modifier(
         "window",
         "|i − j| < w",
@@ -278,9 +274,6 @@ FILTERS = _by_name(
         lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),
     ),
 )
-"""Filters: which keys a query keeps, by position."""
-
-
 LOLCATS = "Zhang et al. 2024 (LoLCATs)"
 HYBRIDS = _by_name(
     *(

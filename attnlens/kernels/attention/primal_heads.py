@@ -12,7 +12,6 @@ from torch import nn
 
 from attnlens.errors import UsageError
 from attnlens.kernels.attention.sums import cosine_features, objectives
-from attnlens.kernels.spec import wide
 from attnlens.maths import ksvd
 
 if TYPE_CHECKING:
@@ -65,16 +64,9 @@ class PrimalHeads(nn.Module):
 
         For `causal` see `features`. Raises UsageError if rows are missing, or for sampling with `causal`.
         """
-        query, key = cosine_features(query, key, real, causal=causal)
-        if self.samples:
-            what = "Data-dependent primal attention"
-            if causal:
-                problem = f"{what} samples rows of the whole text, which is not allowed under a causal mask."
-                raise UsageError(problem, "Use samples=0.")
-            if rows is None:
-                raise UsageError(f"{what} needs the inputs that its rows are sampled from.", "Pass rows.")
-            chosen = ksvd.evenly_spaced(wide(rows), self.samples, real)
-            query, key = query @ chosen.mT, key @ chosen.mT
+        if self.samples and rows is None:
+            raise UsageError("Primal attention needs the inputs that its rows are sampled from.", "Pass rows.")
+        query, key = cosine_features(query, key, real, causal=causal, samples=self.samples, rows=rows)
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
         self.last = (e, r, real) if self.training else (e.detach(), r.detach(), real)
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]

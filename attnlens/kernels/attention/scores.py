@@ -19,12 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COMPILATION = {  # torch's settings for these kernels
-    # otherwise a kernel recompiled too often silently falls back to O(T²) memory
-    "fail_on_recompile_limit_hit": True,
-    # torch counts all kernels and kinds of shapes of a process together
-    "recompile_limit": 64,
-    # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
-    "specialize_float": True,
+    "fail_on_recompile_limit_hit": True,  # otherwise a kernel recompiled too often silently falls back to O(T²) memory
+    "recompile_limit": 64,  # torch counts all kernels and kinds of shapes of a process together
+    "specialize_float": True,  # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
     "specialize_int": True,
 }
 ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch, head, query, key) → entry of a mask
@@ -40,8 +37,7 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     flex = cast("Callable[..., Tensor]", _compile_flex(kernel.spelling) if compiled else flex_attention)
     mod = _score_mod(call, kernel)
-    # private, but the only way to change these settings for one call
-    with torch._dynamo.config.patch(COMPILATION):
+    with torch._dynamo.config.patch(COMPILATION):  # private, but the only way to change these settings for one call
         mask = _block_mask(call, kernel, compiled=compiled)  # is compiled too
         return flex(query, key, call.paired_value, score_mod=mod, block_mask=mask, scale=call.scale)
 

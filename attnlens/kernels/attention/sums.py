@@ -110,8 +110,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     # Σ_j v_j over the allowed keys, and their number: what uniform attention sums
     uniform = value if real is None else value.masked_fill(~real[..., None], 0.0)
     uniform = uniform.cumsum(-2) if causal else uniform.sum(-2, keepdim=True)
-    # if a signed sum cancels, adding the least number would hide it
-    if kernel.signed:
+    if kernel.signed:  # if a signed sum cancels, adding the least number would hide it
         sums = torch.where((sums == 0).all(-1, keepdim=True), uniform, sums)
     else:
         sums = sums + smallest_kernel(exact) * uniform
@@ -258,22 +257,24 @@ def features(call: Call, samples: int = 0) -> PrimalInputs:
     UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
-    query, key = cosine_features(call.query, call.paired_key, real, causal=causal)
-    if samples:
-        if causal:
-            problem = "samples takes rows of the whole text, but this site's mask is causal: future tokens would leak."
-            raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
-        rows = ksvd.evenly_spaced(key, samples, real)
-        query, key = query @ rows.mT, key @ rows.mT
-    return PrimalInputs(query, key, real)
+    return PrimalInputs(*cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real)
 
 
-def cosine_features(query: Tokens, key: Tokens, real: Real, *, causal: bool) -> tuple[Tokens, Tokens]:
-    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`, in float32 or better."""
+def cosine_features(
+    query: Tokens, key: Tokens, real: Real, *, causal: bool, samples: int = 0, rows: Tokens | None = None
+) -> tuple[Features, Features]:
+    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`, times `samples` rows (or keys)."""
     query, key = wide(query), wide(key)
     if causal:
         query, key = running(query, real), running(key, real)
-    return ksvd.unit(query), ksvd.unit(key)
+    query, key = ksvd.unit(query), ksvd.unit(key)
+    if samples and causal:
+        problem = "samples takes rows of the whole text, but the mask is causal: future tokens would leak."
+        raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
+    if samples:
+        chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)
+        query, key = query @ chosen.mT, key @ chosen.mT
+    return query, key
 
 
 def whole_reach(call: Call) -> Reach:
