@@ -51,16 +51,14 @@ HEAD_MEASURES = (
     ),
     taylor_order(
         "features.taylor_order",
-        f"order at which the truncated exponential series gives attention {WITHIN}; 0: uniform attention suffices (not "
-        "identified)",
+        f"order at which the exponential series gives attention {WITHIN}; 0: uniform suffices (not identified)",
         PLAIN,
         identified="nowhere",
         use="If 4, swap-kernel --kernel taylor:4 nearly preserves the head; compare models by features.centred_order.",
     ),
     taylor_order(
         "features.centred_order",
-        "order of the truncated series if each query's scores are first centred over its visible keys: attention "
-        f"{WITHIN}",
+        f"order of the truncated series for attention {WITHIN}, if scores are first centred over the visible keys",
         CENTRED,
         ends="both",
         use="If small, a polynomial of that degree in the centred scores could replace the exponential.",

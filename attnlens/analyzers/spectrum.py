@@ -76,8 +76,7 @@ TOKENS = (
         headline=True,
         ends="both",
         series=10,
-        use="Near 0 a head picks single keys, near 1 it averages all of them. If it falls to 0 in many heads at once "
-        "during training, attention is collapsing.",
+        use="Near 0 a head picks single keys, near 1 it averages all; if many heads fall to 0, attention collapses.",
     ),
     attention_share(
         "tokens.max_weight",

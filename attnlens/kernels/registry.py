@@ -85,7 +85,7 @@ class KernelInfo:
     needs_fit: bool = False  # True if the kernel is undefined without calibration text (rank)
     caution: str = ""  # caveat for readers of its numbers, in one sentence
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → tie of the model's own kernel that replaces it, to analyse the evaluated text; None for a model."""
+    """(**parameters) → tie of the model's own kernel that replaces it, to analyse the evaluated text; None if none."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:
