@@ -82,13 +82,12 @@ GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, so it is not identified"
 KERNEL, SCORES = "kernel_shares", "score_shares"  # totals that the shares are parts of
-score_share = partial(share, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True)
+score_share = partial(share, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True, ends="largest")
 kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
     missing=f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}",
     identified="all pairs",
     wholes=(KERNEL,),
-    ends="largest",
 )
 TOKENS = (
     kernel_share(
@@ -125,7 +124,6 @@ TOKENS = (
         "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         self_only=False,
         wholes=(KERNEL, SCORES),
-        ends="largest",
         use="Near 1 all queries attend to the same keys: one weight per key would suffice. In bidirectional heads "
         "swap-kernel --kernel keyless measures the loss without this part.",
     ),
@@ -134,7 +132,6 @@ TOKENS = (
         "share of the score variance explained by the distance beyond the key (a linear term counts as the key's)",
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
-        ends="largest",
         use="Large in positional heads; swap-kernel --kernel window:64 measures whether a window would suffice.",
     ),
     score_share(
@@ -143,7 +140,6 @@ TOKENS = (
         "R_abc/R_a; cross-attention: R_ab/R_a",
         self_only=False,
         wholes=(SCORES,),
-        ends="largest",
         use="If small, key and distance determine the scores; a simpler head may suffice.",
     ),
     score_share(
@@ -152,7 +148,6 @@ TOKENS = (
         "mean of p_ij over queries that see two keys or more, j the first of them",
         self_only=False,
         missing="no query sees two keys",
-        ends="largest",
         beside="tokens.first_if_even",
         use="Far above tokens.first_if_even, the head has a sink: keep the first tokens (--kernel sink-window:4,64).",
     ),
