@@ -82,7 +82,7 @@ class PrimalHeads(nn.Module):
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
             problem = "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing."
-            raise UsageError(problem, "Run it without these, or call the regulariser under torch.no_grad().")
+            raise UsageError(problem, "Run it without these (use_reentrant=False), or compute J under torch.no_grad().")
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
 
