@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -31,7 +31,7 @@ CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?
 WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value` compares every head, or a single field, by itself
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
 FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
-OPERATORS = {
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne},
 }
@@ -49,7 +49,7 @@ class Criterion:
         """Return whether the number satisfies the comparison."""
         if self.operator == "in":
             return self.low <= number <= self.high
-        return bool(OPERATORS[self.operator](number, self.low))
+        return OPERATORS[self.operator](number, self.low)
 
     def excess(self, number: float) -> float:
         """Compute the distance between the number and the allowed values; larger is worse."""

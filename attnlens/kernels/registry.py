@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
 from attnlens.lazy import LazyModule
@@ -106,7 +106,7 @@ class Fit(Protocol):
         """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
 
 
-PAIR: dict[str, object] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
+PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
 SCORE = {**PAIR, "form": "score"}  # facts that most kernels of queries and keys, and of the score, have in common
 KERNELS: dict[str, KernelInfo] = {}
 """Registered kernels by name. Python imports the package, which registers the built-in ones, first: before plug-ins."""
@@ -146,7 +146,8 @@ def _positive(core: Pairs) -> Pairs:
 def positive_part(form: Pairs) -> Pairs:
     """Compute [X]₊ of a symmetric X: negative eigenvalues become 0. If eigenvalues are equal, it has no gradient."""
     values, vectors = torch.linalg.eigh(form)
-    return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
+    positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
+    return positive
 
 
 @dataclass(frozen=True)
