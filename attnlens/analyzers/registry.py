@@ -229,9 +229,14 @@ def analyzer(
     return register
 
 
-gathering = partial(analyzer, kind=Gathering)
-"""Register a function GatheringPlace → Gatherer, one question over several sequences; `needs_inputs`: of the modules'
-inputs. The other arguments are those of `analyzer`."""
+def gathering(
+    name: str, source: Source, measures: Iterable[MeasureInfo], **options: bool
+) -> Callable[[Function], Function]:
+    """Register a function GatheringPlace → Gatherer, one question over several sequences, as the analyzer `name`.
+
+    `needs_inputs`: it needs the modules' inputs. `by_default` and `replace` are those of `analyzer`.
+    """
+    return analyzer(name, source, measures, kind=Gathering, **options)
 
 
 def list_analyzers() -> list[Analyzer | Gathering]:
