@@ -276,24 +276,21 @@ FILTERS = _by_name(  # which keys a query keeps, by position
     ),
 )
 LOLCATS = "Zhang et al. 2024 (LoLCATs)"
-HYBRIDS = _by_name(
-    *(
-        replace(
-            window,
-            name=name,
-            formula="a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) "
-            f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
-            meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
-            source=source,
-            caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
-            "unchanged.",
-        )
-        for name, window, source in (
-            ("hybrid", FILTERS["window"], LOLCATS),
-            ("sink-hybrid", FILTERS["sink-window"], f"{LOLCATS}; Xiao et al. 2024"),
-        )
+HYBRIDS = {  # near keys, which a filter keeps, have the model's own kernel, and all other keys a kernel of features
+    name: replace(
+        window,
+        name=name,
+        formula="a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) "
+        f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
+        meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
+        source=source,
+        caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
+        "unchanged.",
     )
-)
-"""Hybrids: near keys, which a filter keeps, have the model's own kernel, and all other keys a kernel of features."""
+    for name, window, source in (
+        ("hybrid", FILTERS["window"], LOLCATS),
+        ("sink-hybrid", FILTERS["sink-window"], f"{LOLCATS}; Xiao et al. 2024"),
+    )
+}
 
 NEAR_WEIGHT = "near_log_weight"  # name of log γ, (heads,), among the fitted parameters of a hybrid

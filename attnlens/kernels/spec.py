@@ -12,7 +12,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels.registry import KERNELS, NEAR_WEIGHT, TIES, Fit, KernelInfo, KernelParameter, KeyFilter, torch
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Shaped
+    from jaxtyping import Float, Shaped
     from torch import Tensor, dtype
 
     from attnlens.kernels.registry import Key, Matrix, Pairs, Query
@@ -279,10 +279,11 @@ class NearFit:
 MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums
 
 
-def pairs_seen(query: Query, key: Key, allowed: Bool[Tensor, "#batch #heads queries keys"] | None) -> Seen:
-    """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
-    seen = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2]) if allowed is None else allowed.double()
-    return seen * (seen.sum(-1, keepdim=True) >= 2)
+def pairs_seen(call: Call, rows: slice = WHOLE) -> Seen:
+    """Return 1 where a query of `rows` sees a key, in float64; 0 for queries that see fewer than two (no choice)."""
+    query, seen = call.query[..., rows, :].double(), call.visible(rows)
+    pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
+    return pairs * (pairs.sum(-1, keepdim=True) >= 2)
 
 
 def pairs_weighted(call: Call) -> Matrix:
@@ -292,7 +293,7 @@ def pairs_weighted(call: Call) -> Matrix:
     the head attends. The uniform half keeps the other keys, which a wrong fit could raise. A sink takes half its
     weight.
     """
-    seen = pairs_seen(call.query, call.paired_key, call.visible())
+    seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
@@ -301,8 +302,7 @@ def own_attention(call: Call) -> Matrix:
     from attnlens.kernels.attention import weights
 
     exact = replace(call, query=call.query.double(), key=call.key.double())
-    seen = pairs_seen(exact.query, exact.paired_key, call.visible())
-    return weights(exact, Kernel(KERNELS["exponential"])) * (seen.sum(-1, keepdim=True) > 0)
+    return weights(exact, Kernel(KERNELS["exponential"])) * (pairs_seen(call).sum(-1, keepdim=True) > 0)
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
@@ -323,8 +323,7 @@ def sample_rows(call: Call) -> tuple[Query, Seen]:
     """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
-    query = call.query[..., rows, :].double()
-    return query, pairs_seen(query, call.paired_key, call.visible(rows))
+    return call.query[..., rows, :].double(), pairs_seen(call, rows)
 
 
 def centre_rows(values: Matrix, seen: Seen) -> Matrix:
