@@ -126,8 +126,9 @@ def qualify_name(what: str, space: Space) -> str:
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
-    facts = {"name": qualify_name(info.name, space), "series": info.series and info.series + behind, "space": space}
-    return replace(info, null="rotations", sized_by="d_model and the number of posed queries", **texts, **facts)
+    name, series = qualify_name(info.name, space), info.series and info.series + behind
+    sized_by = "d_model and the number of posed queries"
+    return replace(info, name=name, series=series, space=space, null="rotations", sized_by=sized_by, **texts)
 
 
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))

@@ -361,7 +361,8 @@ def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -
     features. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130: attention is even there.
     """
     x = wide(x) * scale**0.5
-    exponent = x @ dual.orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
+    draws: Tensor = dual.orthogonal_draws(count, x.shape[-1], seed).to(x)
+    exponent = x @ draws.mT - x.square().sum(-1, keepdim=True) / 2
     return exponent.clamp_max(LARGEST_EXPONENT).exp() / math.sqrt(count)
 
 
