@@ -134,7 +134,7 @@ class Named:
     question: str  # first line of the function's docstring
     measures: tuple[MeasureInfo, ...]  # scalars and curves that it returns
     definitions: str = field(default="", kw_only=True)  # rest of the docstring: symbols, assumptions and omissions
-    by_default: bool = field(default=True, kw_only=True)  # true if it runs when no analyzer is named
+    by_default: bool = field(default=True, kw_only=True)  # True if it runs when no analyzer is named
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Analyzer(Named):
     """Analyzer that answers one question about a QueryKey with a pure function."""
 
     function: Callable[[QueryKey], Readings]  # function that computes the measures
-    needs_base: bool = False  # true if it compares with the site without its adapter; runs for models with an adapter
+    needs_base: bool = False  # True if it compares with the site without its adapter; runs for models with an adapter
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # a measure and its function, for swept heads
 
 
@@ -156,7 +156,7 @@ class GatheringPlace:
     bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
     seed: int = 0  # random seed
     top_p: float | None = None  # a query selects the fewest tokens whose weights sum to this share; None: the largest
-    shown: bool = False  # true if the posed problem is shown as well as measured
+    shown: bool = False  # True if the posed problem is shown as well as measured
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Gathering(Named):
     """Analyzer that answers one question over several sequences at once with an object that accumulates them."""
 
     begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
-    needs_inputs: bool = False  # true if it needs the modules' inputs, and the form on them
+    needs_inputs: bool = False  # True if it needs the modules' inputs, and the form on them
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
