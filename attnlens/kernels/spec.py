@@ -215,8 +215,8 @@ def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) 
     """Raise UsageError unless queries and keys are of the same tokens; `cross`: they are of different sequences."""
     if cross or queries != keys:
         what = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
-        problem = f"{name} needs the queries and keys of the same tokens; this site {what}."
-        raise UsageError(problem, "Leave out cross-attention with --part, and run without a key-value cache.")
+        remedy = "Leave out cross-attention with --part, and run without a key-value cache (use_cache=False)."
+        raise UsageError(f"{name} needs the queries and keys of the same tokens; this site {what}.", remedy)
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
