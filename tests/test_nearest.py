@@ -354,7 +354,7 @@ def test_a_fit_through_the_pipeline_is_the_same_fit(demo_calls):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (lambda: CASES["cross"](), "of two sequences"),
+        (lambda: CASES["cross"](), "another sequence"),
         (lambda: CASES["decoding"](), "a key-value cache"),
         (lambda: CASES["chunk of a cache"](), "a key-value cache"),
         (lambda: call(softcap=5.0), "softcap"),

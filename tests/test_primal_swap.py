@@ -11,7 +11,7 @@ import attnlens
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, route, weights
-from attnlens.kernels.attention.primal_scores import features
+from attnlens.kernels.attention.sums import features
 from attnlens.kernels.primal import (
     STRENGTHS,
     Moments,
@@ -214,8 +214,8 @@ def test_calls_without_such_scores_are_refused():
     kernel, asked = parsed("primal:4").with_fitted(observed(call(), 4).solve()), call()
     assert route(asked, kernel, "eager") == route(asked, kernel, "fused") == "primal scores"
     refused = [
-        (Call(asked.query, asked.key, asked.value, 1.0, cross=True), "two sequences"),
-        (Call(asked.query[:, :, -1:], asked.key, asked.value, 1.0), "queries of all tokens"),
+        (Call(asked.query, asked.key, asked.value, 1.0, cross=True), "another sequence"),
+        (Call(asked.query[:, :, -1:], asked.key, asked.value, 1.0), "same tokens"),
         (
             Call(asked.query, asked.key, asked.value, 1.0, allowed=torch.eye(TOKENS).bool()[None, None]),
             "neither causal",

@@ -16,7 +16,7 @@ from attnlens import kernels
 from attnlens.analyzers.ksvd import _cumulative_curves
 from attnlens.analyzers.selection import StoredSequence
 from attnlens.kernels.attention import attend
-from attnlens.kernels.attention.primal_scores import running
+from attnlens.kernels.attention.sums import running
 from attnlens.maths import attsvm, ksvd, linalg, statistics
 from attnlens.maths.attsvm.nuclear import Iterate
 from attnlens.records import Call, QueryKey, Site

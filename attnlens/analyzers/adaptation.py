@@ -16,8 +16,7 @@ MEASURES = (
         "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
         headline=True,
         ends="largest",
-        use="The heads with the largest values are those that fine-tuning changed; near 0, the head does not need the "
-        "adapter.",
+        use="The largest values are in the heads that fine-tuning changed; near 0, a head does not need the adapter.",
     ),
     adapter_measure(
         "adapter.change_rank",

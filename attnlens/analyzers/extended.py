@@ -5,18 +5,15 @@ from __future__ import annotations
 from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
-NOTHING_LEFT = "the scores of all pairs depend on the query alone"
-EXTENDED = "of the bilinear form extended to pairs that the model never compares"
-
 
 def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
     return MeasureInfo(
         f"extended.share_{name}",
-        f"share {EXTENDED} that {meaning} (not identified)",
+        f"share of the bilinear form extended to pairs that the model never compares that {meaning} (not identified)",
         f"{formula}, L of all pairs",
         low=0,
         high=1,
-        missing=NOTHING_LEFT,
+        missing="the scores of all pairs depend on the query alone",
         identified="nowhere",
         wholes=("kernel_shares",),
         use="It describes these queries and keys, not the model's attention: do not compare models by it.",

@@ -8,8 +8,7 @@ from functools import partial
 from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
-ERROR = 0.1
-"""ε: largest mean total variation, in [0, 1], between the two attentions of a query."""
+ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
 LARGEST = 64  # last order that the kernel taylor:N accepts
 WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"
@@ -19,12 +18,9 @@ GAUSSIAN = "normal queries and keys with the head's own mean and covariance"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
 RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
-
-
 DRAWN = "q_i, k_j drawn"
 CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
 PLAIN = f"{ORDER}, x_ij = s⟨q_i, k_j⟩"
-
 feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, paper=WRIGHT)
 taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, paper=WRIGHT)
 
@@ -55,17 +51,14 @@ HEAD_MEASURES = (
     ),
     taylor_order(
         "features.taylor_order",
-        f"order at which the truncated exponential series gives attention {WITHIN}; 0: uniform attention suffices (not "
-        "identified)",
+        f"order at which the exponential series gives attention {WITHIN}; 0: uniform suffices (not identified)",
         PLAIN,
         identified="nowhere",
-        use="If it is 4, swap-kernel --kernel taylor:4 nearly preserves the head. Query-only terms "
-        "change it; compare models by features.centred_order.",
+        use="If 4, swap-kernel --kernel taylor:4 nearly preserves the head; compare models by features.centred_order.",
     ),
     taylor_order(
         "features.centred_order",
-        "order of the truncated series if each query's scores are first centred over its visible keys: attention "
-        f"{WITHIN}",
+        f"order of the truncated series for attention {WITHIN}, if scores are first centred over the visible keys",
         CENTRED,
         ends="both",
         use="If small, a polynomial of that degree in the centred scores could replace the exponential.",
@@ -85,9 +78,8 @@ def of_tokens(query_key: QueryKey) -> Readings:
     hidden pairs. Windows in which no order suffices are left out of the mean, which is then too small; n counts the
     others. The values by chance use one draw of normal queries and keys for all windows.
     """
-    drawn = linalg.gaussian_like(query_key)
     readings: Readings = {}
-    for suffix, queries_keys in (("", query_key), ("_by_chance", drawn)):
+    for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):
         readings[f"features.rank{suffix}"] = linalg.feature_rank(queries_keys, ERROR)
         readings[f"features.taylor_order{suffix}"] = linalg.taylor_order(queries_keys, ERROR, LARGEST)
         readings[f"features.centred_order{suffix}"] = linalg.taylor_order(queries_keys, ERROR, LARGEST, centred=True)

@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 else:
     ksvd = LazyModule("attnlens.maths.ksvd")
 
-SHARE = 0.9
-"""Minimum share of a kernel's squared norm in its s leading components; defines rank90 per head."""
+SHARE = 0.9  # least share of a kernel's squared norm in its s leading components; defines rank90 per head
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
-NO_ATTENTION = (
-    "no query sees a key, or there are more than 2,048² pairs, for which not all singular values are computed: reduce "
-    "--length"
-)
+NO_ATTENTION = "no query sees a key, or more than 2,048² pairs (not all σ are computed): reduce --length"
 
 
+share = partial(MeasureInfo, low=0, high=1, self_only=False)
 # The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
 # but changes every cosine. It has no Gaussian null, and cross-attention has it too.
 cosine_measure = partial(
@@ -36,43 +33,33 @@ cosine_measure = partial(
 )
 
 
-def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureInfo]:
+def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
     """Describe the cumulative singular values of a matrix, of the first power and squared."""
     of_attention = symbol.startswith("P")
-    cumulative = partial(
-        MeasureInfo,
-        low=0,
-        high=1,
-        curve=True,
-        self_only=False,
-        identified="everywhere" if of_attention else "nowhere",
-        use="The sooner it nears 1, the fewer components the matrix needs.",
-    )
-    words = words if of_attention else f"{words} (not identified)"
-    first = cumulative(
-        f"ksvd.{matrix}_spectrum",
-        f"share of the k largest singular values in the sum, for {words}",
-        f"(σ₁ + … + σₖ)/Σσ of {symbol}",
-    )
-    energy = cumulative(
-        f"ksvd.{matrix}_energy",
-        f"share of the k largest squared singular values in the sum, for {words}",
-        f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
-    )
-    return first, energy
+    return [
+        share(
+            f"ksvd.{matrix}_{name}",
+            f"share of the k largest {values} in the sum, for {words}{'' if of_attention else ' (not identified)'}",
+            f"{formula} of {symbol}",
+            curve=True,
+            identified="everywhere" if of_attention else "nowhere",
+            use="The sooner it nears 1, the fewer components the matrix needs.",
+        )
+        for name, values, formula in (
+            ("spectrum", "singular values", "(σ₁ + … + σₖ)/Σσ"),
+            ("energy", "squared singular values", "(σ₁² + … + σₖ²)/Σσ²"),
+        )
+    ]
 
 
 FIGURE = "Chen et al. 2023, Figure 1"
 COSINE = "the cosine kernel of all pairs, K_ij = cos(q_i, k_j)"
 ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P")
 TOKENS = (
-    MeasureInfo(
+    share(
         "ksvd.first_share",
         "share of P's largest singular value in the sum of all",
         "σ₁/Σσ of the attention matrix P",
-        low=0,
-        high=1,
-        self_only=False,
         missing=NO_ATTENTION,
         headline=True,
         ends="both",
@@ -125,8 +112,7 @@ TOKENS = (
         "ksvd.objective",
         "the paper's objective at the primal solution, over Σσ; 0 up to rounding at a solution (not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
-        use="A check: if far above rounding, the primal problem is not solved and the head's other ksvd numbers are "
-        "invalid.",
+        use="A check: if far above rounding, the primal problem is unsolved and the other ksvd numbers are invalid.",
         paper="Chen et al. 2023, Eq. 6",
         sized_by="rounding",
     ),
@@ -181,10 +167,9 @@ def of_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular space.
 
-    Chen et al. 2023 put the values in place of K's right singular vectors; the obvious measure would use centred values
-    and the space of K itself. But if rank90 = 1, that space is one near-constant vector, which no centred value has a
-    part in: the share would be 0 by construction, and s/n not its expectation. Centring K over keys, like the values,
-    leaves both in the n − 1 dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
+    Chen et al. 2023 put the values in place of K's right singular vectors. In the space of K itself, a near-constant
+    vector if rank90 = 1, centred values have no part. Centring K over keys, like the values, leaves both in the n − 1
+    dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")
@@ -195,7 +180,5 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
 
 def _cumulative_curves(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
     """Compute the two cumulative curves of a matrix."""
-    return {
-        f"ksvd.{matrix}_spectrum": linalg.cumulative(values),
-        f"ksvd.{matrix}_energy": linalg.cumulative(values.square()),
-    }
+    powers = {"spectrum": values, "energy": values.square()}
+    return {f"ksvd.{matrix}_{name}": linalg.cumulative(part) for name, part in powers.items()}

@@ -28,70 +28,45 @@ else:  # analyzers import both names, and importing the registry must not load t
 
 Function = TypeVar("Function", bound=Callable[..., object])
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention give other values."
-NULLS = {
+NULLS = {  # meaning of a null's value, by kind of null
     "factors": "the value expected by chance (random W_Q, W_K)",
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
-"""Meaning of a null's value, by kind of null."""
 
 
 @dataclass(frozen=True)
 class MeasureInfo:
     """Name, meaning and conditions of existence of a measure."""
 
-    name: str
-    """Name qualified by source: `weights.symmetry`."""
-    meaning: str
-    """Meaning in one line of plain words."""
-    formula: str
-    """Formula in the notation of the docstrings."""
-    low: float | None = None
-    """Smallest possible value."""
-    high: float | None = None
-    """Largest possible value."""
-    curve: bool = False
-    """True for a curve (one number per step), False for a scalar."""
-    self_only: bool = True
-    """True if queries and keys must share a domain, so that cross-attention has no value."""
-    labels: tuple[str, ...] = ()
-    """Names of the categories 0, 1, … if the value is a category."""
-    missing: str = "not a number"
-    """Reason for a missing value if the analyzer returns NaN."""
-    grows_with_factors: bool = False
-    """True if it is proportional to ‖Q‖‖K‖; its null is then rescaled to the head's own norms."""
-    has_null: bool = True
-    """True if independent Gaussian factors are a null for it (weights.* scalars only)."""
-    null: Literal["factors", "rotations"] = "factors"
-    """Random draws of its null, if any: independent factors, or random rotations of the head's own M."""
-    steps: str = "index"
-    """Unit of a curve's steps, as on the axis of its plot: index, distance in tokens."""
-    headline: bool = False
-    """True if it comes first in tables and in the overview."""
+    name: str  #: Name qualified by source: `weights.symmetry`
+    meaning: str  #: Meaning in one line of plain words
+    formula: str  #: Formula in the notation of the docstrings
+    low: float | None = None  #: Smallest possible value
+    high: float | None = None  #: Largest possible value
+    curve: bool = False  #: True for a curve (one number per step), False for a scalar
+    self_only: bool = True  #: True if queries and keys must share a domain, so that cross-attention has no value
+    labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category
+    missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN
+    grows_with_factors: bool = False  #: True if it is proportional to ‖Q‖‖K‖; its null is rescaled to the head's norms
+    has_null: bool = True  #: True if independent Gaussian factors are a null for it (weights.* scalars only)
+    null: Literal["factors", "rotations"] = "factors"  #: Draws of its null: independent factors, or M randomly rotated
+    steps: str = "index"  #: Unit of a curve's steps, as on the axis of its plot: index, distance in tokens
+    headline: bool = False  #: True if it comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because it
-    depends on queries and keys, and others with the same attention yield another value."""
-    wholes: tuple[str, ...] = ()
-    """Totals that it is a part of: measures of one source with the same total sum to 1 in every head."""
-    by_depth: bool = False
-    """True if a curve is plotted for the first, middle and last third of the layers, side by side."""
-    ends: Literal["", "largest", "both"] = ""
-    """Ends of its range that are listed among the most extreme heads; empty for neither."""
-    beside: str = ""
-    """Measure with the value under uniform attention, for measures that are hard to interpret without it."""
-    matrix: str = ""
-    """Matrix that it is computed from, if measures of the same name use others: `M`."""
-    series: int = 0
-    """Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them."""
-    space: str = ""
-    """Space of the question in a word, if an analyzer poses it in several: their numbers answer different questions,
-    and are separate in tables and plots."""
-    use: str = ""
-    """Advice on using the result, in a sentence or two."""
-    paper: str = ""
-    """Publication with the equation or figure; empty if unpublished."""
+    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because queries
+    and keys with the same attention yield other values."""
+    wholes: tuple[str, ...] = ()  #: Totals that it is a part of: the parts of one source sum to 1 in every head
+    by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
+    ends: Literal["", "largest", "both"] = ""  #: Ends of its range that are listed among the most extreme heads
+    beside: str = ""  #: Measure with the value under uniform attention, if it is hard to interpret without it
+    matrix: str = ""  #: Matrix that it is computed from, if measures of the same name use others: `M`
+    series: int = 0  #: Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them
+    space: str = ""  #: Space of the question, if an analyzer poses it in several, which tables and plots separate
+    use: str = ""  #: Advice on using the result, in a sentence or two
+    paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
-    """Other quantity that it scales with (`head_dim`): heads of models that differ in it can't be compared by it. Empty
-    if there is none; the window's length, which all tokens.* depend on, is not listed."""
+    """Quantity that it scales with (`head_dim`), so that models that differ in it can't be compared; the window's
+    length, which all tokens.* depend on, is not listed."""
 
     @property
     def caution(self) -> str:
@@ -104,11 +79,10 @@ class MeasureInfo:
 OWN_ROWS, ROWS, FORMS = "compare.own_kl", "compare.row_kl", "compare.form_change"
 QUERY_ANGLE, KEY_ANGLE = "compare.query_angle", "compare.key_angle"
 distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing="one of the models has no value")
-BETWEEN_ROWS = (
+BETWEEN_ROWS = (  # distances between the attention rows of the same windows
     distance(
         OWN_ROWS,
-        "change in attention if each block of the second model gets the first model's hidden states: the block's own "
-        "share of the change",
+        "change in attention if each block of the second model gets the first model's hidden states: its own share",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
         headline=True,
         use="Read it first: a head named by it changed itself, independently of earlier blocks.",
@@ -121,16 +95,14 @@ BETWEEN_ROWS = (
         use="If it names a head that compare.own_kl does not, the cause is in an earlier layer.",
     ),
 )
-"""Distances between the attention rows of the same windows."""
-BETWEEN_FORMS = (
+BETWEEN_FORMS = (  # distances between the weights
     distance(
         FORMS,
         "relative change of the form M; under RoPE M is that of equal positions",
         "‖M' − M‖_F/‖M‖_F",
         missing="M is 0 in the first model, or unreadable in one of them",
         headline=True,
-        use="If it is named and compare.own_kl is not, the weights changed in ways that do not show on this text: try "
-        "another.",
+        use="If compare.own_kl is not named, the weights changed in ways that do not show on this text: try another.",
     ),
     *(
         distance(
@@ -144,77 +116,57 @@ BETWEEN_FORMS = (
         for name, readers, matrix in ((QUERY_ANGLE, "queries", "W_Q"), (KEY_ANGLE, "keys", "W_K"))
     ),
 )
-"""Distances between the weights."""
-DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)
-"""All distances; each is 0 between equal heads."""
-NAMED = distance(
+DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)  # each is 0 between equal heads
+NAMED = distance(  # pages and rules use it alongside the changes
     "compare.named",
     "number of the head's named changes",
     "#{q ≤ the false-discovery rate} over all that is compared",
     missing="not a number",
 )
-"""Number of named changes, which pages and rules use alongside the changes."""
 
 
 @dataclass(frozen=True)
 class Named:
     """Fields common to all analyzers."""
 
-    name: str
-    """Name on the command line."""
-    source: Source
-    """Source that it reads: weights or tokens."""
-    question: str
-    """First line of the function's docstring."""
-    measures: tuple[MeasureInfo, ...]
-    """Scalars and curves that it returns."""
-    definitions: str = field(default="", kw_only=True)
-    """Rest of the docstring: symbols of the formulas, assumptions and omissions."""
-    by_default: bool = field(default=True, kw_only=True)
-    """True if it runs when no analyzer is named."""
+    name: str  # name on the command line
+    source: Source  # source that it reads: weights or tokens
+    question: str  # first line of the function's docstring
+    measures: tuple[MeasureInfo, ...]  # scalars and curves that it returns
+    definitions: str = field(default="", kw_only=True)  # rest of the docstring: symbols, assumptions and omissions
+    by_default: bool = field(default=True, kw_only=True)  # True if it runs when no analyzer is named
 
 
 @dataclass(frozen=True)
 class Analyzer(Named):
     """Analyzer that answers one question about a QueryKey with a pure function."""
 
-    function: Callable[[QueryKey], Readings]
-    """Function that computes the measures."""
-    needs_base: bool = False
-    """True if it compares with the site before an adapter was merged; it then runs for every model with an adapter."""
-    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None
-    """One measure and its function, computed for swept heads if the whole analyzer takes longer than a sweep allows."""
+    function: Callable[[QueryKey], Readings]  # function that computes the measures
+    needs_base: bool = False  # True if it compares with the site without its adapter; runs for models with an adapter
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # a measure and its function, for swept heads
 
 
 @dataclass(frozen=True)
 class GatheringPlace:
     """Site and settings of a gatherer."""
 
-    site: Site
-    """Site that the gatherer reads."""
+    site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
     """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
     bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
-    seed: int = 0
-    """Random seed."""
-    top_p: float | None = None
-    """Selection of tokens by a query: the fewest whose weights sum to at least this share; None: the largest one."""
-    shown: bool = False
-    """True if the posed problem is shown as well as measured."""
+    seed: int = 0  # random seed
+    top_p: float | None = None  # a query selects the fewest tokens whose weights sum to this share; None: the largest
+    shown: bool = False  # True if the posed problem is shown as well as measured
 
 
 @dataclass(frozen=True)
 class Answer:
     """Results of a gatherer for one head."""
 
-    measures: dict[str, Measure]
-    """Measures by qualified name, each with its value or its own reason for lacking one."""
-    windows: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Values per sequence, by qualified name, for measures that are means over sequences; they give mean and error."""
-    curves: dict[str, list[float]] = field(default_factory=dict)
-    """Curves by qualified name; those without a value are left out."""
-    shown: Selection | None = None
-    """Posed problem if it is shown; without the tokens' texts at this point."""
+    measures: dict[str, Measure]  # measures by qualified name, each with its value or its own reason for lacking one
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # values per sequence of means over sequences
+    curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only those with a value
+    shown: Selection | None = None  # posed problem if it is shown; without the tokens' texts at this point
 
 
 @runtime_checkable
@@ -235,15 +187,12 @@ class Gatherer(Protocol):
 class Gathering(Named):
     """Analyzer that answers one question over several sequences at once with an object that accumulates them."""
 
-    begin: Callable[[GatheringPlace], Gatherer]
-    """Function that creates the gatherer of one site."""
-    needs_inputs: bool = False
-    """True if it needs the modules' inputs, and the form on them."""
+    begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
+    needs_inputs: bool = False  # True if it needs the modules' inputs, and the form on them
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
-"""Registered analyzers by name and source. Importing the package `attnlens.analyzers` registers the built-in ones, and
-Python imports it before this module: no plug-in can be first."""
+"""Registered analyzers by name and source. Python imports the package, which registers the built-in ones, first."""
 
 
 def analyzer(
@@ -251,61 +200,43 @@ def analyzer(
     source: Source,
     measures: Iterable[MeasureInfo],
     *,
-    by_default: bool = True,
-    needs_base: bool = False,
-    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None,
+    kind: Callable[..., Analyzer | Gathering] = Analyzer,
     replace: bool = False,
+    **facts: object,
 ) -> Callable[[Function], Function]:
-    """Register a function QueryKey → Readings as the analyzer `name`; `by_default`: it also runs if none is named.
+    """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
-    `needs_base`: it compares with the model without its adapter, and runs by default if the model has one. `brief`: a
-    measure and a function that computes it alone, for heads that are swept. `replace`: replace an analyzer that another
-    module registered under that name; otherwise that is a UsageError.
+    `facts` are the last fields of `kind`. `by_default=False`: it does not run if no analyzer is named. `needs_base`: it
+    compares with the model without its adapter, and runs by default if the model has one. `brief`: a measure and a
+    function that computes it alone, for heads that are swept. `replace`: replace an analyzer that another module
+    registered under that name; otherwise that is a UsageError, and so is another analyzer's measure.
     """
-    kind = partial(Analyzer, by_default=by_default, needs_base=needs_base, brief=brief)
-    return partial(_register, kind, name, source, tuple(measures), replace)
+    infos = tuple(measures)
+
+    def register(function: Function) -> Function:
+        question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
+        for key, present in _ANALYZERS.items():
+            owner = present.begin if isinstance(present, Gathering) else present.function
+            if key != (name, source):
+                for measure in sorted({info.name for info in infos} & {info.name for info in present.measures}):
+                    refuse_replacing("measure", measure, function, owner, "Choose another name.")
+            elif not replace:
+                refuse_replacing("analyzer", name, function, owner)
+        text = definitions.strip()
+        _ANALYZERS[name, source] = kind(name, source, question, infos, function, definitions=text, **facts)
+        return function
+
+    return register
 
 
 def gathering(
-    name: str,
-    source: Source,
-    measures: Iterable[MeasureInfo],
-    *,
-    by_default: bool = True,
-    needs_inputs: bool = False,
-    replace: bool = False,
+    name: str, source: Source, measures: Iterable[MeasureInfo], **options: bool
 ) -> Callable[[Function], Function]:
-    """Register a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
+    """Register a function GatheringPlace → Gatherer, one question over several sequences, as the analyzer `name`.
 
-    `needs_inputs`: it needs the modules' inputs. The other arguments are those of `analyzer`.
+    `needs_inputs`: it needs the modules' inputs. `by_default` and `replace` are those of `analyzer`.
     """
-    kind = partial(Gathering, by_default=by_default, needs_inputs=needs_inputs)
-    return partial(_register, kind, name, source, tuple(measures), replace)
-
-
-def _register(
-    kind: Callable[..., Analyzer | Gathering],
-    name: str,
-    source: Source,
-    measures: tuple[MeasureInfo, ...],
-    replacing: bool,
-    function: Function,
-) -> Function:
-    """Register a function and return it; the first line of its docstring is its question.
-
-    Raise UsageError if another module has registered one of its measures already or, unless `replacing`, its name.
-    """
-    question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
-    names = {info.name for info in measures}
-    for key, present in _ANALYZERS.items():
-        owner = present.begin if isinstance(present, Gathering) else present.function
-        if key != (name, source):
-            for measure in sorted(names & {info.name for info in present.measures}):
-                refuse_replacing("measure", measure, function, owner, "Choose another name.")
-        elif not replacing:
-            refuse_replacing("analyzer", name, function, owner)
-    _ANALYZERS[name, source] = kind(name, source, question, measures, function, definitions=definitions.strip())
-    return function
+    return analyzer(name, source, measures, kind=Gathering, **options)
 
 
 def list_analyzers() -> list[Analyzer | Gathering]:
@@ -315,10 +246,7 @@ def list_analyzers() -> list[Analyzer | Gathering]:
 
 
 def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
-    """Return the named analyzers (by default those that run if none is named) of that source, gatherings last.
-
-    Raise UsageError for an unknown name, with the nearest known one.
-    """
+    """Return the named analyzers (by default those that run if none is named) of that source, gatherings last."""
     available = list_analyzers()
     known = list(dict.fromkeys(entry.name for entry in available))
     named = [checked_name("analyzer", name, known) for name in names]
@@ -329,20 +257,23 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 def select_sweep_analyzers() -> list[Analyzer]:
     """Return analyzers of swept heads: plain ones that run by default, and others reduced to their brief measure."""
     selected = []
-    for entry in list_analyzers():
-        if isinstance(entry, Analyzer) and entry.brief is not None:
+    for entry in _plain_analyzers():
+        if entry.brief is not None:
             name, function = entry.brief
             infos = tuple(info for info in entry.measures if info.name == name)
             selected.append(replace(entry, function=function, measures=infos))
-        elif isinstance(entry, Analyzer) and entry.by_default:
+        elif entry.by_default:
             selected.append(entry)
     return selected
 
 
 def select_adapter_analyzers(source: Sources) -> list[Analyzer]:
     """Return the analyzers of that source that compare a model with itself without its adapter."""
-    plain = [entry for entry in list_analyzers() if isinstance(entry, Analyzer)]
-    return [entry for entry in plain if entry.needs_base and source in ("both", entry.source)]
+    return [entry for entry in _plain_analyzers() if entry.needs_base and source in ("both", entry.source)]
+
+
+def _plain_analyzers() -> list[Analyzer]:
+    return [entry for entry in list_analyzers() if isinstance(entry, Analyzer)]
 
 
 def measure_infos() -> dict[str, MeasureInfo]:

@@ -29,28 +29,25 @@ else:
     torch = LazyModule("torch")
 
 MOST_QUERIES = 64  # most queries posed per head
-SPACES: tuple[Space, ...] = ("input", "projected")
-"""On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
-WORDS: dict[Space, dict[str, str]] = {
+WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces in OF_SPACE
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
-"""Replacements for the names in braces in OF_SPACE."""
+SPACES: tuple[Space, ...] = tuple(WORDS)  # on the inputs with the head's M, or on k and q with s·I: not comparable
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
+selection_share = partial(selection_measure, low=0, high=1)
 posed_measure = partial(selection_measure, low=0, sized_by="the number of windows")
-DECIDED = selection_measure(
+DECIDED = selection_share(
     "selection.decided",
     "share of the queries whose largest attention weight is at least ½",
     "share of queries with p_max ≥ ½",
-    low=0,
-    high=1,
     missing="no query sees a key",
     ends="largest",
     series=1,
     use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
 )
-POSED = (
+POSED = (  # measures of what was posed, which is chosen once for all spaces
     posed_measure(
         "selection.queries",
         "queries posed: the most decided ones, over all sequences",
@@ -66,8 +63,7 @@ POSED = (
         use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
     ),
 )
-"""Measures of what was posed, which is chosen once for all spaces."""
-OF_SPACE = (
+OF_SPACE = (  # measures of a head by the SVM of one space
     selection_measure(
         "margin",
         "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
@@ -105,12 +101,10 @@ OF_SPACE = (
         "head under random rotations. converge --checkpoints follows it during training.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
-    selection_measure(
+    selection_share(
         "support",
         "share of the constraints {where} that are active, λ > 0 (not unique if constraints are redundant)",
         "share of constraints with λ > 0",
-        low=0,
-        high=1,
         use="If small, few tokens determine the solution; --show selection marks them in the text.",
     ),
     selection_measure(
@@ -122,7 +116,6 @@ OF_SPACE = (
         use="A curve that starts near 0 and soon rises has few near-ties; an SVM's curve is flat near 1.",
     ),
 )
-"""Measures of a head by the SVM of one space."""
 
 
 def qualify_name(what: str, space: Space) -> str:
@@ -131,18 +124,16 @@ def qualify_name(what: str, space: Space) -> str:
 
 
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
-    words = WORDS[space]
-    texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
+    texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
-    series = info.series and info.series + behind
-    renamed = replace(info, name=qualify_name(info.name, space), space=space, null="rotations", series=series, **texts)
-    return replace(renamed, sized_by="d_model and the number of posed queries")
+    name, series = qualify_name(info.name, space), info.series and info.series + behind
+    sized_by = "d_model and the number of posed queries"
+    return replace(info, name=name, series=series, space=space, null="rotations", sized_by=sized_by, **texts)
 
 
 MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
-MOST_TOKENS = 4096
-"""Maximum tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences."""
+MOST_TOKENS = 4096  # tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences
 NULL_DRAWS = 8  # random heads in each head's null
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
@@ -151,16 +142,11 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 class Solved:
     """The results of one selection problem, without its tensors."""
 
-    values: dict[str, float]
-    """Value by measure, without the space in the name."""
-    reason: str | None
-    """Reason why further measures are missing."""
-    margins: list[float] = field(default_factory=list)
-    """Least margin of each query over the best possible, ascending."""
-    best: float = 0.0
-    """Best possible margin, 1/‖W_mm‖."""
-    picks: list[records.Pick] = field(default_factory=list)
-    """The posed queries and their selections, if they are to be shown."""
+    values: dict[str, float]  # value by measure, without the space in the name
+    reason: str | None  # reason why further measures are missing
+    margins: list[float] = field(default_factory=list)  # least margin of each query over the best possible, ascending
+    best: float = 0.0  # best possible margin, 1/‖W_mm‖
+    picks: list[records.Pick] = field(default_factory=list)  # posed queries and their selections, if they are shown
 
 
 SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by space
@@ -170,16 +156,11 @@ SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by 
 class StoredSequence:
     """The stored part of one sequence."""
 
-    sequence: int
-    """Index of the sequence among the inputs."""
-    query: Float[Tensor, "heads queries head_dim"]
-    """Queries; or the module's inputs with a 1 appended, (1, n, d_model + 1)."""
-    key: Float[Tensor, "kv_heads keys head_dim"]
-    """Keys; or the same inputs."""
-    copies: tuple[Int[Tensor, "queries keys"], ...]
-    """Result of count_copies, one per mask and key head."""
-    place_of: dict[int, tuple[int, int, int]]
-    """Maps a head to the indices of its queries, keys and copies."""
+    sequence: int  # index of the sequence among the inputs
+    query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs and a 1, (1, n, d_model + 1)
+    key: Float[Tensor, "kv_heads keys head_dim"]  # keys; or the same inputs
+    copies: tuple[Int[Tensor, "queries keys"], ...]  # result of count_copies, one per mask and key head
+    place_of: dict[int, tuple[int, int, int]]  # maps a head to the indices of its queries, keys and copies
 
     def scene(self, head: int) -> Scene:
         """Return the sequence as the head sees it, in float64."""
@@ -190,22 +171,20 @@ class StoredSequence:
 class Selector:
     """Gathers one site's sequences and poses every head's own selection problem on them, in every available space.
 
-    Up to MOST_TOKENS tokens of a site are stored, in float32 at most: the module's inputs if M acts on them, else the
-    queries and keys. In each space the null rotates that space's form at random on both sides; each rotated head
-    selects its own tokens and has its own most decided queries among the same sequences.
+    Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, else the queries and keys. In
+    each space the null rotates that space's form at random on both sides; each rotated head selects its own tokens and
+    has its own most decided queries among the same sequences.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
         self.place = place
         self.stored: list[StoredSequence] = []
-        self.shares: dict[int, dict[int, float]] = defaultdict(dict)
-        """Share of each sequence's queries that are decided, by head."""
+        self.shares: dict[int, dict[int, float]] = defaultdict(dict)  # of decided queries, by head and sequence
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
-        self.scale = 1.0
-        self.biased = False
+        self.scale, self.biased = 1.0, False
+        # spaces in which the problems are posed; the first is the one shown and trained on
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
-        """Spaces in which the problems are posed; the first is the one shown and trained on."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""
@@ -214,8 +193,10 @@ class Selector:
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
             self.softmax[head] = head_svm.Softmax(query_key.softcap, sink)
-            copies = parts.copies[parts.place_of[head][2]]
-            self.shares[head][sequence] = _share_decided(query_key.select([index]), copies, sink)
+            copies, logits = parts.copies[parts.place_of[head][2]], query_key.select([index]).logits[0, 0].cpu()
+            visible, weights = logits.masked_fill(copies == 0, -torch.inf), logits + copies.double().log()
+            log_odds = head_svm.log_odds(visible, weights, head_svm.Softmax(sink=sink))
+            self.shares[head][sequence] = head_svm.share_decided(log_odds)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
         tokens = sum(stored.key.shape[-2] for stored in self.stored)
         if not self.biased and (not self.stored or tokens + parts.key.shape[-2] <= MOST_TOKENS):
@@ -243,21 +224,20 @@ class Selector:
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
         """Return the parts of the sequence that its heads need."""
-        queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
-        masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
-        mask_of = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
-        if not isinstance(self.place.form, str) and query_key.inputs is not None:
-            inputs = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
-            copies = tuple(self._copies(inputs[0], mask, at) for at, mask in enumerate(masks))
-            places = {head: (0, 0, mask) for head, mask in zip(query_key.heads, mask_of, strict=True)}
-            return StoredSequence(sequence, inputs, inputs, copies, places)
-        query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
-        pair_of = list(zip(query_key.key_of, mask_of, strict=True))
+        count, keys = len(query_key.heads), query_key.key.shape[-2]
+        masks = query_key.allowed
+        masks = torch.ones(1, query_key.query.shape[-2], keys).bool() if masks is None else masks[0].cpu()
+        if isinstance(self.place.form, str) or query_key.inputs is None:
+            query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
+            query_of, key_of = list(range(count)), list(query_key.key_of)
+        else:
+            query = key = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
+            query_of = key_of = [0] * count
+        pair_of = [(key_of[index], index % len(masks)) for index in range(count)]  # one mask for all, or one per head
         pairs = sorted(set(pair_of))
-        copies = tuple(self._copies(key[kv_head], masks[mask], at) for at, (kv_head, mask) in enumerate(pairs))
-        place_of = [(index, pair[0], pairs.index(pair)) for index, pair in enumerate(pair_of)]
-        places = dict(zip(query_key.heads, place_of, strict=True))
-        return StoredSequence(sequence, query, key, copies, places)
+        copies = tuple(self._copies(key[at], masks[mask], number) for number, (at, mask) in enumerate(pairs))
+        places = [(at, pair[0], pairs.index(pair)) for at, pair in zip(query_of, pair_of, strict=True)]
+        return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
         """Count the copies of each token; most sequences share one matrix, so an equal one is stored only once."""
@@ -368,16 +348,7 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Move to main memory, as float32 at most (the models' precision); float64 stays."""
-    tensor = tensor.detach().cpu()
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _share_decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
-    """Return the share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
-    logits, visible = query_key.logits[0, 0].cpu(), copies > 0
-    weights = logits + copies.double().log()
-    softmax = head_svm.Softmax(sink=sink)
-    return head_svm.share_decided(head_svm.log_odds(logits.masked_fill(~visible, -torch.inf), weights, softmax))
+    return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _scaled_identity(size: int, scale: float) -> FactoredForm:

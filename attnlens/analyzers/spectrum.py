@@ -8,8 +8,8 @@ from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
 ZERO = "the matrix is zero"
+# the number is that of attnlens.maths.linalg.long
 LONG = "more than 2,048² pairs of queries and keys, and {}: reduce --length"
-"""Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("the rank exceeds about 250, the largest that is computed")
 form_measure = partial(MeasureInfo, self_only=False)
@@ -28,8 +28,7 @@ WEIGHTS = (
         "exp(−Σ p log p), p = σ/Σσ",
         ends="both",
         series=9,
-        use="Below its null, training has concentrated the head in few directions; ranks --budget loss:1% measures the "
-        "rank that the model needs.",
+        use="Below its null, training has concentrated the head; ranks --budget loss:1% measures the rank needed.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(
@@ -77,8 +76,7 @@ TOKENS = (
         headline=True,
         ends="both",
         series=10,
-        use="Near 0 a head picks single keys, near 1 it averages all of them. If it falls to 0 in many heads at once "
-        "during training, attention is collapsing.",
+        use="Near 0 a head picks single keys, near 1 it averages all; if many heads fall to 0, attention collapses.",
     ),
     attention_share(
         "tokens.max_weight",

@@ -8,6 +8,7 @@ from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
 signed = partial(MeasureInfo, low=-1, high=1)
+share = partial(MeasureInfo, low=0, high=1)
 inertia = partial(
     MeasureInfo,
     low=0,
@@ -42,8 +43,7 @@ WEIGHTS = (
         "weights.directionality",
         "whether a few input directions dominate the queries (rows, > 0) or the keys (columns, < 0); its null is wide",
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
-        use="Call a head directional only beyond 2 sd of its null. The sign is the paper's; its code returns the "
-        "opposite.",
+        use="Call a head directional only beyond 2 sd of its null. The sign is the paper's, opposite to its code's.",
         paper="Saponati et al. 2025, directionality score",
     ),
     signed(
@@ -62,8 +62,7 @@ WEIGHTS = (
         missing="the symmetric part is zero",
         headline=True,
         ends="both",
-        use="Near 1, a positive definite form could replace the symmetric part; near 0, it is as balanced as in a "
-        "random head. tokens.share_positive measures it on text.",
+        use="Near 1, a positive definite form could replace the symmetric part; see tokens.share_positive on text.",
     ),
     inertia("weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}"),
     inertia("weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}"),
@@ -78,29 +77,22 @@ WEIGHTS = (
     ),
 )
 
-LONG = "more than 2,048² pairs and {}: reduce --length"
-"""Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
+LONG = "more than 2,048² pairs and {}: reduce --length"  # the number is that of attnlens.maths.linalg.long
 GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, so it is not identified"
-KERNEL, SCORES = "kernel_shares", "score_shares"
-
-
-score_share = partial(MeasureInfo, low=0, high=1, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True)
-"""Share of the part of the logits that softmax sees."""
-kernel_share = partial(
+KERNEL, SCORES = "kernel_shares", "score_shares"  # totals that the shares are parts of
+score_share = partial(share, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True, ends="largest")
+kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
     missing=f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}",
     identified="all pairs",
     wholes=(KERNEL,),
-    ends="largest",
 )
-"""Share that is defined only for heads that see all pairs."""
 TOKENS = (
     kernel_share(
         "tokens.share_positive",
-        "share of the score variance, without query-only terms, in a positive definite kernel; heads that see all "
-        "pairs",
+        "share of the score variance in a positive definite kernel; heads that see all pairs",
         "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ",
         use="Near 1 the head is a Mercer kernel of its tokens up to gates, and kernel methods apply. swap-kernel "
         "--kernel mercer measures the loss without the rest.",
@@ -109,26 +101,22 @@ TOKENS = (
         "tokens.share_negative",
         "share of the score variance in the negative part of the symmetric kernel; heads that see all pairs",
         "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ",
-        use="A large share need not matter to the model: swap-kernel --kernel negativeless measures the loss without "
-        "it.",
+        use="A large share need not matter: swap-kernel --kernel negativeless measures the loss without it.",
     ),
     kernel_share(
         "tokens.share_skew",
         "share of the score variance in asymmetry that no query or key gate removes; heads that see all pairs",
         "‖JAJ‖²/‖LJ‖²",
-        use="A large share need not matter to the model: swap-kernel --kernel skewless measures the loss without it.",
+        use="A large share need not matter: swap-kernel --kernel skewless measures the loss without it.",
     ),
-    MeasureInfo(
+    share(
         "tokens.definite",
         "share of sequences with a positive semidefinite symmetrised kernel matrix; heads that see all pairs",
         "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
-        low=0,
-        high=1,
         missing=f"{HIDDEN}, or undecided: the least eigenvalue is 0 within rounding, or no 2 × 2 minor of more than "
         "8,192 tokens decides",
         identified="all pairs",
-        use="At 1 a positive definite kernel with gates gives exactly this attention on all sequences; below 1, "
-        "tokens.share_negative and tokens.share_skew show why not.",
+        use="At 1 a positive definite kernel with gates gives exactly this attention; below 1, see the shares.",
     ),
     score_share(
         "tokens.share_key",
@@ -136,17 +124,14 @@ TOKENS = (
         "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         self_only=False,
         wholes=(KERNEL, SCORES),
-        ends="largest",
         use="Near 1 all queries attend to the same keys: one weight per key would suffice. In bidirectional heads "
         "swap-kernel --kernel keyless measures the loss without this part.",
     ),
     score_share(
         "tokens.share_distance",
-        "share of the score variance explained by the distance between query and key beyond the key (a term linear in "
-        "the distance counts as one of the key)",
+        "share of the score variance explained by the distance beyond the key (a linear term counts as the key's)",
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
-        ends="largest",
         use="Large in positional heads; swap-kernel --kernel window:64 measures whether a window would suffice.",
     ),
     score_share(
@@ -155,7 +140,6 @@ TOKENS = (
         "R_abc/R_a; cross-attention: R_ab/R_a",
         self_only=False,
         wholes=(SCORES,),
-        ends="largest",
         use="If small, key and distance determine the scores; a simpler head may suffice.",
     ),
     score_share(
@@ -164,17 +148,13 @@ TOKENS = (
         "mean of p_ij over queries that see two keys or more, j the first of them",
         self_only=False,
         missing="no query sees two keys",
-        ends="largest",
         beside="tokens.first_if_even",
-        use="Far above uniform attention (tokens.first_if_even), the head has a sink: keep the first tokens if keys "
-        "are dropped (swap-kernel --kernel sink-window:4,64).",
+        use="Far above tokens.first_if_even, the head has a sink: keep the first tokens (--kernel sink-window:4,64).",
     ),
-    MeasureInfo(
+    share(
         "tokens.first_if_even",
         "value of share_first under uniform attention",
         "mean of 1/(keys that the query sees) over the same queries",
-        low=0,
-        high=1,
         self_only=False,
         missing="no query sees two keys",
         use="Compare tokens.share_first with it; on its own it describes only the mask.",
@@ -233,14 +213,11 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 def _of_all_pairs(query_key: QueryKey) -> Readings:
     """Return the measures defined only for heads whose mask hides no pair; NaN for other heads."""
-    names = ("share_positive", "share_negative", "share_skew", "definite")
+    names = ("tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.definite")
     compared = linalg.compares_all(query_key)
+    nothing = query_key.query.new_full(compared.shape, float("nan")).double()
     if not compared.any():
-        nothing = query_key.query.new_full(compared.shape, float("nan")).double()
-        return {f"tokens.{name}": nothing for name in names}
+        return dict.fromkeys(names, nothing)
     parts, definite = linalg.anatomy(query_key.content), linalg.definite_kernel(query_key)
     readings = (parts.positive, parts.negative, parts.skew, definite)
-    return {
-        f"tokens.{name}": reading.where(compared, reading.new_tensor(float("nan")))
-        for name, reading in zip(names, readings, strict=True)
-    }
+    return {name: reading.where(compared, nothing) for name, reading in zip(names, readings, strict=True)}

@@ -7,108 +7,74 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
-from attnlens.checks.rule import Rule, RuleCondition, Tolerance
+from attnlens.checks.rule import Rule, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
 from attnlens.wording import clean, join_items
 
-SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
-"""Settings that a report and its baseline must have in common."""
+SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")  # of a report and its baseline
 
 
 def baseline_of(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        raise UsageError(
-            "The report contains no measures to store in a baseline.", "Create a report with attnlens inspect."
-        )
+        problem = "The report contains no measures to store in a baseline."
+        raise UsageError(problem, "Create a report with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
         column = [head.measures.get(name) for head in report.heads]
-        values = [None if measure is None else measure.value for measure in column]
-        errors = [None if measure is None else measure.se for measure in column]
+        values, errors = ([getattr(measure, part, None) for measure in column] for part in ("value", "se"))
         measures[name] = BaselineMeasure(values=values, errors=errors)
     return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
 
 
-def refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise a UsageError that names the differing field unless report and baseline have the same heads and text.
-
-    Names and paths of models and texts are ignored.
-    """
-    for field, ours, theirs in _fields(report, baseline):
-        if ours != theirs:
-            raise UsageError(
-                f"The baseline belongs to a different run: {field} is {format_value(theirs)} in the baseline, but "
-                f"{format_value(ours)} in the report.",
-                "Check a report with the baseline's settings, or accept this one with --update-baseline.",
-            )
-
-
-def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, object, object]]:
-    """Yield what both must have in common: name, value in the report, value in the baseline."""
-    for name in ("architecture", "parameters"):
-        yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
-    for name in ("text", "noise"):
-        fed = [getattr(of.settings, name) for of in (report, baseline)]
-        ours, theirs = (None if content is None else content.sha256 for content in fed)
-        yield f"settings.{name}.sha256", ours, theirs
-    for name in SAME_TEXT:
-        yield f"settings.{name}", getattr(report.settings, name), getattr(baseline.settings, name)
-    report_heads, baseline_heads = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
-    yield "the number of heads", len(report_heads), len(baseline_heads)
-    yield from (("a head", *pair) for pair in zip(report_heads, baseline_heads, strict=False))
+def _refuse_other(report: Report, baseline: Baseline) -> None:
+    """Raise a UsageError that names the differing field unless report and baseline have the same heads and text."""
     known = set(report.measure_names())
-    missing = [name for name in baseline.measures if name not in known]
-    yield "measures", join_items(missing) + " missing" if missing else "", ""
+    missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
+    for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
+        if ours != theirs:
+            values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
+            problem = f"The baseline belongs to a different run: {field} is {values}."
+            raise UsageError(problem, "Use the baseline's settings, or accept the report with --update-baseline.")
 
 
-@dataclass(frozen=True)
-class Move:
-    """One measure of one head, then and now."""
-
-    head: Head
-    now: float | None
-    then: float | None
-    p: float | None
-    """Two-sided p-value; None without standard errors."""
-
-    @property
-    def size(self) -> float:
-        """Absolute change: infinite if the value appeared or vanished."""
-        if self.now is None or self.then is None:
-            return 0.0 if self.now is self.then else math.inf
-        return abs(self.now - self.then)
+def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what a report and its baseline must have in common; names and paths of models and texts are ignored."""
+    yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
+    for name in ("text", "noise"):
+        yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
+    yield from ((f"settings.{name}", getattr(run.settings, name)) for name in SAME_TEXT)
+    yield "the number of heads", len(run.heads)
+    yield from (("a head", (head.site, head.head)) for head in run.heads)
+    yield "measures", missing
 
 
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
     """Build one check per measure; a head fails if it changed beyond tolerance and chance, or lost or gained a value.
 
-    z = (now − then)/√(se² + se²), which assumes independent runs: for the same windows, that is conservative
-    (`compare` pairs them). p is from the normal distribution; Benjamini–Hochberg over heads × measures. A value
-    without a standard error is always treated as significant.
+    z = (now − then)/√(se² + se²), p from the normal distribution, Benjamini–Hochberg over heads × measures. Runs count
+    as independent, which is conservative for the same windows (`compare` pairs them).
     """
-    moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
-    tested = [move.p for changes in moves.values() for move in changes if move.p is not None]
+    changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
+    tested = [change.p for column in changes.values() for change in column if change.p is not None]
     largest = largest_rejected(tested, tolerance.fdr)
     checks = []
-    for name, changes in moves.items():
-        if all(move.then is None and move.now is None for move in changes):
+    for name, column in changes.items():
+        if all(change.base is None and change.value is None for change in column):
             continue
         bounds = tolerance.of(find_measure(name))
         significant = [
-            move
-            for move in changes
-            if move.size > max(bounds.absolute or 0.0, bounds.relative * abs(move.then or 0.0))
-            and (move.p is None or move.p <= largest)
+            change
+            for change in sorted(column, key=_size, reverse=True)
+            if _size(change) > max(bounds.absolute or 0.0, bounds.relative * abs(change.base or 0.0))
+            and (change.p is None or change.p <= largest)
         ]
-        worst = sorted(significant, key=lambda move: move.size, reverse=True)
         wanted = f"as the baseline ({bounds})"
         checks.append(
             Check(
@@ -116,18 +82,25 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
                 rule=f"{name}: {wanted}",
                 subject=name,
                 wanted=wanted,
-                passed=not worst,
-                heads=len(changes),
-                breaches=[breach(move.head, move.now, move.then, move.p) for move in worst],
+                passed=not significant,
+                heads=len(column),
+                breaches=significant,
                 file=file,
             )
         )
     return checks
 
 
-def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
-    """Compare one measure of every head with the baseline's column."""
-    moves = []
+def _size(change: Breach) -> float:
+    """Return the absolute change: infinite if the value appeared or vanished."""
+    if change.value is None or change.base is None:
+        return 0.0 if change.value is change.base else math.inf
+    return abs(change.value - change.base)
+
+
+def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
+    """Compare one measure of every head with the baseline's column; p is two-sided, None without standard errors."""
+    changes = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
         measure, p = head.measures.get(name), None
         now, se = (None, None) if measure is None else (measure.value, measure.se)
@@ -135,14 +108,14 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
             spread, change = math.hypot(se, error), abs(now - then)
             if spread > 0 and math.isfinite(change / spread):  # not for numbers near the largest float
                 p = math.erfc(change / spread / 2**0.5)
-        moves.append(Move(head, now, then, p))
-    return moves
+        changes.append(breach(head, now, then, p))
+    return changes
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p-value to reject so that at most `rate` of the rejected hypotheses are true; −1 for none.
+    """Return the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); −1 if no p-value is to be rejected.
 
-    It is the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); `statistics.false_discovery` needs torch.
+    `statistics.false_discovery` computes the same with torch.
     """
     ordered = sorted(p_values)
     # not strict: the procedure rejects at equality
@@ -162,39 +135,33 @@ def verdict(
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has 0 heads, so no rule could fail.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
-        raise UsageError(
-            f"The report is incomplete. {report.coverage.sentence}.",
-            "Complete the run, or add --allow-partial (allow_partial).",
-        )
-    checks = check_rules(report, rules)
+        problem = f"The report is incomplete. {report.coverage.sentence}."
+        raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial).")
+    checks = _check_rules(report, rules)
     if baseline is not None:
-        refuse_other(report, baseline)
+        _refuse_other(report, baseline)
         checks += against(report, baseline, tolerance, file)
     return report.model_copy(update={"checks": checks})
 
 
-COLUMNS = ("se", "z", "base", "null")
-"""Other values of a measure, after its name: `tokens.entropy.se`; `null` is the null's mean."""
+COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 """Possible first parts of a dotted path into the report."""
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
 """Paths that are suggested for similar ones."""
 
 
-def match_rule(report: Report, rule: Rule) -> tuple[float | None, list[tuple[Head, float | None]]]:
-    """Find the number of a field, or (with None) that of every head that the rule covers.
+def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
+    """Find the number of every head that the rule covers; empty if it is about a field of the report.
 
-    Raise UsageError if there is no number: such a rule would never fail.
+    Raise UsageError if no head has a number: such a rule would never fail.
     """
     name, _, column = rule.stem.rpartition(".")
-    for measure, part in ((rule.stem, "value"), (name, column)):
-        if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
-            return None, _match_heads(report, rule, measure, part)
-    return _match_field(report, rule), []
-
-
-def _match_heads(report: Report, rule: Rule, name: str, column: str) -> list[tuple[Head, float | None]]:
-    heads = list(filter(rule.condition.covers, report.heads))
+    if any(rule.stem in head.measures for head in report.heads):
+        name, column = rule.stem, "value"
+    elif column not in ("value", *COLUMNS) or not any(name in head.measures for head in report.heads):
+        return []
+    heads = list(filter(rule.covers, report.heads))
     numbers: list[float | None] = []
     for measure in (head.measures.get(name) for head in heads):
         source, field = (measure.null, "mean") if measure is not None and column == "null" else (measure, column)
@@ -211,12 +178,12 @@ def _match_field(report: Report, rule: Rule) -> float:
     try:
         number = _value_at(report, rule.stem if rule.stem.partition(".")[0] in FIELDS else "")
     except LookupError:
-        raise _unknown_subject(report, rule) from None
-    if rule.condition.aggregate != "value" or rule.condition.filters:
-        raise UsageError(
-            f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several.",
-            f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
-        )
+        curve = any(rule.stem in head.curves for head in report.heads)
+        why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
+        raise _unknown_subject(rule, report.measure_names(), why) from None
+    if rule.aggregate != "value" or rule.filters:
+        problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
+        raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.comparison}"].')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
         raise _no_match(rule, f"{rule.named} {what} in this report")
@@ -224,10 +191,8 @@ def _match_field(report: Report, rule: Rule) -> float:
 
 
 def _no_match(rule: Rule, why: str) -> UsageError:
-    return UsageError(
-        f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
-        "Correct or remove the rule: a rule that matches nothing would never fail.",
-    )
+    problem = f"{rule.place}{rule.spelling} matches nothing: {clean(why)}."
+    return UsageError(problem, "Correct or remove the rule: a rule that matches nothing would never fail.")
 
 
 def _value_at(value: object, path: str) -> object:
@@ -242,38 +207,32 @@ def _value_at(value: object, path: str) -> object:
         inner = value[int(name)]
     else:
         items = value if isinstance(value, list) else []
-        inner = next((item for item in items if getattr(item, "name", None) == name), None)
-        if inner is None:
-            raise LookupError(path)
+        inner = {getattr(item, "name", None): item for item in reversed(items)}[name]
     return _value_at(inner, remainder) if remainder else inner
 
 
-def _unknown_subject(report: Report, rule: Rule) -> UsageError:
-    """Build the error for a subject that is neither a measure nor a field of the report."""
-    near = difflib.get_close_matches(rule.stem[:100], [*report.measure_names(), *KNOWN], n=1)
+def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
+    """Build the error for a subject that is neither a measure, one of `names`, nor a field of the report."""
+    near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
-    curve = any(rule.stem in head.curves for head in report.heads)
-    why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
-    known = join_items(report.measure_names(), 40) or "no measures; use fields such as swap.loss.delta"
+    known = join_items(names, 40) or "no measures; use fields such as swap.loss.delta"
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {why}.", f"{hint}Choose from: {known}.")
 
 
-def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures.
-
-    Raise UsageError if a rule matches nothing.
-    """
+def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
+    """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures."""
     report = report.with_changes()
     taken: Counter[str] = Counter()
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        number, covered = match_rule(report, rule)
+        covered = _match_heads(report, rule)
+        number = None if covered else _match_field(report, rule)
         heads = [(head, value) for head, value in covered if value is not None]
         if heads:
-            number = aggregate([value for _, value in heads], rule.condition)
-        broken = _breaking_heads(heads, rule.condition, number)
-        passed = not broken if number is None else rule.condition.comparison.holds(number)
+            number = aggregate([value for _, value in heads], rule)
+        broken = _breaking_heads(heads, rule, number)
+        passed = not broken if number is None else rule.comparison.holds(number)
         checks.append(
             Check(
                 id=rule.id + (f" #{taken[rule.id]}" if taken[rule.id] > 1 else ""),
@@ -291,43 +250,38 @@ def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     return checks
 
 
-def aggregate(values: Iterable[float], condition: RuleCondition) -> float | None:
+def aggregate(values: Iterable[float], rule: Rule) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
     numbers = sorted(values)
-    if condition.quantile is not None:
+    if rule.quantile is not None:
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
         # which may overflow
-        place = condition.quantile * (len(numbers) - 1)
+        place = rule.quantile * (len(numbers) - 1)
         below, above = math.floor(place), math.ceil(place)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
-    if condition.share is not None:
-        return sum(map(condition.share.holds, numbers)) / len(numbers)
-    if condition.aggregate == "mean":
+    if rule.share is not None:
+        return sum(map(rule.share.holds, numbers)) / len(numbers)
+    if rule.aggregate == "mean":
         return math.fsum(number / len(numbers) for number in numbers)
-    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(condition.aggregate)
+    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(rule.aggregate)
 
 
-def _breaking_heads(
-    heads: Sequence[tuple[Head, float]], condition: RuleCondition, number: float | None
-) -> list[tuple[Head, float]]:
+def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
     """Return the heads that break the rule, the worst first; none if the rule only concerns all heads together."""
-    comparison, by = condition.comparison, condition.share or condition.comparison
-    if condition.share is not None and number is not None:
+    comparison, by = rule.comparison, rule.share or rule.comparison
+    if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
         blamed = [(head, value) for head, value in heads if by.holds(value) is too_many]
-    elif condition.aggregate in ("min", "max", "value"):
-        blamed = [(head, value) for head, value in heads if not by.holds(value) and _at_end(condition, value)]
     else:
-        return []
+        blamed = [(head, value) for head, value in heads if not by.holds(value) and _is_decisive(rule, value)]
     return sorted(blamed, key=lambda pair: by.excess(pair[1]), reverse=True)
 
 
-def _at_end(condition: RuleCondition, value: float) -> bool:
+def _is_decisive(rule: Rule, value: float) -> bool:
     """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
-    comparison = condition.comparison
-    if condition.aggregate == "value":
-        return True
-    lowest = condition.aggregate == "min"
+    comparison, lowest = rule.comparison, rule.aggregate == "min"
+    if rule.aggregate not in ("min", "max"):
+        return rule.aggregate == "value"
     if comparison.operator in ("in", "=="):
         return value < comparison.low if lowest else value > comparison.high
     return comparison.operator in ((">", ">=") if lowest else ("<", "<="))
@@ -342,22 +296,14 @@ def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, o
     """Return the options `analyzers` and `source` with which a run measures only what the rules require."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
-    known = measure_infos()
+    known = list(measure_infos())
     for rule in rules:
-        name = rule.stem
-        measured = any(name == info or name.startswith(f"{info}.") for info in known)
-        if not measured and name.partition(".")[0] not in FIELDS:
-            near = difflib.get_close_matches(name[:100], known, n=1)
-            raise UsageError(
-                f"{rule.place}{rule.spelling} matches nothing: no analyzer computes {rule.named}.",
-                f"{f'Did you mean {near[0]!r}? ' if near else ''}See `attnlens list measures`.",
-            )
-    analyzers = list_analyzers()
-    read = [each for each in analyzers if any(info.name in rule.subject for info in each.measures for rule in rules)]
+        measured = any(f"{rule.stem}.".startswith(f"{name}.") for name in known)
+        if not measured and rule.stem.partition(".")[0] not in FIELDS:
+            raise _unknown_subject(rule, known, f"no analyzer computes {rule.named}")
+    subjects = " ".join(rule.subject for rule in rules)
+    read = [each for each in list_analyzers() if any(info.name in subjects for info in each.measures)]
     if not read:
         return {}
-    sources = {each.source for each in read}
-    return {
-        "analyzers": list(dict.fromkeys(each.name for each in read)),
-        "source": sources.pop() if len(sources) == 1 else "both",
-    }
+    names, sources = list(dict.fromkeys(each.name for each in read)), {each.source for each in read}
+    return {"analyzers": names, "source": sources.pop() if len(sources) == 1 else "both"}

@@ -41,8 +41,7 @@ def assert_attention(
 ) -> None:
     """Fail the test if a report breaks a rule; `report` can be a path, or a model to inspect first.
 
-    `rules` are those of `attnlens.check`; `options` are those of `attnlens.inspect`. Raise UsageError for rules that
-    are invalid or match nothing.
+    `rules` are those of `attnlens.check`, `options` those of `attnlens.inspect`. Raise UsageError for invalid rules.
     """
     __tracebackhide__ = True
     import attnlens

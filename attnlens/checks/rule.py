@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -20,25 +20,17 @@ from attnlens.wording import clean
 if TYPE_CHECKING:
     from attnlens.records import Head
 
-MOST = 1000
-"""Maximum number of rules in a table."""
-DEEPEST = 50
-"""Maximum nesting depth of tables of rules; a path into a report has six parts."""
-LARGEST = 2**20
-"""Size limit of a file of rules, in bytes."""
-TABLES = (("check",), ("tool", "attnlens", "check"))
-"""Tables with rules in attnlens.toml, and in pyproject.toml."""
+DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
+LARGEST = 2**20  # size limit of a file of rules, in bytes
+LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
+TABLES = (("check",), ("tool", "attnlens", "check"))  # with rules in attnlens.toml, and in pyproject.toml
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
-LONGEST = 200
-"""Maximum length of a condition in characters, far above that of real ones."""
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
-WHOLE = ("min", "max", "mean", "median", "count", "value")
-"""Aggregates without a number in their name; `value` compares every head, or a single field, by itself."""
+WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value` compares every head, or a single field, by itself
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
-FILTERS = {"layers": "layer", "heads": "head", "part": "part"}
-"""Field of a head by the word after @."""
+FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne},
@@ -49,17 +41,15 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 class Criterion:
     """Comparison of a number with a bound, or with a closed range."""
 
-    operator: str
-    """Operator: <, <=, >, >=, ==, != or in."""
-    low: float
-    """Bound, or lower end of the range."""
-    high: float
-    """The same bound, or upper end of the range."""
+    operator: str  # <, <=, >, >=, ==, != or in
+    low: float  # bound, or lower end of the range
+    high: float  # the same bound, or upper end of the range
 
     def holds(self, number: float) -> bool:
         """Return whether the number satisfies the comparison."""
-        compare = OPERATORS.get(self.operator)
-        return self.low <= number <= self.high if compare is None else compare(number, self.low)
+        if self.operator == "in":
+            return self.low <= number <= self.high
+        return OPERATORS[self.operator](number, self.low)
 
     def excess(self, number: float) -> float:
         """Compute the distance between the number and the allowed values; larger is worse."""
@@ -70,112 +60,16 @@ class Criterion:
 
 
 @dataclass(frozen=True)
-class RuleCondition:
-    """Aggregate over heads, the comparison for it, and the heads that it covers."""
-
-    aggregate: str
-    """Aggregate: a member of WHOLE, `share`, or a quantile such as `q05`."""
-    comparison: Criterion
-    """Comparison for the aggregate."""
-    share: Criterion | None = None
-    """Comparison that heads must satisfy to be counted, for a share."""
-    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)
-    """Allowed values by key of FILTERS; heads must have one of each."""
-
-    @property
-    def quantile(self) -> float | None:
-        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
-        if self.aggregate == "median":
-            return 0.5
-        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
-
-    @property
-    def measured(self) -> str:
-        """Name of the compared number: `share(> 0.9)`."""
-        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
-
-    @property
-    def filters(self) -> str:
-        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
-        chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
-        return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
-
-    def covers(self, head: Head) -> bool:
-        """Return whether the selection contains the head."""
-        return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
-
-
-def condition(text: object) -> RuleCondition:
-    """Parse the condition in a text. Raise UsageError for anything else; no part of the text is ever executed."""
-    if not isinstance(text, str) or len(text) > LONGEST:
-        raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
-    first, *filters = text.split("@")
-    match = CONDITION.fullmatch(first.strip())
-    if match is None:
-        raise _parse_error(text, "write the aggregate first, then the condition on it.")
-    aggregate, inner, comparison = match.groups()
-    known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
-    if not known:
-        raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
-    if (aggregate == "share") != (inner is not None):
-        raise _parse_error(
-            text, "share needs a comparison in brackets, e.g. share(> 0.9) < 0.1; other aggregates must not have one."
-        )
-    share = None if inner is None else _comparison(text, inner)
-    return RuleCondition(aggregate, _comparison(text, comparison), share, _parse_filters(text, filters))
-
-
-def _comparison(text: str, words: str) -> Criterion:
-    match = COMPARISON.fullmatch(words.strip())
-    if match is None:
-        what = format_value(words.strip())
-        raise _parse_error(
-            text, f"{what} is not a comparison; write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
-        )
-    ends = [float(number) for number in match.groups()[1:] if number is not None]
-    if not all(map(math.isfinite, ends)):
-        raise _parse_error(text, "it contains a number that is not finite.")
-    if ends[-1] < ends[0]:
-        raise _parse_error(text, "its range is reversed.")
-    return Criterion(match[1] or "in", ends[0], ends[-1])
-
-
-def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int | str]]:
-    filters: dict[str, frozenset[int | str]] = {}
-    for word in words:
-        name, _, what = word.strip().partition(" ")
-        if name in filters:
-            raise _parse_error(text, f"it contains @{name} twice.")
-        if name in ("layers", "heads"):
-            try:
-                filters[name] = frozenset(listed_numbers(f"@{name}", what))
-            except UsageError as error:
-                raise _parse_error(text, error.problem) from None
-        elif name == "part" and what.strip() in get_args(Part):
-            filters[name] = frozenset([what.strip()])
-        else:
-            raise _parse_error(
-                text, "@ must be followed by layers, heads or part, e.g. @layers 0-3, @heads 0,5 or @part decoder."
-            )
-    return filters
-
-
-def _parse_error(text: object, why: str) -> UsageError:
-    return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
-
-
-@dataclass(frozen=True)
 class Rule:
-    """One condition on one subject."""
+    """One condition on one subject: an aggregate over heads, the comparison for it, and the heads that it covers."""
 
-    subject: str
-    """Subject: `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`."""
-    condition: RuleCondition
-    """Required condition."""
-    wanted: str
-    """Condition as written."""
-    file: str | None = None
-    """File that contains the rule."""
+    aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
+    comparison: Criterion  # for the aggregate
+    share: Criterion | None = None  # comparison that heads must satisfy to be counted, for a share
+    selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by key of FILTERS
+    subject: str = ""  # `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
+    wanted: str = ""  # condition as written
+    file: str | None = None  # file that contains the rule
 
     @property
     def spelling(self) -> str:
@@ -200,70 +94,129 @@ class Rule:
     @property
     def place(self) -> str:
         """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
-        return _place(self.file)
+        return "" if self.file is None else f"{clean(self.file)}: "
 
     @property
     def id(self) -> str:
         """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
-        condition = self.condition
-        return f"{self.named}: {condition.measured} {condition.comparison.operator}{condition.filters}"
+        return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
+
+    @property
+    def quantile(self) -> float | None:
+        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
+        if self.aggregate == "median":
+            return 0.5
+        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
+
+    @property
+    def measured(self) -> str:
+        """Name of the compared number: `share(> 0.9)`."""
+        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
+
+    @property
+    def filters(self) -> str:
+        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
+        chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
+        return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
+
+    def covers(self, head: Head) -> bool:
+        """Return whether the selection contains the head."""
+        return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
 
 
-def _place(file: str | None) -> str:
-    return "" if file is None else f"{clean(file)}: "
+def condition(text: object) -> Rule:
+    """Parse a condition, without a subject; raise UsageError for anything else. No part of the text is executed."""
+    if not isinstance(text, str) or len(text) > LONGEST:
+        raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
+    first, *filters = text.split("@")
+    match = CONDITION.fullmatch(first.strip())
+    if match is None:
+        raise _parse_error(text, "write the aggregate first, then the condition on it.")
+    aggregate, inner, comparison = match.groups()
+    if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
+        raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
+    if (aggregate == "share") != (inner is not None):
+        raise _parse_error(text, "share, and no other aggregate, needs a comparison in brackets: share(> 0.9) < 0.1.")
+    share = None if inner is None else _parse_comparison(text, inner)
+    return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
 
-def _build_rule(subject: str, text: object, file: str | None = None) -> Rule:
-    """Build a rule; raise a UsageError that names its file if the rule is invalid."""
+def _parse_comparison(text: str, words: str) -> Criterion:
+    match = COMPARISON.fullmatch(words.strip())
+    if match is None:
+        known = "write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
+        raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
+    ends = [float(number) for number in match.groups()[1:] if number is not None]
+    if not all(map(math.isfinite, ends)):
+        raise _parse_error(text, "it contains a number that is not finite.")
+    if ends[-1] < ends[0]:
+        raise _parse_error(text, "its range is reversed.")
+    return Criterion(match[1] or "in", ends[0], ends[-1])
+
+
+def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int | str]]:
+    filters: dict[str, frozenset[int | str]] = {}
+    for word in words:
+        name, _, what = word.strip().partition(" ")
+        if name in filters:
+            raise _parse_error(text, f"it contains @{name} twice.")
+        if name in ("layers", "heads"):
+            try:
+                filters[name] = frozenset(listed_numbers(f"@{name}", what))
+            except UsageError as error:
+                raise _parse_error(text, error.problem) from None
+        elif name == "part" and what.strip() in get_args(Part):
+            filters[name] = frozenset([what.strip()])
+        else:
+            raise _parse_error(text, "@ must be followed by layers, heads or part, as in @layers 0-3 or @part decoder.")
+    return filters
+
+
+def _parse_error(text: object, why: str) -> UsageError:
+    return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
+
+
+def _build_rule(subject: str, text: object) -> Rule:
     if not subject.strip("| "):
-        raise UsageError(
-            f"{_place(file)}the rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}."
-        )
-    try:
-        return Rule(subject.strip(), condition(text), clean(str(text)), file)
-    except UsageError as error:
-        raise UsageError(f"{_place(file)}{error.problem}", error.remedy) from None
+        raise UsageError(f"The rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}.")
+    return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)))
 
 
 def parse_rule(text: object) -> Rule:
     """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError for anything else."""
-    if not isinstance(text, str) or ":" not in text:
-        raise UsageError(
-            f"The rule {format_value(text)} lacks a colon.", "Write e.g. --rule 'tokens.entropy: min > 0.1'."
-        )
-    subject, _, wanted = text.partition(":")
+    subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not colon:
+        remedy = "Write e.g. --rule 'tokens.entropy: min > 0.1'."
+        raise UsageError(f"The rule {format_value(text)} lacks a colon.", remedy)
     return _build_rule(subject, wanted.strip())
 
 
 def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
     """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
-    rules: list[Rule] = []
-    for subject, texts in _flatten(table):
-        if not isinstance(texts, str | list | tuple) or not texts:
-            raise UsageError(
-                f"{_place(file)}{clean(subject)} has no condition: {format_value(texts)}.", f"Write, e.g., {EXAMPLE}."
-            )
-        rules += [_build_rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
-    if len(rules) > MOST:
-        raise UsageError(f"There are {len(rules)} rules, more than the maximum.", f"Give at most {MOST}.")
-    return rules
+    try:
+        return [replace(rule, file=file) for rule in _parse_entries(table)]
+    except UsageError as error:
+        raise UsageError(f"{'' if file is None else clean(file) + ': '}{error.problem}", error.remedy) from None
 
 
-def _flatten(table: Mapping[str, object], before: str = "") -> Iterable[tuple[str, object]]:
+def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Rule]:
     if before.count(".") > DEEPEST:
         raise UsageError(f"A table of rules is nested more than {DEEPEST} levels deep.", f"Write, e.g., {EXAMPLE}.")
     for name, value in table.items():
+        subject, texts = f"{before}{name}", [value] if isinstance(value, str) else value
         if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{before}{name}.")
+            yield from _parse_entries(value, f"{subject}.")
+        elif isinstance(texts, list | tuple) and texts:
+            yield from (_build_rule(subject, text) for text in texts)
         else:
-            yield f"{before}{name}", value
+            problem = f"{clean(subject)} has no condition: {format_value(value)}."
+            raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file, from [check] or [tool.attnlens.check].
+    """Read the rules of a TOML file, from [check] or [tool.attnlens.check]; raise UsageError if it is invalid.
 
-    `named`: the user named the file, so that a file without rules is an error. Raise UsageError for a file that can't
-    be read, is not TOML, or contains an invalid rule.
+    `named`: the user named the file, so that a file without rules is an error.
     """
     import tomllib
 
@@ -305,12 +258,9 @@ def rules_of(source: object) -> list[Rule]:
 class Tolerance:
     """Bounds for changes: a head has moved if it exceeds both the larger bound and chance."""
 
-    relative: float = RELATIVE
-    """Allowed change as a share of the baseline's value."""
-    absolute: float | None = None
-    """Allowed change in the measure's own unit; None: `relative` of the measure's range, if it has one."""
-    fdr: float = FDR
-    """Share of heads named by chance among those named by a p-value."""
+    relative: float = RELATIVE  # allowed change as a share of the baseline's value
+    absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one
+    fdr: float = FDR  # share of heads named by chance among those named by a p-value
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
@@ -322,12 +272,10 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         """Raise UsageError for invalid bounds."""
-        for name, most in (("relative", math.inf), ("absolute", math.inf), ("fdr", 1.0)):
-            number: object = getattr(self, name)
-            if name == "absolute" and number is None:
-                continue
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
-                raise UsageError(
-                    f"{name}={format_value(number)} is not a valid tolerance.",
-                    "Give a number of at least 0, such as 0.05.",
-                )
+        bounds = {"relative": self.relative, "absolute": self.absolute, "fdr": self.fdr}
+        for name, number in bounds.items():
+            most = 1.0 if name == "fdr" else math.inf
+            valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
+            if not valid and not (name == "absolute" and number is None):
+                problem = f"{name}={format_value(number)} is not a valid tolerance."
+                raise UsageError(problem, "Give a number of at least 0, such as 0.05.")

@@ -1,8 +1,8 @@
 """Attention kernels, one function each, and attention under any of them.
 
-Contents: `registry` (the decorator `kernel`, KernelInfo), `products`, `lowrank`, `nearest`, `primal` (the built-in
-kernels with their fits), `modifiers` (ties, filters, hybrids), `spec` (Kernel: a kernel with its parameters),
-`spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
+Contents: `registry` (the decorator `kernel`, KernelInfo; ties, filters, hybrids), `products`, `lowrank`, `nearest`,
+`primal` (the built-in kernels with their fits), `spec` (Kernel: a kernel with its parameters), `spelling` (parse
+`rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
 Inputs: a `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys.
 Outputs: log k, attention weights, attention outputs, and parameters fitted per head.
 Importers: every package above in the order of imports; `attention` loads torch, the other modules only when called.
@@ -13,8 +13,7 @@ Importing the package registers the kernels of all its modules: a new kernel is 
 from importlib import import_module
 from pkgutil import iter_modules
 
-from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, Modifier
-from attnlens.kernels.registry import KERNELS, kernels
+from attnlens.kernels.registry import FILTERS, HYBRIDS, KERNELS, TIES, Modifier, kernels
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed
 

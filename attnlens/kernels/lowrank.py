@@ -48,17 +48,12 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 
     Raises UsageError if the model does not pass positions to its attention.
     """
-    positions = call.places
+    positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
-        raise UsageError(
-            "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back.",
-            "Leave out rotation=before.",
-        )
-    cached = call.key.shape[2] - positions.shape[-1]
-    if cached <= 0:
-        return positions, positions[..., : call.key.shape[2]]
-    before = positions[..., :1] + torch.arange(-cached, 0, device=positions.device)
-    return positions, torch.cat((before.clamp_min(0), positions), -1)
+        problem = "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back."
+        raise UsageError(problem, "Leave out rotation=before.")
+    before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
+    return positions, torch.cat((before.clamp_min(0), positions), -1)[..., :keys]
 
 
 @dataclass
@@ -72,11 +67,10 @@ class Grams:
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among those swapped
     key_of: tuple[int, ...]  # key head of each swapped query head, as index among those swapped
-    turn: Turn | None = None
-    """Rotation by which keys are first brought back to position 0; None if they are used as they are."""
-    queries: Tensor = field(default_factory=lambda: torch.zeros(()))  # C_q, (kv_heads, head_dim, head_dim)
-    latents: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j and Σ_j w_j of each latent; empty before any batch."""
+    turn: Turn | None = None  # rotation by which keys are first brought back to position 0, if they are
+    sums: list[Tensor] = field(default_factory=list)
+    """C_q, (kv_heads, head_dim, head_dim), then for each latent C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j
+    and Σ_j w_j; empty before any batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
         """Add the pairs of a batch, each with its weight."""
@@ -87,19 +81,19 @@ class Grams:
         elif call.sinks is None:
             # affects only rounding, in which keys with a large common part would lose their differences
             key = key - key.mean(-2, keepdim=True)
+        # a sink is one more outcome: each query that has a choice counts equally, and the rest of 1 is the weight of a
+        # key at 0; else a row's weights are the whole
         rows = weight.sum(-1, keepdim=True)
-        # a sink is one more outcome: each query that has a choice counts equally
+        whole = rows if call.sinks is None else torch.ones_like(rows)
         rows = rows if call.sinks is None else (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
-        # with a sink, the rest of 1 is the weight of a key at 0; else a row's weights are the whole
-        whole = torch.ones_like(rows) if call.sinks is not None else rows
-        self.add(
-            by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head),
-            [self._sum_latent(group, key, weight, whole) for group in self.groups],
-        )
+        sums = [by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head)]
+        for group in self.groups:
+            sums += self._sum_latent(group, key, weight, whole)
+        self.add(sums)
 
-    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> tuple[Tensor, ...]:
+    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Matrix, whole: Tensor) -> list[Tensor]:
         """Sum over the stacked keys of the key heads `group`; `whole` is the sum of each row's weights, (…, 1)."""
         heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
         stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
@@ -109,62 +103,45 @@ class Grams:
             mean = weight[:, heads] @ stack[:, None]
             scaled = mean / whole[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)  # no weight: 0/tiny, not 0/0
             second = second - (scaled.mT @ mean).sum((0, 1))
-        return second, (stack * by_key).sum((0, 1)), by_key.sum()
+        return [second, (stack * by_key).sum((0, 1)), by_key.sum()]
 
-    def add(self, queries: Tensor, latents: list[tuple[Tensor, ...]], factor: float = 1.0) -> None:
+    def add(self, sums: Sequence[Tensor], factor: float = 1.0) -> None:
         """Add `factor` times other moments."""
-        self.queries = self.queries + factor * queries
-        self.latents = self.latents or [tuple(torch.zeros_like(part) for part in sums) for sums in latents]
-        pairs = [zip(before, sums, strict=True) for before, sums in zip(self.latents, latents, strict=True)]
-        self.latents = [tuple(a + factor * b for a, b in pair) for pair in pairs]
+        before: Sequence[Tensor | float] = self.sums or [0.0] * len(sums)
+        self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
         """Return the moments of both together; if `equal`, with the other's weights scaled to the sum of these."""
-        weights = [sum(float(latent[2]) for latent in grams.latents) for grams in (self, other)]
+        weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
-        both.add(other.queries, other.latents, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
+        both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
         return both
 
     def solve(self) -> Latents:
         """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
-        from torch.nn.functional import pad
-
-        size, maps = self.queries.shape[-1], []
-        means = self.queries.new_zeros(len(self.queries), size) if self.turn is not None else None
+        queries, *sums = self.sums
+        size, maps = queries.shape[-1], []
+        means = queries.new_zeros(len(queries), size) if self.turn is not None else None
         width = size * max(map(len, self.groups))
-        for group, (second, first, weight) in zip(self.groups, self.latents, strict=True):
+        for group, second, first, weight in zip(self.groups, sums[::3], sums[1::3], sums[2::3], strict=True):
             if means is not None:
                 mean = first / weight.clamp_min(torch.finfo(first.dtype).tiny)  # no weight: mean 0
                 second = second - torch.outer(mean, first)
                 means[list(group)] = mean.view(len(group), size)
-            blocks: Tensor = torch.block_diag(*self.queries[list(group)])  # type: ignore[no-untyped-call]
-            sides = directions(blocks, second)
-            maps.append([pad(side, (0, width - side.shape[-1], 0, width - side.shape[-2])) for side in sides])
+            blocks: Tensor = torch.block_diag(*queries[list(group)])  # type: ignore[no-untyped-call]
+            border = 0, width - len(second), 0, width - len(second)
+            maps.append([torch.nn.functional.pad(side, border) for side in directions(blocks, second)])
         query_map, key_map = (torch.stack(side) for side in zip(*maps, strict=True))
         return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return, by parameter name, the query heads with identical copies of a map; empty if no maps are shared.
-
-    B is shared by all readers of a latent, A and the offset by those of a key head.
-    """
+    """Return the query heads with identical copies of a map, by parameter name; empty if no maps are shared."""
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
     key_head = torch.unique(fitted["key_head"], return_inverse=True)[1]
     return {"key_map": latent, "query_map": key_head, "offset": key_head}
-
-
-def group_key_heads(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the key heads of each latent, and the key head of each query head, as indices among those of the call.
-
-    If `group` does not divide their number, the last latent is smaller.
-    """
-    numbers = sorted(set(call.key_heads))
-    key_of = tuple(numbers.index(number) for number in call.key_heads)
-    all_heads = tuple(range(len(numbers)))
-    return tuple(all_heads[start : start + group] for start in range(0, len(all_heads), group)), key_of
 
 
 @dataclass(frozen=True)
@@ -201,10 +178,8 @@ class Latents:
         dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
         whole = torch.tensor([rank >= size for rank, size in zip(ranks, self.sizes, strict=True)], device=device)
         identity = torch.eye(self.key_map.shape[-1]).to(self.key_map)
-        query_map, key_map = (
-            torch.where(whole[:, None, None], identity, side * dimensions[:, None])[..., :width]
-            for side in (self.query_map, self.key_map)
-        )
+        cut = (side * dimensions[:, None] for side in (self.query_map, self.key_map))
+        query_map, key_map = (torch.where(whole[:, None, None], identity, side)[..., :width] for side in cut)
         # one map per query head if no other reads its latent: no sharing has to be preserved
         if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((key_head,)) for key_head in self.key_of]
@@ -215,18 +190,15 @@ class Latents:
     def _of_key_head(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
         """Return the parameters of `share_keys` for a query head that reads this key head."""
         size, most = self.head_dim, max(map(len, self.groups))
-        number = next(at for at, group in enumerate(self.groups) if key_head in group)
-        group = self.groups[number]
+        number, group = next((at, group) for at, group in enumerate(self.groups) if key_head in group)
         start = group.index(key_head) * size
         to_query = query_map[number, start : start + size]
         readers = [self.key_of.index(member) for member in group]
-        parameters = {
-            "query_map": to_query,
-            "key_map": key_map[number].view(most, size, -1),
-            "key_head": torch.tensor(key_head, device=key_map.device),
-            # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
-            "members": torch.tensor(readers + readers[:1] * (most - len(group)), device=key_map.device),
-        }
+        # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
+        members = readers + readers[:1] * (most - len(group))
+        parameters = {"query_map": to_query, "key_map": key_map[number].view(most, size, -1)}
+        parameters["key_head"] = torch.tensor(key_head, device=key_map.device)
+        parameters["members"] = torch.tensor(members, device=key_map.device)
         if self.mean is not None:
             latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
             parameters["offset"] = self.mean[key_head] - latent @ to_query.mT
@@ -251,13 +223,13 @@ def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
-    # strict: a zero matrix has border 0 and keeps no direction
-    nonzero = values > border
+    nonzero = values > border  # strict: a zero matrix has border 0 and keeps no direction
     root = torch.where(nonzero, values, 0.0).sqrt()
     inverse = torch.where(nonzero, torch.where(nonzero, values, 1.0).rsqrt(), 0.0)
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
+TOGETHER = "Compute the attention of all heads together with attnlens.kernels.attention.attend."
 ALL = 65536  # more key heads than any site has: all of them share one latent
 AFTER, BEFORE = 0, 1  # values of `rotation`: latents of keys after, or before, the rotation
 ATTENTION, OUTPUT = 0, 1  # values of `metric`: weights of the pairs of queries and keys
@@ -276,17 +248,18 @@ class MapsFit:
         self.typed: dict[str, float] = {}
         self.rank, self.group = rank, group
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT
-        self.turn: Turn | None = None
-        """The rotation; callers that fit keys before it must set it."""
+        self.turn: Turn | None = None  # the rotation; callers that fit keys before it must set it
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
         """G = E[g gᵀ] of the gradient g of each head's output; callers that fit by the output must set it."""
         self.grams: Grams | None = None
-        self.outputs: Grams | None = None
-        """The same moments, with pairs weighted by their effect on the output."""
+        self.outputs: Grams | None = None  # the same moments, with pairs weighted by their effect on the output
 
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
         """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
-        blank = partial(Grams, *group_key_heads(call, self.group), turn=self.turn if self.before else None)
+        numbers = sorted(set(call.key_heads))
+        indices = tuple(range(len(numbers)))  # if the group does not divide their number, the last latent is smaller
+        groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
+        blank = partial(Grams, groups, tuple(map(numbers.index, call.key_heads)), self.turn if self.before else None)
         self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:
@@ -315,10 +288,8 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return ⟨qA, kB⟩'s factors; raise UsageError if several key heads share a latent."""
     if "members" in more:
-        raise UsageError(
-            "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head.",
-            "Compute the attention of all heads together with attnlens.kernels.attention.attend.",
-        )
+        problem = "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head."
+        raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
 
@@ -337,8 +308,8 @@ def share_keys(
     """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
 
     z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it; `key_map` is B, (heads,
-    members, head_dim, size). If the latent is of keys before the rotation (`frequency` is given), the keys are
-    reconstructed from it and rotated to their positions. None without `members`: each head has its own latent.
+    members, head_dim, size). With `frequency`, z is of keys before the rotation: they are rebuilt and rotated. None
+    without `members`: each head has its own latent.
     """
     if members is None:
         return None
@@ -346,9 +317,8 @@ def share_keys(
     turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
     if turn is not None:
         key = turn.rotate(key, token_positions(call)[1], back=True)
-    # each latent is computed once, from the first head that reads it
-    rows = members.tolist()
-    distinct = [row for number, row in enumerate(rows) if row not in rows[:number]]
+    rows = [tuple(row) for row in members.tolist()]  # each latent is computed once, from the first head that reads it
+    distinct = list(dict.fromkeys(rows))
     leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
     latent = torch.einsum("bugnd,ugdw->bunw", key[:, distinct], key_map[leaders].to(key))[:, which]
     if turn is None or offset is None:

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.lowrank import matrix_roots
-from attnlens.kernels.modifiers import positive_part
-from attnlens.kernels.registry import SCORE, choice, kernel, torch
-from attnlens.kernels.spec import own_attention, wide
+from attnlens.kernels.lowrank import TOGETHER, matrix_roots
+from attnlens.kernels.registry import SCORE, choice, kernel, positive_part, torch
+from attnlens.kernels.spec import own_attention, refuse_unpaired, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
     from attnlens.kernels.registry import Key, Query
     from attnlens.records import Call
 
+    Rows = Float[Tensor, "heads size"] | None
+    Form = Float[Tensor, "heads size rank"] | None
+    Signs = Float[Tensor, "heads rank"] | None
     Square = Float[Tensor, "*heads size size"]
 
-STEPS, ENOUGH = 500, 1e-9
-"""Most steps towards the nearest positive form, and the relative change below which they end: far below the float32 in
-which the form is applied, and far above the rounding of float64 steps."""
+STEPS, ENOUGH = 500, 1e-9  # towards the nearest positive form: most steps, and the relative change that ends them
 
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
@@ -31,9 +31,7 @@ def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size siz
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
 
 
-def nearest_symmetric(
-    form: Square, queries: Square, keys: Square
-) -> tuple[Square, Square, Float[Tensor, "*heads size size"]]:
+def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
     """Compute P, X and weights: N = PXPᵀ is the symmetric N of least tr (N−N₀)ᵀC_q(N−N₀)C_k, N₀ = `form`.
 
     PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and X_ab = (λ_a X₀_ab +
@@ -54,7 +52,7 @@ def nearest_symmetric(
     return basis, torch.where(both > 0, mean, (back + back.mT) / 2), both / 2
 
 
-def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -> Square:
+def nearest_positive(form: Square, weights: Square) -> Square:
     """Find the positive semidefinite X' of least Σ weights (X'−X)², by accelerated projected gradients.
 
     For equal weights it is [X]₊, the first step. Beck & Teboulle 2009 (FISTA); restarts of O'Donoghue & Candès 2015.
@@ -79,8 +77,7 @@ def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ra
     """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| first; zeros beyond a head's rank."""
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
-    values = values.gather(-1, order)
-    vectors = vectors.gather(-1, order[..., None, :].expand_as(vectors))
+    values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
     # eigenvalues up to eps · size · largest are rounding; strict: a zero form has border 0 and keeps no direction
     border = torch.finfo(form.dtype).eps * form.shape[-1] * values[..., :1].abs()
     signs = values.sign() * (values.abs() > border)
@@ -91,8 +88,7 @@ def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ra
 
 SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # the part of the logits that is kept
 FITTED, ORACLE = 0, 1  # a form fitted to calibration text, or the parts of the evaluated text's own logits
-TIES_OF = {SYMMETRIC: "skewless", POSITIVE: "mercer", NO_KEY: "keyless", NO_SKEW: "skewless"}
-"""The tie that extracts each part exactly."""
+TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts each part exactly
 
 
 class NearestFit:
@@ -143,29 +139,15 @@ class NearestFit:
 
 def _refuse(call: Call) -> None:
     """Raise UsageError if queries and keys are of different tokens, or if query-only terms of logits matter."""
-    if call.cross or call.query.shape[-2] != call.key.shape[-2]:
-        raise UsageError(
-            f"nearest needs the query and the key of each token; this site has {call.query.shape[-2]} queries and "
-            f"{call.key.shape[-2]} keys, of {'two sequences' if call.cross else 'a key-value cache'}.",
-            "Leave out cross-attention with --part, and run without a key-value cache.",
-        )
+    refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        raise UsageError(
-            f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}.",
-            "Choose another kernel for this model.",
-        )
+        problem = f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}."
+        raise UsageError(problem, "Choose another kernel for this model.")
 
 
 def nearest_call(
-    call: Call,
-    *,
-    part: int,
-    how: int,
-    centre: Float[Tensor, "heads size"] | None = None,
-    factor: Float[Tensor, "heads size rank"] | None = None,
-    signs: Float[Tensor, "heads rank"] | None = None,
-    gate: Float[Tensor, "heads size"] | None = None,
+    call: Call, *, part: int, how: int, centre: Rows = None, factor: Form = None, signs: Signs = None, gate: Rows = None
 ) -> Call:
     """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
 
@@ -176,8 +158,7 @@ def nearest_call(
     _refuse(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
-        middle = centre[:, None, : query.shape[-1]].to(query)
-        return replace(call, query=(query - middle).to(call.query))
+        return replace(call, query=(query - centre[:, None, : query.shape[-1]].to(query)).to(call.query))
     u = torch.cat((wide(call.query), wide(call.paired_key)), -1)
     u = u - centre[:, None].to(u)
     x, g = u @ factor.to(u), (u * gate[:, None].to(u)).sum(-1, keepdim=True)
@@ -193,11 +174,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     """Return queries and keys unchanged for the oracle's tie; raise UsageError for the form, which mixes both."""
     if how == ORACLE:
         return query, key, scale
-    raise UsageError(
-        "nearest reads both the query and the key of each token, so scores cannot be computed from a query and a "
-        "key alone.",
-        "Compute the attention of all heads together with attnlens.kernels.attention.attend.",
-    )
+    raise UsageError("nearest reads query and key of each token: a query and a key alone have no score.", TOGETHER)
 
 
 @kernel(
@@ -208,8 +185,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     parameters=(
         choice(
             "part",
-            "part of the logits to keep: symmetric, positive definite (a Mercer kernel), all but the key gate, or all "
-            "but the skew part",
+            "part of the logits to keep: symmetric, positive definite (Mercer), all but the key gate or the skew part",
             ("symmetric", "positive", "no-key", "no-skew"),
         ),
         choice(

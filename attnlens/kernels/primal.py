@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Map = Float[Tensor, "heads features scores"]
     OutputMap = Float[Tensor, "heads both value_dim"]
     Offset = Float[Tensor, "heads value_dim"]
+    PerHead = Float[Tensor, " heads"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
 STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
@@ -32,7 +34,7 @@ class Moments:
 
     gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
     cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
-    energy: Float[Tensor, " heads"]  # Σ ‖y‖²
+    energy: PerHead  # Σ ‖y‖²
     sequences: int
 
     @classmethod
@@ -45,7 +47,7 @@ class Moments:
         return Moments(*sums, self.sequences + other.sequences)
 
     @property
-    def tokens(self) -> Float[Tensor, " heads"]:
+    def tokens(self) -> PerHead:
         """Number of tokens, by head."""
         return self.gram[..., -1, -1]
 
@@ -59,9 +61,8 @@ class PrimalFit:
 
     C_q = mean Fφ(q)φ(q)ᵀFᵀ and C_k over the calibration tokens: e and r are the leading left and right singular vectors
     of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c absorbs. Λ is
-    (nΣ)⁻¹ with n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r]
-    to the head's own output by ridge regression; the ridge's strength is chosen on a held-out part of the calibration
-    text.
+    (nΣ)⁻¹, n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r] to
+    the head's own output by ridge regression, whose strength a held-out part of the text decides.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -73,15 +74,12 @@ class PrimalFit:
     def update(self, call: Call) -> None:
         """Add the features and the own output of a batch's heads."""
         from attnlens.kernels.attention import attend
-        from attnlens.kernels.attention.primal_scores import features
+        from attnlens.kernels.attention.sums import features
 
-        inputs = features(call, self.samples)
         output = attend(call, Kernel(KERNELS["exponential"])).transpose(1, 2)
-        self.observe(inputs.query, inputs.key, inputs.real, output)
+        self.observe(*features(call, self.samples), output)
 
-    def observe(
-        self, query: Side, key: Side, real: Bool[Tensor, "#batch #heads tokens"] | None, output: Output
-    ) -> None:
+    def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
         """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
@@ -95,37 +93,27 @@ class PrimalFit:
                 self.parts[part] = moments if before is None else before + moments
 
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
-        """Return the fitted parameters.
+        """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
         They are `query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
         value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence; s' =
-        min(s, features), and scores beyond the rank of K are zero. Raises TextError for fewer than two sequences, and
-        for fewer tokens than scores.
+        min(s, features), and scores beyond the rank of K are zero.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
             raise TextError("primal needs at least two calibration sequences.", "Give a longer --calibration text.")
         both = train + held_out
-        if int(both.tokens.min()) < self.scores:
-            raise TextError(
-                f"primal with {self.scores} scores needs at least as many tokens of calibration text, but "
-                f"there are {int(both.tokens.min())}.",
-                "Give a longer --calibration text, or fewer scores.",
-            )
+        if (tokens := int(both.tokens.min())) < self.scores:
+            needed = f"primal with {self.scores} scores needs at least as many tokens of calibration text"
+            raise TextError(f"{needed}, but there are {tokens}.", "Give a longer --calibration text, or fewer scores.")
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         maps = _assemble_map(query_map, key_map)
         fitting, choosing, whole = (moments.of_scores(maps) for moments in (train, held_out, both))
         errors = [squared_loss(choosing, *regression(fitting, fitting.tokens * 0 + each)) for each in STRENGTHS]
         best = torch.tensor(STRENGTHS).to(errors[0])[torch.stack(errors).argmin(0)]
         output_map, offset = regression(whole, best)
-        return {
-            "query_map": query_map,
-            "key_map": key_map,
-            "log_multipliers": log_multipliers,
-            "output_map": output_map,
-            "offset": offset,
-            "tokens": both.tokens / both.sequences,
-        }
+        scores = {"query_map": query_map, "key_map": key_map, "log_multipliers": log_multipliers}
+        return scores | {"output_map": output_map, "offset": offset, "tokens": both.tokens / both.sequences}
 
 
 def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:
@@ -150,7 +138,7 @@ def _assemble_map(query_map: Map, key_map: Map) -> Float[Tensor, "heads size col
     return maps
 
 
-def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[OutputMap, Offset]:
+def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
     """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
     count = moments.tokens[:, None, None]
     mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
@@ -168,7 +156,7 @@ def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Out
     return output_map, (mean_output - mean.mT @ output_map)[:, 0]
 
 
-def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
+def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> PerHead:
     """Compute Σ‖y − W_cᵀz − b‖² of every head."""
     whole = torch.cat([output_map, offset[:, None]], -2)
     quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.kernels.registry import PAIR, SCORE, KernelParameter, kernel, torch
 from attnlens.kernels.spec import centre_rows, log_magnitude, pairs_weighted, sample_rows, wide
+from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from attnlens.records import Call
 
     Score = Float[Tensor, "*scores"]
+    Features = Float[Tensor, "batch heads tokens features"]
+    PerHead = Float[Tensor, " heads"] | None
+    Weight = Float[Tensor, "heads half head_dim"]
+    Origin = Float[Tensor, "heads head_dim"] | None
 
+dual = LazyModule("attnlens.maths.ksvd.dual")
 SERIES = {**SCORE, "features": "finite", "fused": "FlexAttention; row tiles on a CPU"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
-
+# float64 above this order: the terms of the alternating sum are e^{2|x|} times as large as the sum
 LARGEST_NARROW_ORDER = 8
-"""Order above which float64 is used: the terms of the alternating sum are e^{2|x|} times as large as the sum."""
 
 
 @kernel(
@@ -64,8 +69,7 @@ class OffsetFit:
         """Return `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets, best = errors.new_tensor(self.offsets), errors.argmin(0)
-        # 0 and the ends of each sign's grid have only one neighbour of the same sign
-        size = len(self.offsets) // 2
+        size = len(self.offsets) // 2  # 0 and the ends of each sign's grid have only one neighbour of the same sign
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
         at = best.clamp(1, len(self.offsets) - 2)
         before, here, after = (errors.gather(0, (at + step)[None])[0] for step in (-1, 0, 1))
@@ -75,7 +79,7 @@ class OffsetFit:
         return {"offset_of_head": torch.where(inner, offsets[best] * ratio, offsets[best])}
 
 
-def _shift(score: Score, offset: float, offset_of_head: Float[Tensor, " heads"] | None) -> Score:
+def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
     return score + (offset if offset_of_head is None else offset_of_head.to(score)[:, None, None])
 
 
@@ -97,9 +101,7 @@ def _odd_sign(value: Score) -> Score:
     fit=OffsetFit,
     trainable=("offset_of_head",),
 )
-def polynomial(
-    score: Score, degree: int, offset: float, offset_of_head: Float[Tensor, " heads"] | None = None
-) -> Score:
+def polynomial(score: Score, degree: int, offset: float, offset_of_head: PerHead = None) -> Score:
     """A power of the score; a row of zeros gives uniform attention."""
     return degree * log_magnitude(_shift(score, offset, offset_of_head))
 
@@ -154,9 +156,8 @@ def hard(score: Score) -> Score:
 class OriginFit:
     """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
 
-    Pairs are weighted half by attention, half uniformly. With γ fixed this is linear in b: the regression of ½‖k‖² + (1
-    − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖², so that the kernel stays an RBF,
-    unless all keys lie on a sphere.
+    Pairs are weighted half by attention, half uniformly. With γ fixed this is the regression of ½‖k‖² + (1 −
+    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖² unless all keys lie on a sphere.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -187,7 +188,7 @@ class OriginFit:
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
 
 
-def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float[Tensor, "batch heads keys"]:
+def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
     """Compute ⟨b, k⟩ − ½‖k‖²."""
     key = wide(key)
     term = -key.square().sum(-1) / 2
@@ -195,14 +196,13 @@ def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float
 
 
 def _rbf_dot(
-    query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
+    query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
     """Return the factors of 2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; half precision splits the last."""
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16
-        parts.append((term - parts[0]).to(key))
+        parts.append((term - parts[0]).to(key))  # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
 
@@ -219,9 +219,7 @@ def _rbf_dot(
     fit=OriginFit,
     trainable=("origin",),
 )
-def rbf(
-    query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
-) -> Matrix:
+def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
     """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, equal to it if all ‖k‖ are equal.
 
     −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
@@ -284,7 +282,7 @@ class BetaFit:
         """Add this batch's two sums."""
         (query, seen), key = sample_rows(call), call.paired_key.double()
         logits = centre_rows(query @ key.mT * call.scale, seen)
-        cosine = centre_rows(_unit(query) @ _unit(key).mT, seen)
+        cosine = centre_rows(dual.unit(wide(query)) @ dual.unit(wide(key)).mT, seen)
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
@@ -294,19 +292,13 @@ class BetaFit:
         return {"beta_of_head": (self.product / self.square.clamp_min(tiny)).clamp_min(0.0)}
 
 
-def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
-    from attnlens.maths.ksvd.dual import unit
-
-    return unit(wide(x))
-
-
 def _cosine_dot(
-    query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
+    query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None
 ) -> tuple[Query, Key, float]:
-    if beta_of_head is None:
-        return _unit(query).to(query), _unit(key).to(key), beta
-    unit = _unit(query)
-    return (unit * beta_of_head.to(unit)[:, None, None]).to(query), _unit(key).to(key), 1.0
+    unit = dual.unit(wide(query))
+    if beta_of_head is not None:
+        unit, beta = unit * beta_of_head.to(unit)[:, None, None], 1.0
+    return unit.to(query), dual.unit(wide(key)).to(key), beta
 
 
 @kernel(
@@ -321,19 +313,15 @@ def _cosine_dot(
     fit=BetaFit,
     trainable=("beta_of_head",),
 )
-def cosine(
-    query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
-) -> Matrix:
+def cosine(query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None) -> Matrix:
     """The exponential of the cosine: independent of lengths and of the model's scale."""
     query, key, factor = _cosine_dot(wide(query), wide(key), scale, beta, beta_of_head)
     return factor * (query @ key.mT)
 
 
-RELU_FLOOR = 1e-3
-"""Constant that Performer's code adds to every feature (kernel_epsilon), so that no row of attention is 0/0."""
-
+RELU_FLOOR = 1e-3  # Performer's code adds it to every feature (kernel_epsilon), so that no row of attention is 0/0
+# bound of ⟨ω, x√s⟩ − s‖x‖²/2, which is reached only √80 standard deviations of ω away: 40/‖x√s‖ + ‖x√s‖/2 ≥ √80
 LARGEST_EXPONENT = 40.0
-"""Bound of ⟨ω, x√s⟩ − s‖x‖²/2. Reaching it takes 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 standard deviations of ω."""
 
 
 @kernel(
@@ -366,19 +354,15 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
         KernelParameter("seed", "seed of the random ω", int, default=0, low=0, high=2**63 - 1),
     ),
 )
-def random_features(
-    x: Tokens, scale: float, side: str, count: int, seed: int
-) -> Float[Tensor, "batch heads tokens features"]:
+def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
     """An unbiased estimate of the exponential kernel by positive random features, the same for all heads.
 
-    Each token's features depend on it alone, so that no later token changes an earlier one's; the exponent is bounded
-    instead of shifted by a maximum over tokens. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130:
-    attention is even there.
+    The exponent is bounded instead of shifted by a maximum over tokens, so that no later token changes an earlier one's
+    features. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130: attention is even there.
     """
-    from attnlens.maths.ksvd.dual import orthogonal_draws
-
     x = wide(x) * scale**0.5
-    exponent = x @ orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
+    draws: Tensor = dual.orthogonal_draws(count, x.shape[-1], seed).to(x)
+    exponent = x @ draws.mT - x.square().sum(-1, keepdim=True) / 2
     return exponent.clamp_max(LARGEST_EXPONENT).exp() / math.sqrt(count)
 
 
@@ -402,12 +386,10 @@ class LearnedStart:
 
     def update(self, call: Call) -> None:
         """Record the shapes of a batch."""
-        from attnlens.maths.ksvd.dual import orthogonal_draws
-
-        weight = orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
+        weight = dual.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 
-    def solve(self) -> dict[str, Float[Tensor, "heads half head_dim"]]:
+    def solve(self) -> dict[str, Weight]:
         """Return `query_weight` and `key_weight`, (heads, half, head_dim), initially equal."""
         return {"query_weight": self.weight.clone(), "key_weight": self.weight.clone()}
 
@@ -424,13 +406,8 @@ class LearnedStart:
     needs_fit=True,
 )
 def learned_features(
-    x: Tokens,
-    scale: float,
-    side: str,
-    count: int,
-    query_weight: Float[Tensor, "heads half head_dim"],
-    key_weight: Float[Tensor, "heads half head_dim"],
-) -> Float[Tensor, "batch heads tokens features"]:
+    x: Tokens, scale: float, side: str, count: int, query_weight: Weight, key_weight: Weight
+) -> Features:
     """Linear attention with learned positive features: maps of queries and of keys, each head its own.
 
     The features of each sign sum to 1, so that k lies between 0 and 2. `heal` trains the maps by attention transfer.

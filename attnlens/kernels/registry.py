@@ -1,9 +1,9 @@
-"""Register kernels by a decorator; define their interface, their parameters and their fits."""
+"""Register kernels by a decorator, define their interface and their fits; and ties, filters and hybrids of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
@@ -12,7 +12,7 @@ from attnlens.plugins import load_plugins, refuse_replacing
 
 if TYPE_CHECKING:
     import torch as torch
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
     from attnlens.records import Call
@@ -39,8 +39,7 @@ class KernelParameter:
     high: float | None = None  # largest allowed value: a larger one is a typo, and would fill the memory or never end
     even: bool = False  # True if an odd value makes the kernel negative somewhere (refused unless these are allowed)
     multiple_of: int = 1  # factor that every value must be a multiple of, for counts
-    words: tuple[tuple[str, float], ...] = ()
-    """Values that are typed as words; without numeric bounds, they are the only values."""
+    words: tuple[tuple[str, float], ...] = ()  # values typed as words: the only values if there are no bounds
     shown_at_default: bool = True  # True if the kernel's spelling includes the parameter at its default
 
 
@@ -60,30 +59,25 @@ class KernelInfo:
     source: str  # paper that defines the kernel
     positive: bool  # True if k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex
     symmetric: bool  # True if k(x, y) = k(y, x) for equal projections of queries and keys
-    features: Literal["finite", "infinite", "none"]
-    """Number of features in k = ⟨φ(q), φ(k)⟩: finite, infinite, or none if no such form is known."""
+    features: Literal["finite", "infinite", "none"]  # number of them in k = ⟨φ(q), φ(k)⟩; none: no such form is known
     form: Literal["score", "pair", "features", "output"]
     """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
     pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
     function: Callable[..., Tensor]
-    """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
-    features: (x, scale, side, **parameters) → φ with side "query" or "key";
-    output: (φ(q), φ(k), **parameters) → output."""
+    """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k; features: (x, scale,
+    "query" or "key", **parameters) → φ; output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[KernelParameter, ...] = ()
-    sign: Callable[..., Tensor] | None = None
-    """score: (score, **parameters) → sign of k, for kernels that can be negative."""
+    sign: Callable[..., Tensor] | None = None  # score: (score, **parameters) → sign of k, if it can be negative
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
     equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → the call whose exponential kernel equals this kernel, for keys that combine
-    several heads, positions or queries; None if `dot` suffices."""
+    """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel; None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
     fused: str = "row tiles"  # fast and exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
-    fit: Callable[..., Fit] | None = None
-    """(**parameters) → fit of the free parameters per head on calibration text; None if the kernel lacks any."""
+    fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none
     fit_reads: bool = True  # True if the fit reads queries and keys; False if it reads only their shapes
     trainable: tuple[str, ...] = ()  # fitted parameters that healing can train further
     equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty if there is none
@@ -91,8 +85,7 @@ class KernelInfo:
     needs_fit: bool = False  # True if the kernel is undefined without calibration text (rank)
     caution: str = ""  # caveat for readers of its numbers, in one sentence
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → the tie of the model's own kernel that replaces it for an analysis of the evaluated text; None
-    if the kernel is a model."""
+    """(**parameters) → tie of the model's own kernel that replaces it, to analyse the evaluated text; None if none."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:
@@ -104,8 +97,7 @@ class KernelInfo:
 class Fit(Protocol):
     """Fit of a kernel's free parameters per head, in closed form from the calls that the model makes."""
 
-    typed: dict[str, float]
-    """Value of each parameter before the fit; empty for a kernel that is undefined without a fit."""
+    typed: dict[str, float]  # each parameter before the fit; empty for a kernel that is undefined without a fit
 
     def update(self, call: Call) -> None:
         """Add the queries, keys and values that the model computes for these heads in a batch."""
@@ -117,11 +109,7 @@ class Fit(Protocol):
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
 SCORE = {**PAIR, "form": "score"}  # facts that most kernels of queries and keys, and of the score, have in common
 KERNELS: dict[str, KernelInfo] = {}
-"""Registered kernels by name. Importing the package `attnlens.kernels` registers the built-in ones, and Python imports
-it before this module: no plug-in can be first."""
-
-MODIFIERS: set[str] = set()
-"""Names of ties, filters and hybrids, which kernels can't use; attnlens.kernels.modifiers registers them."""
+"""Registered kernels by name. Python imports the package, which registers the built-in ones, first: before plug-ins."""
 
 
 def kernels() -> dict[str, KernelInfo]:
@@ -131,7 +119,7 @@ def kernels() -> dict[str, KernelInfo]:
 
 
 def kernel(
-    name: str, *, replace: bool = False, **facts: Any
+    name: str, *, replace: bool = False, **facts: object
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
@@ -139,12 +127,170 @@ def kernel(
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if name in MODIFIERS:
+        if name in (*TIES, *FILTERS, *HYBRIDS):
             raise UsageError(f"{name!r} is a tie, filter or hybrid, not a kernel.", "Choose another name.")
         if name in KERNELS and not replace:
             refuse_replacing("kernel", name, function, KERNELS[name].function)
-        meaning = (function.__doc__ or name).splitlines()[0]
-        KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
+        build: Callable[..., KernelInfo] = KernelInfo
+        KERNELS[name] = build(name, meaning=(function.__doc__ or name).splitlines()[0], function=function, **facts)
         return function
 
     return register
+
+
+def _positive(core: Pairs) -> Pairs:
+    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ; NaN if JLJ is not finite, for which LAPACK would raise."""
+    return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
+
+
+def positive_part(form: Pairs) -> Pairs:
+    """Compute [X]₊ of a symmetric X: negative eigenvalues become 0. If eigenvalues are equal, it has no gradient."""
+    values, vectors = torch.linalg.eigh(form)
+    positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
+    return positive
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """A tie, a filter or a hybrid, as shown by `attnlens list kernels`."""
+
+    name: str  # on the command line
+    formula: str  # effect on log k, or the condition for a query i to keep a key j
+    meaning: str  # effect in plain words
+    source: str  # paper that defines it
+    parameters: tuple[KernelParameter, ...] = ()
+    keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
+    """Filters: (query positions, key positions, **parameters) → which keys are kept, with broadcasting."""
+    reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
+    from_start: bool = False  # filters: whether positions count from the start of the text
+    part: Callable[[Pairs], Pairs] | None = None  # ties of whole sequences: log k → part kept, up to query-only terms
+    caution: str = ""  # warning for readers of its numbers, one sentence
+
+
+@dataclass(frozen=True)
+class KeyFilter:
+    """A filter with its parameters: the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
+
+    modifier: Modifier
+    parameters: Mapping[str, int]
+
+    def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
+        """Return which keys at positions `keys` a query at `queries` keeps; causality is left to the mask."""
+        assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
+        return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
+
+    @property
+    def reach(self) -> int | None:
+        """Largest |i − j| of a kept key, in tokens; None if keys at any distance may be kept."""
+        return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
+
+
+def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]) -> Modifier:
+    """Build a tie of whole sequences of bidirectional heads; `combine` maps JLJ and c to the part that is kept.
+
+    LJ = JLJ + 1cᵀ is all of L that softmax sees (maths in `linalg.anatomy`).
+    """
+
+    def part(log_k: Pairs) -> Pairs:
+        seen = log_k - log_k.mean(-1, keepdim=True)
+        key = seen.mean(-2, keepdim=True)
+        return combine(seen - key, key)
+
+    caution = "For analysis: it decomposes whole matrices of log k, in O(T²) memory."
+    return Modifier(name, formula, f"{meaning}; bidirectional heads", source, part=part, caution=caution)
+
+
+def _by_name(*modifiers: Modifier) -> dict[str, Modifier]:
+    return {modifier.name: modifier for modifier in modifiers}
+
+
+PARTS = "Schoenberg 1938; Wright & Gonzalez 2021"
+TIES = _by_name(  # of queries and keys, for self-attention only
+    Modifier(
+        "symmetric",
+        "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
+        "the mean of log k and its transpose",
+        "Tsai T.2",
+        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not the cost of "
+        "asymmetry alone; skewless measures that in bidirectional heads.",
+    ),
+    Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
+    Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
+    _whole(
+        "skewless",
+        "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
+        "removes the asymmetry that no gate on queries or keys removes; keeps the gates",
+        PARTS,
+        lambda core, key: (core + core.mT) / 2 + key,
+    ),
+    _whole(
+        "negativeless",
+        "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
+        "removes the negative part of the symmetric kernel; keeps skew part and gates",
+        PARTS,
+        lambda core, key: _positive(core) + (core - core.mT) / 2 + key,
+    ),
+    _whole(
+        "mercer",
+        "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
+        "the positive definite (Mercer) part of log k times the key gate",
+        PARTS,
+        lambda core, key: _positive(core) + key,
+    ),
+    _whole(
+        "keyless",
+        "L − 1cᵀ, c the centred column means of L",
+        "removes the key gate: no key is favoured by all queries",
+        "attnlens",
+        lambda core, key: core,
+    ),
+)
+
+WIDTH = KernelParameter("width", "tokens on each side, itself included", int, low=1, high=2**31)
+FILTERS = _by_name(  # which keys a query keeps, by position
+    Modifier(
+        "window",
+        "|i − j| < w",
+        "the w nearest tokens, itself included",
+        "Tsai 2.2.4; Beltagy 2020",
+        (WIDTH,),
+        lambda i, j, width: (i - j).abs() < width,
+        lambda width: width - 1,
+    ),
+    Modifier(
+        "sink-window",
+        "j < sinks or |i − j| < w",
+        "the first tokens and the w nearest",
+        "Xiao et al. 2024",
+        (replace(WIDTH, name="sinks", meaning="first tokens, visible to all"), WIDTH),
+        lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
+        from_start=True,
+    ),
+    Modifier(
+        "strided",
+        "|i − j| < s or (i − j) mod s = 0",
+        "the s nearest tokens and every s-th of the others",
+        "Child et al. 2019; Tsai 2.2.4",
+        (replace(WIDTH, name="stride", meaning="distance between kept tokens"),),
+        lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),
+    ),
+)
+LOLCATS = "Zhang et al. 2024 (LoLCATs)"
+HYBRIDS = {  # near keys, which a filter keeps, have the model's own kernel, and all other keys a kernel of features
+    name: replace(
+        window,
+        name=name,
+        formula="a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) "
+        f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
+        meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
+        source=source,
+        caution="γ, one number per head, is 1 unless fitted or healed. If no key is beyond the window, the head is "
+        "unchanged.",
+    )
+    for name, window, source in (
+        ("hybrid", FILTERS["window"], LOLCATS),
+        ("sink-hybrid", FILTERS["sink-window"], f"{LOLCATS}; Xiao et al. 2024"),
+    )
+}
+
+NEAR_WEIGHT = "near_log_weight"  # name of log γ, (heads,), among the fitted parameters of a hybrid

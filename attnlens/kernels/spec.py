@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
-from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter, torch
+from attnlens.kernels.registry import KERNELS, NEAR_WEIGHT, TIES, Fit, KernelInfo, KernelParameter, KeyFilter, torch
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Shaped
+    from jaxtyping import Float, Shaped
     from torch import Tensor, dtype
 
     from attnlens.kernels.registry import Key, Matrix, Pairs, Query
@@ -33,10 +32,8 @@ class Kernel:
     parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
-    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)
-    """Parameters chosen per head by a fit."""
-    near: KeyFilter | None = None
-    """For a hybrid: the filter of keys that keep the model's own kernel. All other keys use this kernel."""
+    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # chosen per head by a fit
+    near: KeyFilter | None = None  # for a hybrid: filter of keys that keep the model's own kernel, unlike all others
 
     @cached_property
     def spelling(self) -> str:
@@ -45,9 +42,7 @@ class Kernel:
         if self.oracle:
             return base
         parts = ["" if (self.tie or self.filter) and self.info.name == "exponential" else base, self.tie]
-        parts += [
-            _spell(each.modifier.name, each.modifier.parameters, each.parameters, named=False) for each in self.filters
-        ]
+        parts += [_spell(f.modifier.name, f.modifier.parameters, f.parameters, named=False) for f in self.filters]
         return "+".join(filter(None, parts))
 
     @property
@@ -61,14 +56,13 @@ class Kernel:
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         modifiers = [TIES[self.tie]] if self.tie is not None else []
-        modifiers += [each.modifier for each in self.filters]
+        modifiers += [key_filter.modifier for key_filter in self.filters]
         return "; ".join([self.info.formula, *(f"{modifier.name}: {modifier.formula}" for modifier in modifiers)])
 
     @cached_property
     def signed(self) -> bool:
         """Whether k can be negative, so that attention is k / Σk instead of softmax(log k)."""
-        odd = any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
-        return odd or not self.info.positive
+        return not self.info.positive or any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
 
     @property
     def oracle(self) -> bool:
@@ -119,12 +113,12 @@ class Kernel:
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
         """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
-        if self.oracle:
-            return call, replace(self, info=KERNELS["exponential"], parameters={})
-        made = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
-        if made is None:
-            return call, self
-        return made, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
+        if not self.oracle:
+            prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
+            if prepared is None:
+                return call, self
+            call = prepared
+        return call, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
 
     @property
     def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
@@ -147,10 +141,7 @@ class Kernel:
         return fit if self.near is None else NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
-        """Compute φ of the queries or keys (`side`: "query" or "key"), for a kernel that is ⟨φ(q), φ(k)⟩.
-
-        Raises UsageError if the kernel needs a fit and has none.
-        """
+        """Compute φ of the queries or keys (`side`: query or key); raise UsageError if it needs a fit and has none."""
         assert self.info.feature_map is not None  # noqa: S101  # callers that sum features check this
         self._refuse_unfitted()
         return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
@@ -164,10 +155,10 @@ class Kernel:
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms; keys are repeated under GQA.
 
-        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores; the others have no score to
-        cap. In float32 at least, unless the result is the score itself (exponential, rank, hard). A tie of whole
-        sequences treats these tokens as one sequence, without query-only terms. For a hybrid: the kernel of far keys.
-        Raises UsageError for a tie if queries and keys are of different tokens, and for a rank without fit.
+        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. In float32 at least, unless
+        the result is the score itself (exponential, rank, hard). A tie of whole sequences treats these tokens as one
+        sequence, without query-only terms. For a hybrid: the kernel of far keys. Raises UsageError for a tie if queries
+        and keys are of different tokens, and for a rank without fit.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -190,40 +181,38 @@ class Kernel:
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
         """Return queries and keys after the tie; raise UsageError if they must be, but are not, of the same tokens."""
-        if self.tie is None:
-            return query, key
-        if query.shape[-2] != key.shape[-2]:
-            raise UsageError(
-                f"{self.tie} needs the queries and keys of the same tokens; this site has {query.shape[-2]} queries "
-                f"and {key.shape[-2]} keys.",
-                "Leave out cross-attention with --part, and run without a key-value cache.",
-            )
-        if self.tie == "tied-query":
-            return query, query
-        return (key, key) if self.tie == "tied-key" else (query, key)
+        if self.tie is not None:
+            refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
+        return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         """Compute log|k| of untied queries and keys."""
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
-            raise UsageError(
-                f"{info.name} is not a function of a query and a key: it has no attention matrix.",
-                "Compare outputs, or choose another kernel.",
-            )
+            problem = f"{info.name} is not a function of a query and a key: it has no attention matrix."
+            raise UsageError(problem, "Compare outputs, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":
             return info.function(query, key, scale, **numbers)
         if info.form == "score":
-            query, key, scale = (query, key, scale) if info.dot is None else info.dot(query, key, scale, **numbers)
+            if info.dot is not None:
+                query, key, scale = info.dot(query, key, scale, **numbers)
             return info.function(score(query, key, scale, softcap), **numbers)
         product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
         return log_magnitude(product + smallest_kernel(product.dtype))
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
-            raise UsageError(
-                f"{self.info.name} must be fitted before it can be used.", "Add --fit and calibration text."
-            )
+            problem = f"{self.info.name} must be fitted before it can be used."
+            raise UsageError(problem, "Add --fit and calibration text.")
+
+
+def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
+    """Raise UsageError unless queries and keys are of the same tokens; `cross`: they are of different sequences."""
+    if cross or queries != keys:
+        what = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
+        remedy = "Leave out cross-attention with --part, and run without a key-value cache (use_cache=False)."
+        raise UsageError(f"{name} needs the queries and keys of the same tokens; this site {what}.", remedy)
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
@@ -254,48 +243,62 @@ def smallest_kernel(of: dtype) -> float:
 def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
     """Spell a kernel, filter or hybrid with its parameters; those that are left out at their default are not named."""
     words = []
-    for parameter, value in ((parameter, values[parameter.name]) for parameter in known):
+    for parameter in known:
+        value = values[parameter.name]
         if parameter.shown_at_default or value != parameter.default:
             word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
             words.append(f"{parameter.name}={word}" if named else word)
     return f"{name}:{','.join(words)}" if words else name
 
 
+class NearFit:
+    """A hybrid's fit: log γ, initially 0, together with the parameters that the fit of its far part chooses."""
+
+    def __init__(self, far: Fit | None) -> None:
+        self.far = far
+        self.typed = {NEAR_WEIGHT: 0.0} if far is None else far.typed and {NEAR_WEIGHT: 0.0} | far.typed
+        self.heads = 0
+
+    def update(self, call: Call) -> None:
+        """Add a batch."""
+        self.heads = call.query.shape[1]
+        if self.far is not None:
+            self.far.update(call)
+
+    def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
+        """Return the parameters of the far part, and `near_log_weight`."""
+        parameters = {} if self.far is None else self.far.solve()
+        device = next(iter(parameters.values())).device if parameters else None
+        return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}
+
+
 MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums
 
 
-def pairs_seen(query: Query, key: Key, allowed: Bool[Tensor, "#batch #heads queries keys"] | None) -> Seen:
-    """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
-    seen = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2]) if allowed is None else allowed.double()
-    return seen * (seen.sum(-1, keepdim=True) >= 2)
+def pairs_seen(call: Call, rows: slice = WHOLE) -> Seen:
+    """Return 1 where a query of `rows` sees a key, in float64; 0 for queries that see fewer than two (no choice)."""
+    query, seen = call.query[..., rows, :].double(), call.visible(rows)
+    pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
+    return pairs * (pairs.sum(-1, keepdim=True) >= 2)
 
 
 def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
-    the head attends. The uniform half keeps the keys that the head ignores, which a wrong fit could raise. A row sums
-    to 1, minus half of a sink's weight.
+    the head attends. The uniform half keeps the other keys, which a wrong fit could raise. A sink takes half its
+    weight.
     """
-    seen = pairs_seen(call.query, call.paired_key, call.visible())
+    seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
 def own_attention(call: Call) -> Matrix:
-    """Compute the head's own attention over the pairs seen, without a sink's weight.
+    """Compute the head's own attention over the pairs seen, without a sink's weight; 0 for queries without a choice."""
+    from attnlens.kernels.attention import weights
 
-    Rows of queries that see fewer than two keys are 0.
-    """
-    query, key = call.query.double(), call.paired_key.double()
-    seen = pairs_seen(query, key, call.visible())
-    scores = score(query, key, call.scale, call.softcap)
-    # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
-    scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
-    if call.sinks is not None:
-        sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], -1)
-    attention: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
-    return attention
+    exact = replace(call, query=call.query.double(), key=call.key.double())
+    return weights(exact, Kernel(KERNELS["exponential"])) * (pairs_seen(call).sum(-1, keepdim=True) > 0)
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
@@ -316,8 +319,7 @@ def sample_rows(call: Call) -> tuple[Query, Seen]:
     """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
-    query = call.query[..., rows, :].double()
-    return query, pairs_seen(query, call.paired_key, call.visible(rows))
+    return call.query[..., rows, :].double(), pairs_seen(call, rows)
 
 
 def centre_rows(values: Matrix, seen: Seen) -> Matrix:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter
-from attnlens.kernels.registry import KernelParameter, kernels, torch
+from attnlens.kernels.registry import FILTERS, HYBRIDS, TIES, KernelParameter, KeyFilter, kernels, torch
 from attnlens.kernels.spec import Kernel
 
 EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of filters and hybrids
@@ -20,15 +19,12 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """Parse the kernel spelled by `words`: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
 
     Values may be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
-    alone applies to the exponential kernel; a hybrid needs a kernel of features. Raises UsageError for an unknown name
-    (with a suggestion), for a parameter that does not exist or has a wrong type or range, for two kernels, ties or
-    filters, and for an odd power unless signed kernels are allowed.
+    alone applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for parameters of
+    a wrong type or range, for parts that do not go together, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
-    bases, ties = list[Kernel](), list[str]()
-    filters, nears = list[KeyFilter](), list[KeyFilter]()
-    # do not split at the plus of 1e+06
-    for part in re.split(r"(?<!\d[eE])\+", words):
+    bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
+    for part in re.split(r"(?<!\d[eE])\+", words):  # not at the plus of 1e+06
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
@@ -44,53 +40,37 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
     base = bases[0] if bases else Kernel(known["exponential"])
-    if base.info.oracle is not None and ties:
-        raise UsageError(
-            f"{words!r}: {base.info.name} already determines which parts are kept, so it conflicts with {ties[0]}.",
-            f"Leave out {ties[0]}.",
-        )
     tie = base.info.oracle(**base.parameters) if base.info.oracle else next(iter(ties), None)
     kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))
     odd = [p.name for p in base.info.parameters if p.even and base.parameters[p.name] % 2]
     if odd and not allow_signed:
-        raise UsageError(
-            f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities.",
-            f"Choose an even {odd[0]}, or pass allow_signed=True in Python.",
-        )
-    _refuse_tie(words, kernel)
-    _refuse_hybrid(words, kernel)
-    if base.info.form == "output" and (ties or filters):
-        raise UsageError(
-            f"{words!r}: {base.info.name} has no scores per query and key, so it cannot be tied or filtered.",
-            f"Write {base.info.name} alone.",
-        )
+        problem = f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities."
+        raise UsageError(problem, f"Choose an even {odd[0]}, or pass allow_signed=True in Python.")
+    for problem, remedy in _conflicts(words, kernel, ties):
+        raise UsageError(f"{words!r}: {problem}.", remedy)
     return kernel
 
 
 def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
     """Parse `gamma=1,…` or bare values in order, check them, and add defaults."""
     values: dict[str, float] = {}
+    remedy, known = _suggest_spelling(name, parameters), {p.name: p for p in parameters}
     for index, word in enumerate(filter(None, words.split(","))):
-        key, equals, value = word.partition("=")
+        key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             if index >= len(parameters):
                 count = {0: "no parameter", 1: "one parameter"}.get(len(parameters), f"{len(parameters)} parameters")
-                raise UsageError(f"{name} takes {count}, not {word!r}.", _suggest_spelling(name, parameters))
-            key, value = parameters[index].name, word
-        parameter = next((p for p in parameters if p.name == key.strip()), None)
-        if parameter is None:
-            raise UsageError(f"{name} has no parameter {key.strip()!r}.", _suggest_spelling(name, parameters))
-        if parameter.name in values:
-            raise UsageError(f"{name}: duplicate parameter {parameter.name}.", _suggest_spelling(name, parameters))
-        values[parameter.name] = _parse_number(name, parameter, value.strip())
-    missing = next((p for p in parameters if p.name not in values and p.default is None), None)
-    if missing is not None:
+                raise UsageError(f"{name} takes {count}, not {word!r}.", remedy)
+            key, value = parameters[index].name, word.strip()
+        if key not in known:
+            raise UsageError(f"{name} has no parameter {key!r}.", remedy)
+        if key in values:
+            raise UsageError(f"{name}: duplicate parameter {key}.", remedy)
+        values[key] = _parse_number(name, known[key], value)
+    for missing in (p for p in parameters if p.name not in values and p.default is None):
         choices = f" ({' or '.join(word for word, _ in missing.words)})" if missing.words else ""
-        raise UsageError(
-            f"{name} needs {missing.name}: {missing.meaning}{choices}.", _suggest_spelling(name, parameters)
-        )
-    values = {p.name: p.default for p in parameters if p.default is not None} | values
-    return {p.name: values[p.name] for p in parameters}
+        raise UsageError(f"{name} needs {missing.name}: {missing.meaning}{choices}.", remedy)
+    return {p.name: values[p.name] if p.default is None else values.get(p.name, p.default) for p in parameters}
 
 
 def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
@@ -117,8 +97,8 @@ def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
     elif parameter.kind is int and value % parameter.multiple_of:
         expected = f"a multiple of {parameter.multiple_of}"
     if expected:
-        remedy = _suggest_spelling(name, [parameter])
-        raise UsageError(f"{name}: {parameter.name} must be {expected}, not {word}.", remedy)
+        problem = f"{name}: {parameter.name} must be {expected}, not {word}."
+        raise UsageError(problem, _suggest_spelling(name, [parameter]))
     return value
 
 
@@ -132,49 +112,36 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
     return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."
 
 
-def _refuse_tie(words: str, kernel: Kernel) -> None:
-    """Refuse a tie that is not defined for the kernel's form, parameters or filter."""
-    info, tie = kernel.info, kernel.tie
-    if tie is None:
-        return
-    more = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
-    whole = kernel.part is not None and info.form != "output"
-    if whole and kernel.filter is not None:
-        raise UsageError(
-            f"{words!r}: {kernel.tied_by} needs every pair of tokens, but {kernel.filter.modifier.name} hides some.",
-            "Omit one of them.",
-        )
-    if whole and (kernel.signed or info.hard or info.form == "features"):
-        what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
-        raise UsageError(
-            f"{words!r}: {tie} removes a part of log k, but {info.name} {what}: without that part it would be "
-            "a different kind of kernel.",
-            f"Write {tie} alone, or with a kernel such as rbf.",
-        )
-    if info.prepare is not None and more and not kernel.oracle:
-        raise UsageError(
-            f"{words!r}: {tie} ties each query to the key of its token, but {more[0].name} combines several keys.",
-            f"Leave out {tie}, or {more[0].name}.",
-        )
-
-
-def _refuse_hybrid(words: str, kernel: Kernel) -> None:
-    """Refuse a hybrid without positive features for its far keys, or with a tie or another filter."""
-    if kernel.near is None:
-        return
-    info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
-    if info.form != "features" or kernel.signed:
+def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield why parts of the kernel do not go together, and what to do."""
+    info, tie, near = kernel.info, kernel.tie, kernel.near
+    hidden = kernel.filter.modifier.name if kernel.filter else None
+    if info.oracle is not None and ties:
+        problem = f"{info.name} already determines which parts are kept, so it conflicts with {ties[0]}"
+        yield problem, f"Leave out {ties[0]}."
+    if kernel.part is not None and info.form != "output":
+        if hidden is not None:
+            yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", "Omit one of them."
+        if kernel.signed or info.hard or info.form == "features":
+            what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
+            problem = f"{tie} removes a part of log k, but {info.name} {what}: it would be another kind of kernel"
+            yield problem, f"Write {tie} alone, or with a kernel such as rbf."
+    several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
+    if tie is not None and info.prepare is not None and several and not kernel.oracle:
+        name = several[0].name
+        problem = f"{tie} ties each query to the key of its token, but {name} combines several keys"
+        yield problem, f"Leave out {tie}, or {name}."
+    if near is not None and (info.form != "features" or kernel.signed):
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
-        alone = f", as in elu+{words}" if info.name not in words and other is None else ""
-        raise UsageError(
-            f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, but {info.name} {what}.",
-            f"Choose {', '.join(far_kernels())}{alone}.",
-        )
-    if other is not None:
-        raise UsageError(
-            f"{words!r}: {other} cannot be combined with {kernel.near.modifier.name}, which consists of two kernels.",
-            f"Leave out {other}.",
-        )
+        alone = f", as in elu+{words}" if info.name not in words and not (tie or hidden) else ""
+        problem = f"{near.modifier.name} sums φ(q)φ(k) beyond its window, but {info.name} {what}"
+        yield problem, f"Choose {', '.join(far_kernels())}{alone}."
+    if near is not None and (other := tie or hidden):
+        problem = f"{other} cannot be combined with {near.modifier.name}, which consists of two kernels"
+        yield problem, f"Leave out {other}."
+    if info.form == "output" and (ties or hidden):
+        problem = f"{info.name} has no scores per query and key, so it cannot be tied or filtered"
+        yield problem, f"Write {info.name} alone."
 
 
 def far_kernels() -> list[str]:
@@ -195,8 +162,7 @@ def example(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 ONE_KEY, FLOOR = "hard", "uniform"  # the two extreme kernels: all weight on one key, and equal weight on all keys
-SINKS, WIDTH = 4, 64
-"""First and nearest tokens of the sink-window that is compared with a kernel whose state grows with the text."""
+SINKS, WIDTH = 4, 64  # of the sink-window that is compared with a kernel whose state grows with the text
 
 
 @dataclass(frozen=True)
@@ -242,16 +208,13 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
     most = 0
     for rows in torch.split(places, 1024):  # in parts, because the text may be long
         visible = key_filter.keeps(rows, places)
-        visible = visible & (rows[:, None] >= places) if shape.causal else visible
+        visible &= (rows[:, None] >= places) | (not shape.causal)
         most = max(most, int(visible.sum(-1).max()))
     return most
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return the mean over heads of the numbers a cache stores per key, if a fitted map shortens keys; else None.
-
-    If key heads share a latent, each counts its part.
-    """
+    """Return the numbers a cache stores per key (its part of a latent), mean over heads; None if not shortened."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
@@ -274,18 +237,15 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     sinks = min(SINKS, keys // 2)
     if not shape.causal:
         sinks -= (keys - sinks) % 2 == 0
-    near = keys - sinks
-    width = near if shape.causal else (near + 1) // 2
-    parameters = {"sinks": sinks, "width": width} if sinks else {"width": width}
-    window = KeyFilter(FILTERS["sink-window" if sinks else "window"], parameters)
-    return Kernel(kernels()["exponential"], filter=window)
+    width = keys - sinks if shape.causal else (keys - sinks + 1) // 2
+    window = {"sinks": sinks, "width": width} if sinks else {"width": width}
+    return Kernel(kernels()["exponential"], filter=KeyFilter(FILTERS["sink-window" if sinks else "window"], window))
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
     """Split a hybrid or a filtered kernel into the model's own kernel in that window and the kernel without it."""
     window = kernel.filter
-    if kernel.near is not None:
-        keeps = kernel.near.modifier.keeps
-        window = KeyFilter(next(m for m in FILTERS.values() if m.keeps is keeps), kernel.near.parameters)
+    if kernel.near is not None:  # hybrid or sink-hybrid
+        window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)
     without = replace(kernel, filter=None, near=None, fitted=kernel.own_fitted)
     return Kernel(kernels()["exponential"], filter=window), without

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import PrimalAttention, PrimalHeads, regulariser
-from attnlens.kernels.attention.primal_scores import whole_reach
+from attnlens.kernels.attention.sums import whole_reach
 from attnlens.records import Call, ModelInfo
 
 if TYPE_CHECKING:

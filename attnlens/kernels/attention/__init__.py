@@ -1,7 +1,7 @@
 """Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory.
 
 Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, whole matrices, masks, positions),
-`sums` (SDPA, running sums, hybrids), `scores` (FlexAttention), `primal_scores` and `primal_heads` (Primal-Attention).
+`sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (its torch module).
 Inputs: a `records.Call` and a `Kernel`. Outputs: (batch, queries, heads, value_dim), or the attention weights.
 Importers: `models`, `runs` and `lab`. It imports torch, unlike the rest of `kernels`.
 """

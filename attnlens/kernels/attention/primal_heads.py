@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import average_layer, cosine_features, objectives
-from attnlens.kernels.spec import wide
+from attnlens.kernels.attention.sums import cosine_features, objectives
 from attnlens.maths import ksvd
 
 if TYPE_CHECKING:
@@ -22,28 +21,26 @@ if TYPE_CHECKING:
     from attnlens.maths.ksvd import Convention
 
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 
 class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
     One layer's heads, after the projections of queries and keys; there are no values. O(T·s) time and memory. As in the
-    published code, W_c and b are shared by the heads of a layer. Initial values: W_e and W_r orthogonal between heads
-    (each head's ‖W‖_F is 1), Λ uniform in (0, 1), W_c as in torch's Linear. Λ is stored as its logarithm and so stays
-    positive; the published code squares a free Λ. F = I (`samples` = 0) bounds the rank by head_dim; further scores
-    cause a warning. With F = X', `samples` evenly spaced rows of those passed to `forward`, both bound the rank.
+    published code, W_c and b are shared by the heads of a layer. Initially W_e and W_r are orthogonal between heads
+    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), W_c is torch's Linear. Λ is stored as its logarithm and so stays
+    positive; the published code squares a free Λ. The rank is at most head_dim and, with F = X' (`samples` evenly
+    spaced rows of those passed to `forward`; 0: F = I), at most `samples`.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Build the module; warn if there are more scores than the bound of the rank.
-
-        Raises UsageError for a count that is not an integer or is below 1 (`samples`: below 0).
-        """
+        """Build the module; warn about scores beyond the bound of the rank; raise UsageError for wrong counts."""
         super().__init__()
-        for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores), ("samples", samples)):
+        for name, count in {"heads": heads, "head_dim": head_dim, "scores": scores, "samples": samples}.items():
+            least = 0 if name == "samples" else 1
             if not isinstance(count, Integral):
                 raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
-            least = 0 if name == "samples" else 1
             if count < least:
                 raise UsageError(f"{name} must be at least {least}, not {count}.", "Give a larger number.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
@@ -57,32 +54,19 @@ class PrimalHeads(nn.Module):
         # torch.rand is occasionally 0, whose logarithm is not finite
         self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
         self.output = nn.Linear(2 * scores, value_dim or head_dim)
+        # e, r and `real` of the last pass: in training with graph until `regulariser` uses them, in eval mode without
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
-        """e, r, `kept` of the last pass: in training with graph until `regulariser` uses them, in eval mode without."""
 
     def forward(
-        self,
-        query: Tokens,
-        key: Tokens,
-        *,
-        causal: bool = False,
-        real: Bool[Tensor, "#batch #heads tokens"] | None = None,
-        rows: Tokens | None = None,
+        self, query: Tokens, key: Tokens, *, causal: bool = False, real: Real = None, rows: Tokens | None = None
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
         For `causal` see `features`. Raises UsageError if rows are missing, or for sampling with `causal`.
         """
-        query, key = cosine_features(query, key, real, causal=causal)
-        if self.samples:
-            what = "Data-dependent primal attention"
-            if causal:
-                problem = f"{what} samples rows of the whole text, which is not allowed under a causal mask."
-                raise UsageError(problem, "Use samples=0.")
-            if rows is None:
-                raise UsageError(f"{what} needs the inputs that its rows are sampled from.", "Pass rows.")
-            chosen = ksvd.evenly_spaced(wide(rows), self.samples, real)
-            query, key = query @ chosen.mT, key @ chosen.mT
+        if self.samples and rows is None:
+            raise UsageError("Primal attention needs the inputs that its rows are sampled from.", "Pass rows.")
+        query, key = cosine_features(query, key, real, causal=causal, samples=self.samples, rows=rows)
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
         self.last = (e, r, real) if self.training else (e.detach(), r.detach(), real)
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
@@ -90,29 +74,17 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute J of the last forward pass, by sequence and head.
 
-        Raises UsageError if there was no pass, if `regulariser` used it up, or if J is to be trained through a pass
-        that recorded no gradients: those through e and r would be missing.
+        Raises UsageError if there was no pass, if `regulariser` used it up, or if it recorded no gradients.
         """
         if self.last is None:
-            raise UsageError(
-                "J is computed from a forward pass, but none has run since the start or since the last call of the "
-                "regulariser.",
-                "Run the model first.",
-            )
+            problem = "J is computed from a forward pass, but none has run since the last call of the regulariser."
+            raise UsageError(problem, "Run the model first.")
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
-            raise UsageError(
-                "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing.",
-                "Run it in training mode without these (use_reentrant=False), or call the regulariser under "
-                "torch.no_grad().",
-            )
+            problem = "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing."
+            raise UsageError(problem, "Run it without these (use_reentrant=False), or compute J under torch.no_grad().")
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
-
-    def release(self) -> None:
-        """Drop the last forward pass if it has a graph, which keeps the whole model's activations in memory."""
-        if self.last is not None and self.last[0].requires_grad:
-            self.last = None
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without scores, since they belong to a graph."""
@@ -120,10 +92,7 @@ class PrimalHeads(nn.Module):
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` at which `warnings.warn` names the line outside attnlens that made the call.
-
-    From Python 3.12 on, `warnings.warn` can do this by itself (skip_file_prefixes).
-    """
+    """Return the `stacklevel` at which `warnings.warn` names the caller outside attnlens (Python 3.12 can do it)."""
     frame, level = sys._getframe(1), 1  # private by name only: documented, and much cheaper than inspect.stack()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
         frame, level = frame.f_back, level + 1
@@ -133,8 +102,7 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    `samples` > 0 selects the paper's data-dependent F = X': each head's slice of evenly spaced rows of the input. As in
-    the published code, there is no data-dependent causal form.
+    `samples` > 0: the paper's F = X', each head's slice of evenly spaced rows of the input; not for causal heads.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
@@ -156,8 +124,7 @@ class PrimalAttention(nn.Module):
         mask = None if real is None else real[:, None]
         query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
         output = self.heads(query, key, causal=self.causal, real=mask, rows=rows)
-        if mask is not None:
-            output = output.masked_fill(~mask[..., None], 0.0)
+        output = output if mask is None else output.masked_fill(~mask[..., None], 0.0)
         return self.out(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch heads tokens head_dim"]:
@@ -169,13 +136,15 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
 
     paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
     tokens with Λ². Both are averaged over the batch's sequences. After a training pass it is differentiable and uses
-    the pass up, so that no graph outlives the step; after an eval pass it is a number, to be computed under
-    torch.no_grad. Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
+    the pass up, so that no graph outlives the step; after an eval pass it is a number, computed under torch.no_grad.
+    Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:
         raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
-    total = torch.stack([average_layer(layer.objectives(convention), convention) for layer in layers])
+    objectives = [layer.objectives(convention)[:, None] for layer in layers]
+    total = torch.stack([ksvd.regulariser(objective, convention).mean() for objective in objectives])
     for layer in layers:
-        layer.release()
+        if layer.last is not None and layer.last[0].requires_grad:  # its graph keeps the whole model's activations
+            layer.last = None
     return total.sum() if convention == "paper" else total.mean()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attnlens.choices import Route
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import by_primal, refuse_primal
 from attnlens.kernels.attention.rows import by_whole, in_tiles, position_error, refuse_hidden
 from attnlens.kernels.attention.scores import by_scores
-from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, find_reach
-from attnlens.kernels.spec import Kernel
+from attnlens.kernels.attention.sums import by_hybrid, by_primal, by_products, by_sums, find_reach
+from attnlens.kernels.spec import Kernel, refuse_unpaired
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -22,20 +22,18 @@ if TYPE_CHECKING:
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v, for signed kernels Σ k v / Σ k, in models' layout.
 
-    All routes are exact: they sum over the same keys without truncation, and differ only by the rounding of their dtype
-    (half precision: by where they round to it). Rows that may see nothing have no such sum: they are uniform in row
-    tiles and bands, zero elsewhere. Raises UsageError if no route supports the call: see route.
+    All routes sum over the same keys without truncation and differ only by rounding. Rows that may see nothing have no
+    such sum: they are uniform in row tiles and bands, zero elsewhere. Raises UsageError if no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
-    return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
+    return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
-    """Return the route by which `attend` computes the call.
+    """Return the route by which `attend` computes the call: a key of COMPUTED.
 
-    One of: sdpa, running sums, window and running sums, flex attention, banded tiles, row tiles, whole matrices, primal
-    scores. Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden
-    pairs or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
+    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden pairs
+    or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
     """
     call, kernel = _prepare(call, kernel)
     _refuse(call, kernel)
@@ -46,17 +44,16 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     if path == "eager":
         return "row tiles"
     obstacles = []
-    for name, find_obstacles in _OBSTACLES.items():
-        obstacle = next(find_obstacles(call, kernel), None)
+    for name in FUSED:
+        obstacle = next(_find_obstacles(name, call, kernel), None)
         if obstacle is None:
             return name
         obstacles.append(obstacle)
     if path == "auto":
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
-    raise UsageError(
-        f"{kernel.spelling} has no fused path here: {reason}.", "Use path='auto' or 'eager': both are exact."
-    )
+    problem = f"{kernel.spelling} has no fused path here: {reason}."
+    raise UsageError(problem, "Use path='auto' or 'eager': both are exact.")
 
 
 def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
@@ -68,27 +65,55 @@ def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
 
 def _refuse(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for combinations that are not defined."""
-    if kernel.info.form == "output":
-        refuse_primal(call)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
         raise position_error("this site attends to another sequence")
-    if call.cross and kernel.tie is not None:
-        raise UsageError(
-            f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
-            "Leave out cross-attention with --part.",
-        )
-    kernel.apply_tie(call.query, call.key)
+    if name := "primal" if kernel.info.form == "output" else kernel.tie:
+        refuse_unpaired(name, call.query.shape[2], call.key.shape[2], cross=call.cross)
     if kernel.part is not None:
         refuse_hidden(call, kernel)
     if call.sinks is not None and kernel.signed:
-        raise UsageError(
-            f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax.",
-            "Choose a positive kernel for this model.",
-        )
+        problem = f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax."
+        raise UsageError(problem, "Choose a positive kernel for this model.")
 
 
-def _general(call: Call, kernel: Kernel) -> Iterator[str]:
-    """Yield obstacles for all fused routes except bands."""
+FUSED = ("sdpa", "running sums", "window and running sums", "flex attention", "banded tiles")  # fastest first
+
+
+def _find_obstacles(name: str, call: Call, kernel: Kernel) -> Iterator[str]:
+    """Yield why the fused route `name` cannot compute the call: "" if it is for other kernels."""
+    info, near, hidden = kernel.info, kernel.near, kernel.filter
+    sums = info.feature_map is not None
+    applies = {
+        "sdpa": info.dot is not None,
+        "running sums": sums and near is None,
+        "window and running sums": sums and near is not None,
+        "flex attention": info.form == "score" and not kernel.signed,
+        "banded tiles": hidden is not None,
+    }
+    if not applies[name]:
+        yield ""
+    if name == "banded tiles" and hidden is not None:
+        if hidden.reach is None:
+            yield f"the filter {hidden.modifier.name} keeps keys at any distance"
+        return
+    if near is not None:
+        if call.query.shape[2] != call.key.shape[2]:
+            yield "with a key-value cache, rows are computed as a whole"
+        if near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
+            yield "in left-padded sequences the first tokens are not at position 0"
+    if name == "flex attention":
+        if not call.query.is_cuda:
+            yield f"{info.name} is fused only by FlexAttention, which requires a GPU"
+        if kernel.fitted:
+            yield "its parameters are fitted per head"
+    else:
+        if info.form == "score" and call.softcap is not None:
+            yield "the model caps its scores (softcap)"
+        if hidden is not None:
+            what = "mask that SDPA computes by itself" if name == "sdpa" else "running sum"
+            yield f"the filter {hidden.modifier.name} is not a {what}"
+        if name != "sdpa" and call.bias is not None:
+            yield "the model adds a bias to its scores, which running sums do not support"
     if call.dropout:
         yield "dropout acts on attention weights, which a fused path does not materialise"
     if call.sinks is not None:
@@ -97,79 +122,19 @@ def _general(call: Call, kernel: Kernel) -> Iterator[str]:
         yield f"{kernel.tie} needs log k of the whole sequence at once"
     if kernel.tie == "symmetric":
         yield f"{kernel.tie} needs log k and its transpose"
-    if kernel.info.hard:
-        yield f"{kernel.info.name} picks a single key instead of summing over keys"
-
-
-def _linear(call: Call, kernel: Kernel, what: str) -> Iterator[str]:
-    """Yield obstacles for products and sums; `what` completes "the filter … is not a"."""
-    if kernel.info.form == "score" and call.softcap is not None:
-        yield "the model caps its scores (softcap)"
-    if kernel.filter is not None:
-        yield f"the filter {kernel.filter.modifier.name} is not a {what}"
-
-
-def _sdpa(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.info.dot is None:
-        yield ""
-    yield from _linear(call, kernel, "mask that SDPA computes by itself")
-    yield from _general(call, kernel)
-
-
-def _sums(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.info.feature_map is None:
-        yield ""
-    yield from _linear(call, kernel, "running sum")
-    if call.bias is not None:
-        yield "the model adds a bias to its scores, which running sums do not support"
-    yield from _general(call, kernel)
-    if find_reach(call) is None:
+    if info.hard:
+        yield f"{info.name} picks a single key instead of summing over keys"
+    if name.endswith("running sums") and find_reach(call) is None:
         yield "the mask is neither causal nor a mask of padded keys alone"
 
 
-def _hybrid(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.near is None:
-        yield ""
-    elif call.query.shape[2] != call.key.shape[2]:
-        yield "with a key-value cache, rows are computed as a whole"
-    elif kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
-        yield "in left-padded sequences the first tokens are not at position 0"
-    yield from _sums(call, kernel)
-
-
-def _flex(call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.info.form != "score" or kernel.signed:
-        yield ""
-    if not call.query.is_cuda:
-        yield f"{kernel.info.name} is fused only by FlexAttention, which requires a GPU"
-    if kernel.fitted:
-        yield "its parameters are fitted per head"
-    yield from _general(call, kernel)
-
-
-def _bands(_call: Call, kernel: Kernel) -> Iterator[str]:
-    if kernel.filter is None:
-        yield ""
-    elif kernel.filter.reach is None:
-        yield f"the filter {kernel.filter.modifier.name} keeps keys at any distance"
-
-
-_OBSTACLES: dict[str, Callable[[Call, Kernel], Iterator[str]]] = {
-    "sdpa": _sdpa,
-    "running sums": lambda call, kernel: _sums(call, kernel) if kernel.near is None else iter([""]),
-    "window and running sums": _hybrid,
-    "flex attention": _flex,
-    "banded tiles": _bands,
-}
-"""Fused routes, fastest first, and why a call cannot use them: "" if the route is for other kernels."""
-
-_COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
+COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "sdpa": by_products,
     "running sums": by_sums,
     "window and running sums": by_hybrid,
     "flex attention": by_scores,
-    "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
+    "banded tiles": partial(in_tiles, banded=True),
     "whole matrices": by_whole,
-    "row tiles": lambda call, kernel: in_tiles(call, kernel, banded=False),
+    "row tiles": partial(in_tiles, banded=False),
     "primal scores": by_primal,
 }

@@ -14,19 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 from attnlens.errors import UsageError
 from attnlens.kernels.attention.sums import near_scores
-from attnlens.kernels.modifiers import KeyFilter
+from attnlens.kernels.registry import KeyFilter
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Tile = Float[Tensor, "batch heads rows columns"]
+    Outputs = Float[Tensor, "batch heads queries value_dim"]
 
-GAP = -math.log(torch.finfo(torch.float64).eps)
-"""Score difference beyond which the lower score has no weight: e^−36 is float64's rounding."""
 
-LOST = -1 / torch.finfo(torch.float32).eps
-"""Numbers up to this, when added, erase a float32 score's decimals: −1e9 and the dtype's minimum are below it."""
+GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more has no weight: e^−36 is float64's rounding
+LOST = -1 / torch.finfo(torch.float32).eps  # numbers up to this erase a float32 score's decimals: −1e9, dtype's minimum
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -47,9 +48,9 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
-    Entries are masked if a float32 score added to them is lost, or if they are so far below their row's largest entry
-    that their weight is below rounding, with a gap of that width above them without entries of their head. So −100 on
-    top of a position bias is a mask (Swin), and a bias that falls with distance in small steps is not (ALiBi).
+    Entries are masked if a float32 score added to them is lost, or if their weight is below rounding in their row and a
+    gap of that width without entries of their head separates them from the others. So −100 on top of a position bias is
+    a mask (Swin), and a bias that falls with distance in small steps is not (ALiBi).
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -76,12 +77,10 @@ class Positions:
 
 
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
-    """Find the position of every query among the keys, and the start of each sequence.
+    """Find the position of every query among the keys, and the start of each sequence: the first key that is seen.
 
-    Without a key-value cache query i is key i. With a cache there are more keys than queries, and a query's own key is
-    the last one that it may see. A sequence starts at the first key that any of its queries may see. Raises UsageError
-    for cross-attention, which has no own keys of queries, and for a filter that counts from the start of the text if
-    the model's own sliding window hides that start behind a cache.
+    Without a key-value cache query i is key i; with one, a query's own key is the last one that it may see. Raises
+    UsageError for cross-attention, and if the filter counts from a start that a sliding window hides behind a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
@@ -123,16 +122,14 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
 
 def position_error(reason: str) -> UsageError:
     """Build the error for a filter if queries have no position among the keys."""
-    return UsageError(
-        f"A filter or hybrid needs the position of each query among the keys, but {reason}.",
-        "Leave out such sites with --part or --layers, or use the kernel without it.",
-    )
+    problem = f"A filter or hybrid needs the position of each query among the keys, but {reason}."
+    return UsageError(problem, "Leave out such sites with --part or --layers, or use the kernel without it.")
 
 
-def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+def by_whole(call: Call, kernel: Kernel) -> Outputs:
     """Compute softmax(log k after its tie + bias) v over each sequence's real tokens; padded rows are zero.
 
-    Takes O(T²) memory, for one sequence of the batch at a time. Runs in float64, since means are subtracted.
+    O(T²) memory, for one sequence of the batch at a time, in float64, since means are subtracted.
     """
     value = call.paired_value
     output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
@@ -141,31 +138,18 @@ def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries v
     return output
 
 
-def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries keys"]:
-    """Return the attention matrices of `by_whole`, in float64; rows and columns of padding are zero."""
-    attention = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
-    for index, real, rows in _sequences(call, kernel):
-        attention[index][:, real[:, None], real] = rows
-    return attention
-
-
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError if the tie's parts are not properties of the model: a mask hides pairs, or a sink competes."""
     name = kernel.tied_by
     if call.sinks is not None:
-        raise UsageError(
-            f"{name} omits terms that depend on the query alone, but this model's attention sinks compete with them.",
-            "Choose another kernel for this model.",
-        )
+        problem = f"{name} omits terms of the query alone, but this model's attention sinks compete with them."
+        raise UsageError(problem, "Choose another kernel for this model.")
     real = _real(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
-        raise UsageError(
-            f"{name} needs every pair of tokens, but this head's mask hides some (causal, or a window): the parts "
-            "of log k are not defined for it.",
-            f"Choose the bidirectional sites: --part encoder, or --layers{instead}.",
-        )
+        problem = f"{name} needs every pair of tokens, but this head's mask hides some (causal, or a window)."
+        raise UsageError(problem, f"Choose the bidirectional sites: --part encoder, or --layers{instead}.")
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
@@ -202,17 +186,19 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
-        return whole_weights(call, kernel)[..., rows, :]
+        attention = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
+        for index, real, whole in _sequences(call, kernel):
+            attention[index][:, real[:, None], real] = whole
+        return attention[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))
     where = _positions(call, kernel)
     return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
 
 
-def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batch heads queries value_dim"]:
+def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
     """Compute the output tile by tile of rows; if `banded`, each tile uses only the keys that its filter can reach.
 
-    If gradients are required, a tile's weights are recomputed in the backward pass, so that memory stays O(T · tile)
-    there too.
+    If gradients are required, the backward pass recomputes each tile's weights: memory stays O(T · tile).
     """
     key, value, where = call.paired_key, call.paired_value, _positions(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
@@ -267,14 +253,7 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
     return slice(start, stop)
 
 
-def _weights(
-    call: Call,
-    kernel: Kernel,
-    key: Float[Tensor, "batch heads keys head_dim"],
-    where: Positions | None,
-    rows: slice,
-    columns: slice,
-) -> Float[Tensor, "batch heads rows columns"]:
+def _weights(call: Call, kernel: Kernel, key: Key, where: Positions | None, rows: slice, columns: slice) -> Tile:
     """Compute the weights of one tile: log k, bias, mask and filter, then softmax."""
     log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))

@@ -7,10 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 from attnlens.kernels.attention.rows import positions
-from attnlens.kernels.modifiers import KeyFilter
+from attnlens.kernels.registry import KeyFilter
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
@@ -18,19 +18,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-COMPILATION = {
-    # otherwise a kernel recompiled too often silently falls back to O(T²) memory
-    "fail_on_recompile_limit_hit": True,
-    # torch counts all kernels and kinds of shapes of a process together
-    "recompile_limit": 64,
-    # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
-    "specialize_float": True,
+COMPILATION = {  # torch's settings for these kernels
+    "fail_on_recompile_limit_hit": True,  # otherwise a kernel recompiled too often silently falls back to O(T²) memory
+    "recompile_limit": 64,  # torch counts all kernels and kinds of shapes of a process together
+    "specialize_float": True,  # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
     "specialize_int": True,
 }
-"""torch compilation settings for these kernels."""
-
-ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""Maps indices (batch, head, query, key) to an entry of a mask or bias."""
+ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch, head, query, key) → entry of a mask
 
 
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:
@@ -43,15 +37,12 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     flex = cast("Callable[..., Tensor]", _compile_flex(kernel.spelling) if compiled else flex_attention)
     mod = _score_mod(call, kernel)
-    # private, but the only way to change these settings for one call
-    with torch._dynamo.config.patch(COMPILATION):
+    with torch._dynamo.config.patch(COMPILATION):  # private, but the only way to change these settings for one call
         mask = _block_mask(call, kernel, compiled=compiled)  # is compiled too
         return flex(query, key, call.paired_value, score_mod=mod, block_mask=mask, scale=call.scale)
 
 
-@cache
-def _compile_flex(spelling: str) -> Callable[..., object]:
-    return torch.compile(flex_attention)
+_compile_flex = cache(lambda spelling: torch.compile(flex_attention))
 
 
 def _score_mod(call: Call, kernel: Kernel) -> Callable[..., Tensor]:
@@ -78,17 +69,12 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
     if not conditions:
         return None
 
-    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = conditions[0](batch, head, query, key)
-        for condition in conditions[1:]:
-            visible = visible & condition(batch, head, query, key)
-        return visible
-
     shape = (1, 1) if call.allowed is None else call.allowed.shape
     batches, heads = (size if other > 1 else None for size, other in zip(call.query.shape, shape[:2], strict=False))
     sizes = call.query.shape[2], call.key.shape[2]
+    device = call.query.device
     # `_compile` is private, but without it the mask is built from a matrix of all pairs
-    return create_block_mask(is_visible, batches, heads, *sizes, device=call.query.device, _compile=compiled)
+    return create_block_mask(and_masks(*conditions), batches, heads, *sizes, device=device, _compile=compiled)
 
 
 def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:

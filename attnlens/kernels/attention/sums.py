@@ -1,36 +1,43 @@
-"""Fused attention: SDPA for kernels that are products, running sums for features, hybrids with a near window."""
+"""Fused attention: SDPA for kernels that are products, running sums for features, hybrids, and Primal-Attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attnlens.errors import ModelError
-from attnlens.kernels.modifiers import NEAR_WEIGHT
-from attnlens.kernels.spec import Kernel, score, smallest_kernel, wide
+from attnlens.errors import ModelError, UsageError
+from attnlens.kernels.registry import NEAR_WEIGHT
+from attnlens.kernels.spec import Kernel, refuse_unpaired, score, smallest_kernel, wide
+from attnlens.maths import ksvd
 from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-    from torch import Tensor
+
+    from attnlens.maths.ksvd import Convention
 
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Value = Float[Tensor, "batch heads keys value_dim"]
     Sums = Float[Tensor, "batch heads queries value_dim"]
+    Features = Float[Tensor, "batch heads tokens features"]
+    Scores = Float[Tensor, "batch heads tokens scores"]
+    Map = Float[Tensor, "heads features scores"]
+    Multipliers = Float[Tensor, "heads scores"]
+    Near = Bool[Tensor, "#batch #heads rows columns"]
+    Real = Bool[Tensor, "#batch #heads tokens"] | None  # which tokens are not padding; None for all
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
-    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's own q', k' and s'.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v by the kernel's own q', k', s'; blind rows are zero.
 
-    Rows that may see nothing are zero. No tensor of size queries × keys is made except the mask that the model itself
-    passes, or its sum with the bias.
+    No tensor of size queries × keys is made except the model's own mask, or its sum with the bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
     query, key = kernel.apply_tie(call.query, call.paired_key)
@@ -48,9 +55,7 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if query.is_cuda else 0
     # `pad` copies even a tensor that has that width
-    query, key, padded = (
-        (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))) for x in (query, key, value)
-    )
+    query, key, padded = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     causal = mask is None and call.causal
     output = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
     return output[..., : value.shape[-1]]
@@ -63,10 +68,8 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
     itself and k' the identity. Raises ModelError for a kernel that can be negative, whose attention is not a softmax.
     """
     if kernel.signed:
-        raise ModelError(
-            f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax and has no logits.",
-            "Choose a model with a positive kernel.",
-        )
+        problem = f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax."
+        raise ModelError(problem, "Choose a model with a positive kernel.")
     if kernel.tie is None and kernel.info.dot is not None:
         return kernel.info.dot(query, key, scale, **kernel.parameters)
     logits = kernel.log(query, key, scale)
@@ -77,25 +80,23 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
 CHUNK = 64  # tokens whose pairs are computed one by one before they are added to the running sum
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(NamedTuple):
     """The keys that each query sums over."""
 
     causal: bool  # True if query i sums over the keys 0 … i; otherwise every query sums over all keys
-    real: Bool[Tensor, "#batch #heads keys"] | None = None  # which keys are not padding; None for all
+    real: Real = None  # which keys are not padding; None for all
 
 
 def by_sums(call: Call, kernel: Kernel) -> Sums:
-    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys.
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
-    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `smallest_kernel` added to
-    φ(q_i)φ(k_j) as in Kernel.log: queries whose features underflow attend uniformly. With signed features only a query
-    whose sums are all zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no
-    finite number.
+    In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
+    underflow attend uniformly, with signed features only those whose sums are all zero. A query that sees nothing gets
+    zero; one whose signed denominators cancel gets no finite number.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
-    causal, real = keys_reached.causal, keys_reached.real
+    causal, real = keys_reached
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in kernel.apply_tie(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
@@ -109,8 +110,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     # Σ_j v_j over the allowed keys, and their number: what uniform attention sums
     uniform = value if real is None else value.masked_fill(~real[..., None], 0.0)
     uniform = uniform.cumsum(-2) if causal else uniform.sum(-2, keepdim=True)
-    # if a signed sum cancels, adding the least number would hide it
-    if kernel.signed:
+    if kernel.signed:  # if a signed sum cancels, adding the least number would hide it
         sums = torch.where((sums == 0).all(-1, keepdim=True), uniform, sums)
     else:
         sums = sums + smallest_kernel(exact) * uniform
@@ -118,8 +118,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-Side = Callable[["Tensor", str, slice], "Tensor"]
-"""Maps (vectors, "query" or "key", rows) to φ of those rows, zero for padding."""
+Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", rows) → φ of them, zero for padding
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
@@ -164,12 +163,7 @@ def find_reach(call: Call) -> Reach | None:
 
 
 def near_scores(
-    call: Call,
-    kernel: Kernel,
-    key: Key,
-    near: Bool[Tensor, "#batch #heads rows columns"],
-    rows: slice,
-    columns: slice | Int[Tensor, " columns"],
+    call: Call, kernel: Kernel, key: Key, near: Near, rows: slice, columns: slice | Int[Tensor, " columns"]
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
     """Compute s_ij − max_near s_ij + log γ, and that maximum (0 if no key is near).
 
@@ -187,19 +181,16 @@ def near_scores(
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
-    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries visits in turn the chunks of keys that its
-    window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
-    better, with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
+    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries visits the chunks of keys that its window
+    touches, and first tokens that are near to all; the others enter by Σ_j φ(k_j) v_jᵀ. In float32 or better, with
+    `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
     assert near_keys is not None  # noqa: S101
-    tokens, distance, sinks = (
-        call.query.shape[2],
-        near_keys.parameters["width"] - 1,
-        near_keys.parameters.get("sinks", 0),
-    )
-    key, real, causal = call.paired_key, keys_reached.real, keys_reached.causal
+    tokens, sinks = call.query.shape[2], near_keys.parameters.get("sinks", 0)
+    distance = near_keys.parameters["width"] - 1
+    key, (causal, real) = call.paired_key, keys_reached
     phi_q, phi_k, value = _far_features(call, kernel, real, sinks)
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
 
@@ -237,16 +228,98 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
 
 def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return φ(q), φ(k) and the values of the far part, (batch, heads, tokens, …).
+    """Return φ(q), φ(k) and the values of the far part, (batch, heads, tokens, …), φ(k) without padding and sinks.
 
-    The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators. φ(k) is 0 for
-    padding, and for the first tokens if these are near to all queries.
+    The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators.
     """
     exact = torch.promote_types(call.query.dtype, torch.float32)
-    query, key = (
-        kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
-    )
-    query, key = pad(query, (0, 1), value=smallest_kernel(exact)), pad(key, (0, 1), value=1.0)
+    query, key = (x.to(exact) for x in (call.query, call.paired_key))
+    query = pad(kernel.phi(query, call.scale, "query"), (0, 1), value=smallest_kernel(exact))
+    key = pad(kernel.phi(key, call.scale, "key"), (0, 1), value=1.0)
     key = key if real is None else key.masked_fill(~real[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
     return query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0)
+
+
+class PrimalInputs(NamedTuple):
+    """Features mapped linearly to scores: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
+
+    query: Features  # Fφ(q), in float32 or better
+    key: Features  # Fφ(k), with keys repeated under GQA
+    real: Real = None  # which tokens are not padding; None for all
+
+
+def features(call: Call, samples: int = 0) -> PrimalInputs:
+    """Compute cosine features of a call's queries and keys, or of their running means if the mask is causal.
+
+    As in the published code, both are averaged over the tokens 0 … i *before* they are normalised. F is the identity if
+    `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's input). Raises
+    UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
+    """
+    causal, real = whole_reach(call)
+    return PrimalInputs(*cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real)
+
+
+def cosine_features(
+    query: Tokens, key: Tokens, real: Real, *, causal: bool, samples: int = 0, rows: Tokens | None = None
+) -> tuple[Features, Features]:
+    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`, times `samples` rows (or keys)."""
+    query, key = wide(query), wide(key)
+    if causal:
+        query, key = running(query, real), running(key, real)
+    query, key = ksvd.unit(query), ksvd.unit(key)
+    if samples and causal:
+        problem = "samples takes rows of the whole text, but the mask is causal: future tokens would leak."
+        raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
+    if samples:
+        chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)
+        query, key = query @ chosen.mT, key @ chosen.mT
+    return query, key
+
+
+def whole_reach(call: Call) -> Reach:
+    """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
+    refuse_unpaired("primal", call.query.shape[2], call.key.shape[2], cross=call.cross)
+    if (keys_reached := find_reach(call)) is None:
+        problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a mask of padding."
+        raise UsageError(problem, "Leave out such layers.")
+    return keys_reached
+
+
+def by_primal(call: Call, kernel: Kernel) -> Sums:
+    """Compute W_c[e_i; r_i] + b for every token; values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
+    query, key, _ = features(call, int(kernel.parameters.get("samples", 0)))
+    output: Tensor = kernel.info.function(query, key, **kernel.parameters, **kernel.fitted)
+    return output.to(call.query.dtype)
+
+
+def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
+    """Compute the term that η multiplies, for one layer under a primal kernel, averaged over sequences."""
+    query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
+    names = ("query_map", "key_map", "log_multipliers")
+    query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
+    maps = query_map, key_map, log_multipliers.exp()
+    objective = objectives(query @ query_map, key @ key_map, *maps, real, convention)
+    return ksvd.regulariser(objective[:, None], convention).mean()
+
+
+def objectives(
+    e: Scores, r: Scores, query_map: Map, key_map: Map, multipliers: Multipliers, real: Real, convention: Convention
+) -> Float[Tensor, "batch heads"]:
+    """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
+    if real is not None:
+        # in the code convention ksvd.objective divides by all tokens: rescale to the real ones (at least 1: a sequence
+        # may be all padding)
+        count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]
+        share = (real * (real.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
+        e, r = e * share, r * share
+    return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
+
+
+def running(x: Tokens, real: Real = None) -> Tokens:
+    """Compute row i as the mean of the kept rows among 0 … i; zero before the first kept row."""
+    if real is None:
+        count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
+        return x.cumsum(-2) / count
+    count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
+    return x.masked_fill(~real[..., None], 0.0).cumsum(-2) / count

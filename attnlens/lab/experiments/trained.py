@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2LMHeadModel
 
-from attnlens.kernels.attention.primal_scores import running
+from attnlens.kernels.attention.sums import running
 from attnlens.lab import primal
 from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg

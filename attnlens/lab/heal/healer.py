@@ -19,7 +19,7 @@ from attnlens.choices import HealingStage
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
-from attnlens.kernels.attention.primal_scores import regulariser
+from attnlens.kernels.attention.sums import regulariser
 from attnlens.kernels.lowrank import copies
 from attnlens.maths.ksvd import Convention
 from attnlens.maths.statistics import paired_difference

@@ -14,8 +14,7 @@ from attnlens.kernels import Kernel
 from attnlens.kernels.attention import weights
 from attnlens.kernels.attention.rows import positions
 from attnlens.kernels.lowrank import MapsFit, Turn
-from attnlens.kernels.modifiers import NEAR_WEIGHT
-from attnlens.kernels.registry import Fit
+from attnlens.kernels.registry import NEAR_WEIGHT, Fit
 from attnlens.models import hooks, texts
 from attnlens.models import weights as model_weights
 from attnlens.models.hooks.survey import iterate_unpadded

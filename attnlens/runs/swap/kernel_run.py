@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from attnlens.choices import ControlRole, Route
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN, Kernel, parsed
-from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.kernels.registry import NEAR_WEIGHT
 from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
