@@ -6,5 +6,5 @@ derivatives; rows.py matches them with heads. Inputs: a model and its sites as `
 `Factors` in float64, whose `query_key` analyzers read. Imported by `runs/` only.
 """
 
-from attnlens.models.weights.query_key_maps import Turns, factors, frequencies, rebuild, rotations
+from attnlens.models.weights.query_key_maps import factors, frequencies, rebuild, rotations
 from attnlens.models.weights.rows import Factors, Traits
