@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -165,17 +164,17 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     Raises UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ plus a term without their product.
     """
     scores = softmax.scores()
-    product, standins = scores.product, softmax.carried[scores]
+    product = scores.product
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
         raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but the product in it has {shape}")
     lead = find_lead(product.lead, queries, keys, tokens)
-    zero, signs = (lead.split(standin.reshape(shape)) for standin in (standins.zero, standins.signs))
+    zero, signs, *moved = (lead.split(standin.reshape(shape)) for standin in softmax.carried[scores])
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
-    if scores.moved is not None and standins.moved is not None:
-        moved_query, moved_key = (lead.split(part) for part in scores.moved)
-        check_moved(moved_query, moved_key, factor, visible, zero, lead.split(standins.moved.reshape(shape)))
+    if moved:
+        moved_query, moved_key = map(lead.split, scores.moved)
+        check_moved(moved_query, moved_key, factor, visible, zero, *moved)
     query, scale = lead.split(product.left), float(factor[0].detach())
     # a Call has one scale: if heads have different factors, the queries contain them
     if bool(((factor - scale).abs() > ROUNDINGS * torch.finfo(factor.dtype).eps * abs(scale)).any()):
@@ -284,8 +283,9 @@ class _Tracer(TorchFunctionMode):
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
                 self.constants = {tensor.untyped_storage().data_ptr() for tensor in state}
-                content = _content(module, args, kwargs) if self.content is None else self.content
-                self.known.inputs.update(dict.fromkeys(content, True))
+                arguments = call_arguments(module, args, kwargs).items()
+                content = [value for name, value in arguments if "mask" not in name and "position" not in name]
+                self.known.inputs.update(dict.fromkeys(tensors(self.content or content), True))
             first = next((tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()), None)
             self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
@@ -308,16 +308,17 @@ class _Tracer(TorchFunctionMode):
             result = self._answer_fused(call)
         else:
             pair = operands(call)
-            if pair is None:
+            constant = pair is not None and self._is_constant(pair)
+            weights = next((part for part in pair or () if part in self.known.weights), None)
+            if pair is None or (constant and weights is None and function is torch.einsum):  # it may mix heads
                 return self.known.run(call)
-            if function is torch.einsum and not self._is_constant(pair):
+            if function is torch.einsum and not constant:
                 with self:
                     product = multiply_einsum(call, self.known.weights)
                 if product is not None:
                     return product
-            weights = next((part for part in pair if part in self.known.weights), None)
             if weights is None:
-                return self._product(call, pair)
+                return self._product(call, pair, constant=constant)
             is_sum = call.function in MATMULS and pair[0] is weights and pair[1].dim() > 1
             result = self._sum(call, weights, pair[1] if is_sum else None)
         self.known.inputs[result] = True
@@ -330,18 +331,13 @@ class _Tracer(TorchFunctionMode):
             isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
         )
 
-    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor]) -> Tensor:
+    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
         """Compute a product; it starts new scores unless one side is a weight of the model."""
-        constant = self._is_constant(pair)
-        if constant and call.function is torch.einsum:  # the einsum may mix heads
-            return cast("Tensor", self.known.run(call))
         result: Tensor = call.run()
         dependent = [part in self.known.inputs for part in pair]
         if any(dependent):
             self.known.inputs[result] = True
-        if constant:
-            return result
-        product = as_product(call, *pair)
+        product = None if constant else as_product(call, *pair)
         if product is not None and result.is_floating_point():
             running = tuple(module for module, _ in self.running)
             scores, standins = start_scores(product, result, running, content=all(dependent), prove=self.prove)
@@ -448,12 +444,6 @@ def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
     """Return the arguments of a module's call, keyed by parameter name."""
     positional = list(inspect.signature(module.forward).parameters)
     return dict(zip(positional, args, strict=False)) | kwargs
-
-
-def _content(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
-    """Return the tensors among a module's arguments that carry content: not its masks, nor positions."""
-    arguments = call_arguments(module, args, kwargs)
-    return list(tensors([value for name, value in arguments.items() if "mask" not in name and "position" not in name]))
 
 
 _plain_multi_head = types.FunctionType(
