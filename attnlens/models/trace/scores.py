@@ -35,12 +35,6 @@ class FunctionCall(NamedTuple):
         """Name of the function."""
         return getattr(self.function, "__name__", "")
 
-    @property
-    def in_place(self) -> bool:
-        """True if the function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
-        name = self.name
-        return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
 
 @dataclass(frozen=True)
 class Product:
@@ -60,8 +54,7 @@ MATMULS = frozenset(
     {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__}
 )
 ADDING = frozenset({torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm})
-FUNCTIONS = MATMULS | ADDING | {F.linear}
-"""Functions whose result is a product of two arguments, plus possibly a multiple of a third."""
+FUNCTIONS = MATMULS | ADDING | {F.linear}  # a product of two arguments, plus possibly a multiple of a third
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
@@ -160,8 +153,7 @@ class TracedScores:
     scaled_by_inputs: bool = False  # whether a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]
-"""Values a tensor would have for a product of 0 (the terms added to it), of `signs` and, if given, of `moved`."""
+Standins = tuple[Tensor, ...]  # values for a product of 0 (the terms added to it), of `signs` and, if given, of `moved`
 
 
 def start_scores(
@@ -267,12 +259,15 @@ class Provenance:
         if call.name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
 
+        # such functions change their first argument: `add_`, `__iadd__`, `__setitem__`
+        in_place = call.name.startswith(("__i", "__setitem")) or (call.name[-1:] == "_" and call.name[-2:] != "__")
+
         def run(number: int) -> list[Tensor]:
             def substitute(tensor: Tensor) -> Tensor:
                 if scores in (known := self.scores.get(tensor, {})):
                     return known[scores][number]
                 # copy the target of an in-place step, which the model itself must change only once
-                return tensor.clone() if call.in_place and tensor is arguments[0] else tensor
+                return tensor.clone() if in_place and tensor is arguments[0] else tensor
 
             args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))
             result = call.function(*args, **kwargs)
