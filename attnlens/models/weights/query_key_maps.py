@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError, UnreadableError
@@ -19,29 +19,130 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import is_announced
 from attnlens.models.weights.probe import (
     TOLERANCE,
+    Maps,
     Norms,
     Present,
     Probe,
     WithoutLengths,
     float64_weights,
     linear,
+    match_weights,
     norms_inside,
     smallest,
+    take_coordinates,
     unreadable,
     used_weights,
 )
-from attnlens.models.weights.rows import Factors, Maps, match_weights, unit
-from attnlens.records import Call, QueryKey, Rotation
+from attnlens.records import Call, QueryKey, Rotation, Site
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int
 
 
-ROWS = 16
-"""Queries and keys that determine the pairs: a wrong partner explains a share of about 1/ROWS, the right one all."""
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a site's weights that reports need, without the weights themselves."""
+
+    rotary: bool  # whether queries and keys are rotated by their position
+    qk_norm: bool  # whether they are normalised per token
+    latent: bool  # whether one part of the keys is normalised and the other is not
+    biased: bool  # whether a bias, which the form omits, is added to queries or keys
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The effective query and key maps of one site: q_i = (x W_Q + b_Q) R(i), under QK-norm up to a positive scalar.
+
+    Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and rms its root mean square, a head's
+    score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
+    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). a(x) is one factor for all
+    scores of a query and drops out; rms(c) weights one part against the other, key by key: the sum is not one bilinear
+    form, but each part is, up to positive factors. weights.* are those of M_n; `parts` has both.
+    """
+
+    site: Site
+    maps: Maps  # W_Q, W_K and the biases
+    scale: float  # factor of the product of queries and keys
+    rotation: Rotation | None  # R(i), or None if queries and keys are not rotated by their position
+    groups: tuple[Int[Tensor, " some"], ...] = ()
+    """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
+    coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if queries and keys are normalised per token."""
+        return bool(self.groups)
+
+    @property
+    def latent(self) -> bool:
+        """True if one part of the keys is normalised and the other is not, so that the parts are separate forms."""
+        return len(self.groups) > 1
+
+    @property
+    def traits(self) -> Traits:
+        """The properties of the factors that are kept without their numbers."""
+        biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
+        return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
+
+    @property
+    def route(self) -> str:
+        """How the factors were read, in words."""
+        kind = ", nope part of latent attention" if self.latent else ", QK-norm gains" * self.qk_norm
+        return "jacobian" + kind + ", rotation" * (self.rotation is not None and not self.latent)
+
+    @property
+    def query_key(self) -> QueryKey:
+        """The bilinear form M = s · W_Q W_Kᵀ of every head; biases stay out (x W_Q b_K is invisible to softmax)."""
+        return self.parts[0]
+
+    @property
+    def parts(self) -> tuple[QueryKey, ...]:
+        """The bilinear form; for latent attention the form of the nope part and that of the rope part."""
+        query, key, heads = self.maps.query, self.maps.key, tuple(range(len(self.maps.query)))
+        key_of = tuple(head * len(key) // len(query) for head in heads)
+        whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
+        if not self.latent:
+            return (whole,)
+        return tuple(
+            replace(
+                whole,
+                query=take_coordinates(query, coordinates),
+                key=take_coordinates(key, coordinates),
+                rotation=None if self.rotation is None else self.rotation.of_coordinates(coordinates),
+            )
+            for coordinates in self.groups
+        )
+
+    @property
+    def on_inputs(self) -> QueryKey | None:
+        """M on (x, 1), biases as last row of the factors; None if the logits are not bilinear in one input x."""
+        positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
+        if positional or self.qk_norm or self.site.part == "cross":
+            return None
+        sides = ((self.maps.query, self.maps.query_bias), (self.maps.key, self.maps.key_bias))
+        query, key = (torch.cat(side, 1) for side in sides)
+        return replace(self.query_key, query=query, key=key)
+
+    def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute queries and keys of these inputs; under QK-norm with the lengths of the originals, which W lacks."""
+        rebuilt = []
+        for part, original in zip(self.maps(x, y), originals, strict=True):
+            turned = part.clone() if self.rotation is None else self.rotation.rotate(part)
+            for group in self.groups:
+                lengths = original[..., group].double().norm(dim=-1, keepdim=True)
+                turned[..., group] = unit(turned[..., group]) * lengths
+            rebuilt.append(turned)
+        return rebuilt[0], rebuilt[1]
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Scale each row to length 1."""
+    return nn.functional.normalize(rows, dim=-1)
+
+
+ROWS = 16  # rows that determine the pairs: a wrong partner explains about 1/ROWS, the right one all
 POSITIONS = 32  # positions used to determine the pairs
-STILL = 1e-5
-"""Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
+STILL = 1e-5  # relative change up to which a coordinate is constant: above the float32 rounding of cos and sin
 ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
 EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
@@ -51,9 +152,9 @@ DIRECTION = "position changes more than the direction of queries and keys"
 def find_rotation(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
-    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation; whether the same R rotates
-    the model's actual queries and keys is then checked. Angles are those of distances (Su et al. 2021, RoFormer, Eq.
-    16) or of each place in an image. Equal rotations are one object, the one among `known`; a new one is added to it.
+    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation, but is checked with them.
+    Angles are those of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image. Equal rotations are
+    one object, the one among `known`; a new one is added to it.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -217,8 +318,6 @@ def factors(
     model: PreTrainedModel,
     first: Sequence[SiteCall],
     window: Sequence[SiteCall],
-    *,
-    chosen: Sequence[int] | None = None,
     known: list[Rotation] | None = None,
     present: Present | None = None,
 ) -> Iterator[Factors | UnreadableError]:
@@ -227,16 +326,13 @@ def factors(
     `first` are the sites called with a single token (position 0), `window` those called with as many positions as the
     rotations shall have. The maps must be affine, which is checked at other inputs. Norms inside the module keep their
     gains and drop their positive per-token scalars; if they act on queries or keys themselves (QK-norm), only
-    directions are checked. Works in float64, on a copy of one module at a time.
-
-    `chosen` are the indices of the sites to read, None for all. `known` collects the distinct rotations, so that equal
-    ones are one object. Inside `present`, a module of a model that is not in memory has the weights of the given names;
-    None stands for a model in memory.
+    directions are checked. `known` collects the distinct rotations. Inside `present`, a module of a model that is not
+    in memory has the weights of the given names. Works in float64, one module at a time.
     """
     known = [] if known is None else known
-    for index in range(len(window)) if chosen is None else chosen:
+    for single, many in zip(first, window, strict=True):
         try:
-            yield _read_site(model, first[index], window[index], known, present)
+            yield _read_site(model, single, many, known, present)
         except UnreadableError as error:
             yield error
 
@@ -350,10 +446,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
-
-    The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
-    """
+    """Return groups of coordinates that are positive multiples of the expected ones: all, or two parts."""
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:
