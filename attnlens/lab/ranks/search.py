@@ -92,7 +92,7 @@ def cut_samples(
         ("the held-out text", "the text for fitting or choosing"),
     )
     for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
-        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
+        share = shared_share(loaded.tokenizer, texts.passages([part]), texts.passages(parts[:number]))
         if share > MOST_SHARED:
             raise TextError(
                 f"The calibration text is repetitive: {100 * share:.0f} % of {use} also occurs in {earlier}.",

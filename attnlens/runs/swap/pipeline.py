@@ -243,7 +243,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
     if ranks is not None:
         session.rank_parts = ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
-    session.shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
+    session.shared = texts.shared_share(loaded.tokenizer, texts.passages([evaluated]), texts.passages(batches))
     merged = merge_texts(batches)
     if session.shared > texts.MOST_SHARED and not named:
         raise TextError(

@@ -18,7 +18,7 @@ import torch
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.study.tasks import task
 from attnlens.models import texts
-from attnlens.models.texts.sources import quiet
+from attnlens.models.texts.sequences import quiet
 
 if TYPE_CHECKING:
     from jaxtyping import Int
