@@ -17,7 +17,7 @@ from attnlens.lab.ranks.bases import Basis
 from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
-from attnlens.models.weights.rows import Maps
+from attnlens.models.weights.probe import Maps
 from attnlens.records import Call, Site
 from attnlens.runs.swap.fit import turns
 

@@ -22,7 +22,7 @@ import hostile  # noqa: E402
 
 from attnlens.models import loading  # noqa: E402
 from attnlens.models.texts import sequences  # noqa: E402
-from attnlens.models.texts.sources import SAMPLE_NAMES, Content  # noqa: E402
+from attnlens.models.texts.sequences import SAMPLE_NAMES, Content  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
 torch.set_num_threads(1)

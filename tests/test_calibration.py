@@ -76,11 +76,11 @@ def test_runs_reach_across_windows_of_one_text_and_not_across_texts():
 
 def test_windows_that_follow_each_other_are_one_passage_and_lines_are_not(demo):
     found = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8, placement="first"))
-    assert [len(passage) for passage in found.passages] == [8 * 16]
+    assert [len(passage) for passage in texts.passages([found])] == [8 * 16]
     apart = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))
-    assert [len(passage) for passage in apart.passages] == [16] * 8
+    assert [len(passage) for passage in texts.passages([apart])] == [16] * 8
     lines = texts.batches(demo, texts.sample("demo"), texts.Cut(pack=False, sequences=8, placement="first"))
-    assert lines.passages == lines.ids
+    assert texts.passages([lines]) == lines.ids
 
 
 def test_the_beginning_of_a_text_may_be_cut_otherwise_than_its_repetitions():

@@ -11,7 +11,7 @@ import attnlens as library
 from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, ShardFinished, TextError, UsageError
 from attnlens.models import texts
-from attnlens.models.texts import sources
+from attnlens.models.texts import sequences as sources
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]
 FEW = {"source": "tokens", "layers": [0], "windows": 4, "length": 32}
@@ -91,8 +91,8 @@ def test_a_dataset_that_is_a_script_is_not_run(tmp_path):
     ("words", "said"),
     [
         (",split=dev", ("no split 'dev'; it has train, test.", "books,split=train")),
-        (",column=verse", ("no column 'verse'; it has text, line.", "column=text")),
-        (",column=line", ("Row 1", "has a value of type int in 'line', not a text", "column=")),
+        (",column=verse", ("no text in the column 'verse'; it has text, line.", "column=")),
+        (",column=line", ("Row 1", "has no text in the column 'line'", "column=")),
         (",config=large", ("'large' not found", "'default'")),
         (",splt=test", ("Cannot parse", "split=S")),
         (",split=", ("Cannot parse", "split=S")),

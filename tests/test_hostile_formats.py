@@ -232,7 +232,7 @@ def test_texts_that_can_not_be_read(name: str, words: str, tmp_path: Path, monke
     Path("latin").write_bytes(b"\xe9t\xe9")
     Path("blank").write_text(" \n")
     if name == "large":
-        monkeypatch.setattr("attnlens.models.texts.sources.LARGEST_FILE", 100)
+        monkeypatch.setattr("attnlens.models.texts.sequences.LARGEST_FILE", 100)
         Path("large").write_text("word " * 100)
         words = "larger than 0 MiB"
     refused(TextError, lambda: read_each([name]), words)

@@ -377,14 +377,14 @@ def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_pa
     refused(UsageError, "does not take image input", hears, image=[path])
     refused(UsageError, "does not take audio input", sees, audio=[path])
     refused(UsageError, "takes pixels but no text", sees, text=[text])
-    refused(ModelError, "ViTModel has no preprocessor_config.json", loaded(families.build("vit")), image=[path])
+    refused(ModelError, "ViTModel has no valid preprocessor_config.json", loaded(families.build("vit")), image=[path])
     bare = tmp_path / "bare"
     families.build("vit").save_pretrained(bare)
-    refused(ModelError, "has no preprocessor_config.json", attnlens.load(bare), image=[path])
+    refused(ModelError, "has no valid preprocessor_config.json", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "own.Own"}}))
     refused(ModelError, "code in the checkpoint, which attnlens does not run", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
-    refused(ModelError, "The processor for image input of .* can't be loaded", attnlens.load(bare), image=[path])
+    refused(ModelError, "The processor of .* can't be loaded", attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would use the same images or sounds as the evaluation"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
     with pytest.raises(UsageError, match="image would be ignored"):

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 import attnlens
 from attnlens.errors import NotBilinearError
-from attnlens.maths import linalg
 from attnlens.models import hooks, texts, weights
-from attnlens.models.weights import query_key_maps, rows
-from attnlens.models.weights.probe import Probe, float64_weights, linear, norms_inside, smallest
-from attnlens.models.weights.rows import Factors, Maps
+from attnlens.models.weights import probe as probing
+from attnlens.models.weights import query_key_maps
+from attnlens.models.weights.probe import Maps, Probe, float64_weights, linear, norms_inside, smallest
 
 ALIKE = 1e-9
 """Largest relative difference between what is read as products and by the Jacobian."""
@@ -79,14 +78,12 @@ def apart(one: Maps, other: Maps) -> float:
 def test_products_are_the_jacobian(name: str) -> None:
     checked = 0
     for probe in probes(enlarged(model_types.build(name))):
-        found, expected = read(probe, rows.match_weights), jacobian(probe)
+        found, expected = read(probe, probing.match_weights), jacobian(probe)
         assert found is not None
-        if found.key_latent is None:
-            continue
         assert apart(found, expected) <= 1e-12
         with torch.no_grad():
             spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
-        other = read(replace(probe, weights=spoilt), rows.match_weights)
+        other = read(replace(probe, weights=spoilt), probing.match_weights)
         assert other is not None
         assert apart(other, expected) > ALIKE, "a control"
         checked += 1
@@ -98,7 +95,7 @@ def test_biases_below_the_norm_and_queries_without_a_latent(changes: dict[str, A
     model = deepseek(**changes)
     model.model.layers[0].self_attn.kv_a_layernorm.weight[2:5] = 0
     (probe,) = probes(model)
-    found = read(probe, rows.match_weights)
+    found = read(probe, probing.match_weights)
     assert found is not None
     assert apart(found, jacobian(probe)) <= 1e-12
 
@@ -131,26 +128,6 @@ def test_a_report_has_the_numbers_of_the_jacobian(monkeypatch: pytest.MonkeyPatc
     assert not torch.allclose(changed, theirs, rtol=ALIKE, atol=1e-12), "a control"
 
 
-def layer(model: Any) -> Factors:
-    """What is read of the only site."""
-    inputs = [texts.placeholder(loaded(model), tokens, 0).batches[0].inputs for tokens in (1, 7)]
-    (found,) = weights.factors(model, *(hooks.survey(model, one) for one in inputs))
-    assert isinstance(found, Factors), found
-    return found
-
-
-def test_the_sum_of_the_heads_has_the_symmetry_of_the_heads_side_by_side() -> None:
-    found = layer(deepseek(hidden_size=80))
-    summed = found.summed
-    assert summed.query.shape == summed.key.shape == (1, 80, 12)
-    score, expected = linalg.layer_symmetry(summed), linalg.layer_symmetry(found.query_key)
-    assert score == pytest.approx(expected, rel=1e-10)
-    fewer = linalg.layer_symmetry(found.query_key.select([0, 1, 2]))
-    assert score != pytest.approx(fewer, rel=1e-3), "a control"
-    without = replace(found, maps=replace(found.maps, key_latent=None))
-    assert without.summed.query.shape == (4, 80, 12), "a control"
-
-
 class Between(nn.Module):
     """Something behind a norm."""
 
@@ -171,7 +148,7 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
     biased = enlarged(nn.LayerNorm(len(norm.weight)).double())
     setattr(module, latent, biased if kind == "norm with a bias" else Between(norm, nn.SiLU()))
     (probe,) = probes(model)
-    assert read(probe, rows.match_weights) is None
+    assert read(probe, probing.match_weights) is None
     inputs = [texts.placeholder(loaded(model), tokens, 0).batches[0].inputs for tokens in (1, 7)]
     (found,) = weights.factors(model, *(hooks.survey(model, one) for one in inputs))
     assert isinstance(found, NotBilinearError)
@@ -180,8 +157,8 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
 @pytest.mark.parametrize("latent", ["q_a_layernorm", "kv_a_layernorm"])
 def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (probe,) = probes(deepseek())
-    assert read(probe, rows.match_weights) is not None
-    gain, noted_by = getattr(probe.target.module, latent).weight, rows._record_inner_inputs
+    assert read(probe, probing.match_weights) is not None
+    gain, noted_by = getattr(probe.target.module, latent).weight, probing._record_inner_inputs
 
     @contextmanager
     def without(module: nn.Module) -> Iterator[list[Tensor]]:
@@ -189,14 +166,14 @@ def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.Mon
             yield noted
             noted[:] = [part / gain if part.shape[-1] == len(gain) else part for part in noted]
 
-    monkeypatch.setattr(rows, "_record_inner_inputs", without)
-    assert read(probe, rows.match_weights) is None
+    monkeypatch.setattr(probing, "_record_inner_inputs", without)
+    assert read(probe, probing.match_weights) is None
 
 
 def test_hooks_are_taken_away() -> None:
     (probe,) = probes(deepseek())
-    read(probe, rows.match_weights)
+    read(probe, probing.match_weights)
     assert not any(part._forward_pre_hooks for part in probe.target.module.modules())
-    with pytest.raises(ZeroDivisionError), rows._record_inner_inputs(probe.target.module):
+    with pytest.raises(ZeroDivisionError), probing._record_inner_inputs(probe.target.module):
         raise ZeroDivisionError
     assert not any(part._forward_pre_hooks for part in probe.target.module.modules())

@@ -16,12 +16,12 @@ import tokenizers
 import torch
 import transformers
 
+import attnlens
 from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.models import loading, texts
 from attnlens.models.loading.configs import kind_of
 from attnlens.models.texts import sequences
-from attnlens.models.texts.sequences import position_limit
-from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thin_text
+from attnlens.models.texts.sequences import BLOCKS, DEMO, LONGEST, position_limit, thin_text
 from attnlens.records import ModelInfo
 
 WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
@@ -347,9 +347,9 @@ def test_only_as_many_lines_as_asked_for() -> None:
 # lengths
 
 
-@pytest.mark.parametrize(("tokens", "words"), [(33, "at most 32 tokens"), (1, "at least two"), (0, "at least two")])
-def test_windows_that_can_not_be(tokens: int, words: str) -> None:
-    assert words in rejected(UsageError, fed, reading("gpt2"), content(PROSE), tokens=tokens).problem
+def test_windows_longer_than_the_model_reads() -> None:
+    problem = rejected(UsageError, fed, reading("gpt2"), content(PROSE), tokens=33).problem
+    assert "at most 32 tokens" in problem
 
 
 def test_special_tokens_must_leave_room() -> None:
@@ -359,9 +359,10 @@ def test_special_tokens_must_leave_room() -> None:
     assert fed(reading("bert"), content(PROSE), tokens=3).tokens == 3
 
 
-@pytest.mark.parametrize("option", ["sequences", "batch_size"])
-def test_numbers_below_one(option: str) -> None:
-    rejected(UsageError, fed, reading("gpt2"), content(PROSE), **{option: 0})
+@pytest.mark.parametrize(("option", "number"), [("windows", 0), ("batch_size", 0), ("length", 0), ("length", 1)])
+def test_numbers_below_the_least(option: str, number: int) -> None:
+    with pytest.raises(UsageError, match=option):
+        attnlens.inspect("demo", **{option: number})
 
 
 def test_unasked_length_is_what_the_model_allows_up_to_128() -> None:

@@ -44,9 +44,7 @@ Placing = Literal["none", "sum", "table", "product", "symmetric product"]
 """How positions t enter attention next to features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
 a learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
 kernels (Eq. 9)."""
-Place = Literal["encoder", "decoder", "cross"]
-"""Role of an attention module: self-attention of the encoder, self-attention of the decoder, or cross-attention."""
-EVERYWHERE: tuple[Place, ...] = ("encoder", "decoder", "cross")
+Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; cross: cross-attention
 
 
 @dataclass(frozen=True)
@@ -55,25 +53,13 @@ class AttentionForm:
 
     kernel: str = "exponential"
     """Kernel in command-line syntax, such as `rbf:gamma=1`; takes features, or features plus positions under "sum"."""
-    symmetric: bool = False
-    """True if queries and keys share one projection, W_Q = W_K."""
-    positions: Placing = "none"
-    """How positions enter."""
-    places: tuple[Place, ...] = EVERYWHERE
-    """The attention modules that use positions."""
-    in_value: bool = False
-    """True if values include positions, v(x) = (f + t)W_V (Eq. 7); otherwise v(x) = f W_V (Eq. 8)."""
-    primal: Literal["none", "last", "all"] = "none"
-    """Layers that use Primal-Attention (Chen et al. 2023) instead of a kernel."""
-    scores: int = 0
-    """Number s of scores of each primal head."""
-    eta: float = 0.0
-    """Weight η of the primal layers' regulariser ΣJ² in the loss."""
-
-    @property
-    def shares_projection(self) -> bool:
-        """True if queries and keys share one projection: on request, and in Eq. 9, whose kernels are symmetric."""
-        return self.symmetric or self.positions == "symmetric product"
+    symmetric: bool = False  # True if queries and keys share one projection, W_Q = W_K
+    positions: Placing = "none"  # how positions enter
+    places: tuple[Place, ...] = ("encoder", "decoder", "cross")  # the attention modules that use positions
+    in_value: bool = False  # True if values include positions, v(x) = (f + t)W_V (Eq. 7), not v(x) = f W_V (Eq. 8)
+    primal: Literal["none", "last", "all"] = "none"  # layers with Primal-Attention (Chen et al. 2023)
+    scores: int = 0  # number s of scores of each primal head
+    eta: float = 0.0  # weight η of the primal layers' regulariser ΣJ² in the loss
 
 
 FURTHEST = 16  # largest distance with a vector of its own; larger ones are clipped to it (Shaw et al. 2018)
@@ -99,7 +85,7 @@ class PositionTable(nn.Module):
         super().__init__()
         self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, d_model // heads) * (d_model // heads) ** -0.5)
 
-    def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
+    def forward(self, query: Split, keys: int, scale: float) -> Added:
         """Compute log L for every query and key, with distances clipped to ±FURTHEST; `scale` is s."""
         index = distances(query.shape[2], keys, query.device).clamp(-FURTHEST, FURTHEST) + FURTHEST
         products = query @ self.vectors.mT * scale
@@ -115,10 +101,9 @@ class AsymmetricProduct(nn.Module):
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.relative = _projection(d_model)
+        self.heads, self.relative = heads, _projection(d_model)
 
-    def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
+    def forward(self, query: Split, keys: int, scale: float) -> Added:
         """Compute log k_f for every query and key from one product per query and distance; `scale` is s."""
         queries = query.shape[2]
         places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
@@ -133,10 +118,9 @@ class SymmetricProduct(nn.Module):
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.place = _projection(d_model)
+        self.heads, self.place = heads, _projection(d_model)
 
-    def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
+    def forward(self, query: Split, keys: int, scale: float) -> Added:
         """Compute log k_T for every query and key, which is the same for all sequences (batch of 1); `scale` is s."""
         places = torch.arange(max(query.shape[2], keys), device=query.device, dtype=query.dtype)
         projected: Tensor = self.place(sinusoids(places, self.place.in_features))
@@ -144,8 +128,7 @@ class SymmetricProduct(nn.Module):
         return (split[:, : query.shape[2]] @ split[:, :keys].mT * scale)[None]
 
 
-OWN = "eager"
-"""transformers' name of the attention implementation under which a module computes attention by its own kernel."""
+OWN = "eager"  # transformers' name of the implementation under which a module computes attention by its own kernel
 ADDED = {"table": PositionTable, "product": AsymmetricProduct, "symmetric product": SymmetricProduct}
 
 
@@ -167,7 +150,8 @@ class KernelAttention(nn.Module):
         self.positions = form.positions if place in form.places else "none"
         self.kernel = parsed(form.kernel)
         self.query = _projection(d_model)
-        self.key = None if form.shares_projection else _projection(d_model)
+        shared = form.symmetric or form.positions == "symmetric product"  # W_Q = W_K, also in Eq. 9
+        self.key = None if shared else _projection(d_model)
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
         self.value = None if primal else _projection(d_model)
         self.output = _projection(d_model)
@@ -458,11 +442,13 @@ MODELS: dict[str, type[KernelTransformer]] = {
     "classification": KernelTransformerForSequenceClassification,
 }
 """Model class of each kind of task."""
-_AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification)
 
 AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
-for _auto, _class in zip(_AUTO_CLASSES, MODELS.values(), strict=True):
-    _auto.register(KernelTransformerConfig, _class, exist_ok=True)
+AutoModelForCausalLM.register(KernelTransformerConfig, KernelTransformerForCausalLM, exist_ok=True)
+AutoModelForSeq2SeqLM.register(KernelTransformerConfig, KernelTransformerForSeq2SeqLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    KernelTransformerConfig, KernelTransformerForSequenceClassification, exist_ok=True
+)
 
 
 def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:

@@ -76,7 +76,7 @@ def cut_samples(
         skip = evaluated.sequences + turn * cut.sequences
         one_third = replace(cut, turn=(turn, PARTS))
         part = texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip)
-        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts)) if parts else 0.0
+        share = shared_share(loaded.tokenizer, texts.passages([part]), texts.passages(parts)) if parts else 0.0
         if share > MOST_SHARED:
             raise TextError(
                 f"The calibration text is repetitive: {100 * share:.0f} % of the text for {USES[turn]} also occurs in "

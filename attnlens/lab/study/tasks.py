@@ -33,7 +33,7 @@ from attnlens.lab.study.examples import (
     train_byte_pairs,
 )
 from attnlens.models import texts
-from attnlens.models.texts.sources import quiet
+from attnlens.models.texts.sequences import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,19 +7,6 @@ forward pass. Outputs: `SiteCall`, `Call`, tensors. Imported by `models/weights`
 """
 
 from attnlens.kernels import OWN
-from attnlens.models.hooks.identity import (
-    IDENTITY_TOLERANCE,
-    Precise,
-    allow_float64,
-    as_dtype,
-    blocks,
-    collect_weights,
-    difference,
-    identity_error,
-    record_outputs,
-    repeat_error,
-    replay_outputs,
-)
 from attnlens.models.hooks.interface import (
     CallCounter,
     Replacement,
@@ -34,15 +21,26 @@ from attnlens.models.hooks.interface import (
     watch,
 )
 from attnlens.models.hooks.survey import (
+    IDENTITY_TOLERANCE,
     UNTRACED,
+    Precise,
     SiteCall,
     Survey,
+    allow_float64,
+    as_dtype,
     as_float64,
     at_real_tokens,
+    blocks,
+    collect_weights,
+    difference,
     forward,
+    identity_error,
     real_outputs,
     real_tokens,
     record_inputs,
+    record_outputs,
+    repeat_error,
+    replay_outputs,
     run_survey,
     survey,
     without_cache,

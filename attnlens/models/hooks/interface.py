@@ -80,18 +80,14 @@ def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """Build the error for a model without readable attention: it has none, ran none, or computes it in another way.
-
-    `refused` maps the path of each unreadable module to the reason; `ran` are the modules that ran in a pass.
-    """
+    """Build the error for a model without readable attention, from reasons by path and the modules that ran."""
     name = type(model).__name__
     if refused:
         path, reason = next(iter(refused.items()))
         return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
     if not any(map(is_attention, model.modules())):
-        return ModelError(
-            f"{name} has no softmax attention that attnlens can reach.", f"Choose another model: {IN_REACH}."
-        )
+        problem = f"{name} has no softmax attention that attnlens can reach."
+        return ModelError(problem, f"Choose another model: {IN_REACH}.")
     if ran is not None and not any(map(is_attention, ran)):
         return ModelError(f"{name} does not run attention on this input.", "Give an input that reaches its attention.")
     problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
@@ -188,10 +184,7 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently compute the attention of a model with `answer`, registered with transformers as `name`.
-
-    Raises ModelError if no part of the model goes through transformers' interface.
-    """
+    """Permanently compute a model's attention with `answer`, registered as `name`. Raises ModelError without any."""
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)
 
@@ -259,10 +252,7 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Pass every attention computation to `visit`, and compute it with the model's own kernel.
-
-    `answered` is called with the answer, (batch, queries, heads, value_dim), before the model uses it.
-    """
+    """Pass each attention computation to `visit`, and its answer by the model's own kernel to `answered`."""
     swaps = dict.fromkeys(sites, Replacement(OWN))
     return replace(model, sites, swaps, every_site=False, visit=visit, answered=answered)
 
@@ -278,12 +268,11 @@ def replace(
     visit: Callable[[Site, Call], None] | None = None,
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
-    """Compute the sites of `swaps` with their new kernels, and all other sites with the model's own kernel.
+    """Compute the sites of `swaps` with their new kernels by the route `path`, other sites with the model's own.
 
-    `path` is the route by which the new kernels are computed. `visit` is called with each attention computation at the
-    sites of `swaps`, and `answered` with its answer, (batch, queries, heads, value_dim). Raises UsageError if a kernel
-    does not support a site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was
-    never reached.
+    `visit` is called with each attention computation at the sites of `swaps`, and `answered` with its answer, (batch,
+    queries, heads, value_dim). Raises UsageError if a kernel does not support a site and, with `every_site`, ModelError
+    at the end of the `with` if a site of `swaps` was never reached.
     """
     by_path = defaultdict[str, list[Site]](list)
     for site in sorted(sites, key=attrgetter("ordinal")):

@@ -1,7 +1,7 @@
 """Inputs of a model: windows or lines of texts, and images and sounds, from files or random.
 
-Contents: sources.py reads texts; sequences.py tokenizes and cuts them; media.py prepares images and sounds; cutting.py
-builds batches; targets.py adds what the model should predict.
+Contents: sequences.py reads texts, tokenizes and cuts them; media.py prepares images and sounds; cutting.py builds
+batches; targets.py adds what the model should predict.
 Inputs: a `Loaded` model, paths and a `Cut`. Output: `Batches`, whose inputs are keyword arguments of the model.
 Imported by: hooks/, runs and lab.
 """
@@ -12,14 +12,17 @@ from attnlens.models.texts.sequences import (
     CHARACTERS,
     MOST_SHARED,
     RUN,
+    Content,
     decodes_text,
     first,
     foreign_notes,
+    read,
+    read_each,
     repeated_share,
     required_inputs,
+    sample,
     sequences_in,
     shared_share,
     vocabulary,
     window_length,
 )
-from attnlens.models.texts.sources import Content, read, read_each, sample

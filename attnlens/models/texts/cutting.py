@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
+from attnlens.models.loading.placement import device_of_inputs
 from attnlens.models.texts import media, sequences
-from attnlens.models.texts.sequences import CHARACTERS, sequences_in, vocabulary
-from attnlens.models.texts.sources import Content, Row, thin_text
+from attnlens.models.texts.sequences import CHARACTERS, Content, Row, sequences_in, thin_text, vocabulary
 from attnlens.records import Text
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class Batch:
     """The keyword arguments of one forward pass."""
 
     inputs: dict[str, Tensor]  # arguments of `model(**inputs)`, on the model's device
-    lengths: tuple[int, ...]
-    """Number of ids of each sequence without padding, which is on the right; empty if the model reads no tokens."""
+    lengths: tuple[int, ...]  # number of ids of each sequence without padding; empty if the model reads no tokens
     parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if the model reads no tokens
     start: int = 0  # index of the text's first id in each sequence, after the placeholders of images and sounds
 
@@ -50,8 +49,7 @@ class Batches:
     sequences: int  # number of sequences; fewer than requested if the texts have no more
     tokens: int  # number of ids of the longest sequence, with special tokens; 0 if the model reads no tokens
     texts: tuple[Text, ...]  # the texts with the numbers of their windows, followed by files or noise, if any
-    unknown: Mapping[str, float]
-    """Share, 0 to 1, of each text's ids that are the tokenizer's unknown token; near 1, the text is unreadable."""
+    unknown: Mapping[str, float]  # share, 0 to 1, of each text's ids that are the tokenizer's unknown token
     pack: bool = True  # True if the sequences are windows of running text instead of lines
     notes: tuple[str, ...] = ()  # sentences for the reader about inputs other than the texts
     made_up: bool = False  # True if the model's main input is noise
@@ -62,10 +60,6 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def first(self) -> Batches:
-        """Return only the first forward pass."""
-        return replace(self, batches=self.batches[:1], sequences=self.batches[0].size)
 
     def some(self, sequences: int) -> Batches:
         """Return evenly spread passes with about `sequences` sequences; all if there are no more."""
@@ -84,11 +78,6 @@ class Batches:
             for batch, ids in zip(self.batches, all_ids, strict=True)
             for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
         ]
-
-    @property
-    def passages(self) -> list[tuple[int, ...]]:
-        """Ids of each passage of text; consecutive windows of a text are joined to one passage."""
-        return passages([self])
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -121,15 +110,13 @@ def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
 class Cut:
     """Options for cutting texts into sequences and for choosing those that are fed."""
 
-    tokens: int | None = None
-    """Length of a window in tokens, with special tokens; None: 128, or the model's number of positions if smaller."""
+    tokens: int | None = None  # length of a window with special tokens; None: 128, or the model's limit if smaller
     sequences: int = 32  # number of sequences over all texts, divided as equally as the lengths of the texts allow
     batch_size: int = 8  # number of sequences per forward pass
     pack: bool = True  # True for windows of the running text, False for its lines
     placement: Placement = "spread"  # placement of the windows in each text
     seed: int = 0  # seed of the placement and of noise
-    turn: tuple[int, int] = (0, 1)
-    """(i, n): use only the chosen sequences i, i + n, i + 2n … of each text, so that n parts are disjoint."""
+    turn: tuple[int, int] = (0, 1)  # (i, n): use only the chosen sequences i, i + n, i + 2n … of each text
     image: tuple[str, ...] = ()  # paths of images, one per sequence; empty for noise
     audio: tuple[str, ...] = ()  # paths of sounds, one per sequence; empty for noise
     pairs: bool = False  # True if each line contains two texts separated by a tab, which the tokenizer joins
@@ -146,24 +133,26 @@ def batches(
 ) -> Batches:
     """Build the inputs of `loaded` from the texts, without the windows in `apart_from`, which were cut the same way.
 
-    A model of pixels or sound gets noise from the seed, without the first `skip_noise` draws (its decoder, or CLIP's
-    text encoder, gets the texts). Raises TextError if a text is too short or foreign to the model, or there is no
-    usable tokenizer; UsageError for invalid numbers, or more tokens than the model has positions.
+    A model of pixels or sound gets noise, without the first `skip_noise` draws (and its decoder, or CLIP's text
+    encoder, the texts). Raises TextError for an unsuitable text or no tokenizer, UsageError for too many tokens or
+    files.
     """
-    for option, number in (("windows", cut.sequences), ("batch-size", cut.batch_size)):
-        if number < 1:
-            raise UsageError(f"--{option} {number} is not a positive number.", f"Give at least --{option} 1.")
     accepted = _checked_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
     prepared = {modality: media.read_files(loaded, modality, each) for modality, each in paths.items() if each}
     files = {modality: inputs for modality, (inputs, _) in prepared.items()}
     files_each = _count_files(files, cut.sequences)
+    wanted = files_each or cut.sequences
     taken = apart_from.taken if apart_from else {}
-    rows, texts = _cut_texts(loaded, contents, replace(cut, sequences=files_each or cut.sequences), taken)
+    rows, texts = _cut_texts(loaded, contents, replace(cut, sequences=wanted), taken)
     unknown = sequences.unknown_shares(loaded.tokenizer, rows)
     if not cut.allow_foreign:
         sequences.refuse_foreign(unknown)
-    count = len(rows) or files_each or cut.sequences
+    count, notes = len(rows) or wanted, list(() if files else accepted.notes)
+    if rows and count < cut.sequences:
+        what = "windows" if cut.pack else "lines"
+        few = f"Each sequence uses one file: {count} sequences instead of {cut.sequences}."
+        notes.append(few if count == files_each else f"The text has only {count} of the {wanted} requested {what}.")
     feed = media.Feed(loaded.model, accepted, cut.seed, skip_noise, files)
     return Batches(
         batches=_build_batches(loaded, feed, rows, count, cut.batch_size),
@@ -172,42 +161,24 @@ def batches(
         texts=(*texts, *(record for _, records in prepared.values() for record in records[:count]), *feed.texts),
         unknown=unknown,
         pack=cut.pack,
-        notes=(*(() if files else accepted.notes), *_explain_fewer(count, files_each, cut, texts)),
+        notes=tuple(notes),
         made_up=reads_noise(loaded) and not files,
         left_out=tuple(content.name for content in contents if rows and content.name not in unknown),
     )
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files of each modality, one per sequence, or None without files.
-
-    Raises UsageError if modalities differ in it, or it is above `most`: a file in two sequences would count twice.
-    """
+    """Return the number of files of each modality, or None. Raises UsageError if they differ or exceed `most`."""
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
-        raise UsageError(
-            f"Each sequence needs one file of each kind, but there are {counted}.",
-            "Give the same number of files of each kind.",
-        )
+        problem = f"Each sequence needs one file of each kind, but there are {counted}."
+        raise UsageError(problem, "Give the same number of files of each kind.")
     count = next(iter(counts.values()), None)
     if count is not None and count > most:
         problem = f"Each sequence uses one file: {count} files are more than --windows {most}."
         raise UsageError(problem, f"Give --windows {count}.")
     return count
-
-
-def _explain_fewer(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> Iterator[str]:
-    """Yield sentences on why there are fewer sequences than requested, if so."""
-    if not texts or count >= cut.sequences:
-        return
-    what = "windows" if cut.pack else "lines"
-    if count == files:
-        yield f"Each sequence uses one file: {count} sequences instead of {cut.sequences}."
-    else:
-        if files is not None:
-            yield f"The last {files - count} files are not used: the text has no more {what}."
-        yield f"The text has only {count} of the {cut.sequences} requested {what}."
 
 
 def _checked_media(loaded: Loaded) -> media.Media:
@@ -232,8 +203,7 @@ def reads_noise(loaded: Loaded) -> bool:
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
     """Build random ids (and noise for models of pixels or sound), to find a model's attention sites without a text.
 
-    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if the
-    model requires an input that attnlens can't make up.
+    `bare` omits images and sounds that have placeholder ids. Raises TextError for an input that can't be made up.
     """
     accepted = _checked_media(loaded)
     ids: list[list[int]] = []
@@ -288,32 +258,28 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
             raise TextError(problem, "Put its tokenizer files into the model's folder, or use --source weights.")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
-        windows_or_lines = sequences.cut_windows if cut.pack else sequences.cut_lines
-        cut_into = sequences.cut_pairs if cut.pairs else windows_or_lines
-        content.cuttings[key] = cut_into(tokenizer, thin_text(content, spread=is_spread), tokens=length)
+        thinned = thin_text(content, spread=is_spread)
+        if cut.pack and not cut.pairs:
+            content.cuttings[key] = sequences.cut_windows(tokenizer, thinned, tokens=length)
+        else:
+            content.cuttings[key] = sequences.cut_lines(tokenizer, thinned, tokens=length, pairs=cut.pairs)
     return content.cuttings[key]
 
 
 def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
-    """Split the sequences into batches of `size`; of 1 for files, or if the patches of all images form one row."""
-    size = 1 if feed.media.alone or feed.files else size
-    return tuple(_build_batch(loaded, feed, rows, slice(at, min(at + size, count))) for at in range(0, count, size))
-
-
-def _build_batch(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], part: slice) -> Batch:
-    """Build one batch of sequences, each preceded by the same placeholders of images and sounds."""
-    model, rows = loaded.model, rows[part]
-    placeholders = feed.placeholders(part.start)
-    before = media.ids_of(placeholders) if rows else []
-    id_rows = [[*before, *row.ids] for row in rows]
-    inputs = feed.take(range(part.start, part.stop))
-    if rows:
-        choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-        padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
-        ids, mask = sequences.token_tensors(id_rows, padding)
-        inputs |= sequences.text_inputs(model, ids, mask, len(before)) | media.types_of(model, placeholders, ids)
-    if rows and rows[0].types and "token_type_ids" in signature(model.forward).parameters:
-        types = [[*[0] * len(before), *row.types] for row in rows]
-        inputs["token_type_ids"] = sequences.token_tensors(types, 0)[0]
-    parts = tuple(row.text for row in rows if row.text)
-    return Batch(media.move_inputs(model, inputs), tuple(map(len, id_rows)), parts, len(before))
+    """Build batches of `size` sequences; of 1 for files, or if the patches of all images of a batch form one row."""
+    if feed.files or not sequences.PACKED.isdisjoint(feed.media.names):
+        size = 1
+    choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
+    typed = "token_type_ids" in signature(loaded.model.forward).parameters
+    built = []
+    for at in range(0, count, size):
+        part = rows[at : at + size]
+        inputs, start = feed.inputs(range(at, min(at + size, count)), [row.ids for row in part], padding)
+        if typed and part and part[0].types:
+            types = [[*[0] * start, *row.types] for row in part]
+            inputs["token_type_ids"] = sequences.token_tensors(types, 0)[0].to(device_of_inputs(loaded.model))
+        lengths = tuple(start + len(row.ids) for row in part)
+        built.append(Batch(inputs, lengths, tuple(row.text for row in part if row.text), start))
+    return tuple(built)

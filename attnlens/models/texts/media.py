@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from inspect import signature
@@ -23,9 +23,16 @@ from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shorten_text, with_home
-from attnlens.models.loading.locate import first_line, read_json
+from attnlens.models.loading.locate import first_line
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sequences import PACKED, describe_missing_inputs, reads_ids, required_inputs, text_inputs
+from attnlens.models.texts.sequences import (
+    PACKED,
+    describe_missing_inputs,
+    reads_ids,
+    required_inputs,
+    text_inputs,
+    token_tensors,
+)
 from attnlens.models.trace import tensors
 from attnlens.records import Text
 
@@ -36,8 +43,7 @@ if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
 
 Modality = Literal["image", "audio"]
-Processor = Callable[..., Mapping[str, object]]
-"""transformers' image processor or feature extractor: from images or sounds to tensors."""
+Processor = Callable[..., Mapping[str, object]]  # from images or sounds to tensors
 INPUTS: dict[Modality, tuple[str, ...]] = {
     "image": ("pixel_values", "flattened_patches", "pixel_values_videos"),
     "audio": ("input_values", "input_features"),
@@ -46,30 +52,21 @@ INPUTS: dict[Modality, tuple[str, ...]] = {
 RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
 TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
 """Names in the config of the placeholder id for a part of an image or sound."""
-FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
-"""Methods of a model that return the features of these parts."""
-MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")
-"""Names of a sound's mask in models that also read text."""
+FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}  # methods that return features
+MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # a sound's mask in models that read text
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
 """Parameter names of stand-alone vision towers, and the names of the same inputs in processors."""
-SETTINGS = ("processor_config.json", "preprocessor_config.json")
-"""Files in which transformers looks for the settings of a processor."""
 SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
 LARGEST_FILE = 2**28  # maximum size of an image or sound file in bytes
-LARGEST_INPUT = 2**24
-"""Largest number of values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz."""
+LARGEST_INPUT = 2**24  # values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz
 MEMORY = 2**32  # bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size
-COLOURS, IMAGE_SIZE = 16, 224
-"""Random colours, and pixels, along each side of a random image. Processors keep differences of this size."""
-FRAMES, MOST_FRAMES = 8, 256
-"""Frames of a random video if the config does not give their number, and the maximum for a processor."""
-RATE = 16_000
-"""Samples per second if the processor does not give its rate, and length of a random sound without a processor."""
-UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
-"""Errors of processors, whose settings come from the checkpoint."""
+COLOURS, IMAGE_SIZE = 16, 224  # random colours and pixels along a side; processors keep differences of this size
+FRAMES, MOST_FRAMES = 8, 256  # frames of a random video if the config gives no number, and the maximum
+RATE = 16_000  # samples per second if the processor gives none, and length of a random sound without a processor
+UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)  # errors of processors
 Placeholders = tuple[tuple[Modality, int, int], ...]  # placeholders before a text: modality, token id and count
 
 
@@ -83,11 +80,6 @@ class Media:
     names: frozenset[str] = frozenset()  # keyword arguments of the forward pass for these modalities
     notes: tuple[str, ...] = ()  # one sentence for each modality that is not used, or not prepared by a processor
 
-    @property
-    def alone(self) -> bool:
-        """True if each sequence needs a separate pass because the patches of all images in a batch form one row."""
-        return not PACKED.isdisjoint(self.names)
-
 
 _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
@@ -95,8 +87,7 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
     """Determine, once per model, which images and sounds it accepts, by a trial pass on random ones.
 
-    `folder` contains the processor's settings; without it, they are looked up by the model's name. A modality is left
-    out, with a note, if its tower or the model fails on it and the model also runs without it.
+    A modality is left out, with a note, if the model fails on it and also runs without it. `folder` has the settings.
     """
     if model not in _cache:
         media = Media()
@@ -119,7 +110,9 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
             inputs = _make_up(model, modality, None, 0, 0)
         if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
             before = ((modality, *_count_parts(model, modality, inputs)),)
-            _try(model, Media({modality: processor}, before))
+            trial, _ = Feed(model, Media({modality: processor}, before), 0).inputs(range(1), [plain_ids(model, 4)])
+            with torch.no_grad():
+                model(**trial)
     except (TextError, *FAILURES) as error:
         needed = _input_name(model, modality) in required_inputs(model)
         if is_memory(error) or (needed and isinstance(error, TextError)):
@@ -195,6 +188,16 @@ class Feed:
             each.append(inputs)
         return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
+    def inputs(self, numbers: range, rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[dict[str, Tensor], int]:
+        """Return the inputs of sequences whose text has the ids `rows`, if any, and the number of placeholders."""
+        inputs, before = self.take(numbers), list[int]()
+        if rows:
+            placeholders = self.placeholders(numbers.start)
+            before = ids_of(placeholders)
+            ids, mask = token_tensors([[*before, *row] for row in rows], padding)
+            inputs |= text_inputs(self.model, ids, mask, len(before)) | types_of(self.model, placeholders, ids)
+        return move_inputs(self.model, inputs), len(before)
+
     @property
     def texts(self) -> list[Text]:
         """Record of each modality's random inputs, with their digest."""
@@ -202,10 +205,7 @@ class Feed:
 
 
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
-    """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file.
-
-    Raises UsageError if the model does not read the modality, TextError for a bad file, ModelError for the processor.
-    """
+    """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file."""
     if modality not in modalities(loaded.model):
         problem = f"{loaded.info.id} does not take {modality} input: --{modality} would be ignored."
         raise UsageError(problem, f"Leave out --{modality}.")
@@ -222,39 +222,31 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
 def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Processor:
     """Load the checkpoint's image or audio processor from local files without running code, or raise ModelError."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor
-    from transformers.utils.hub import cached_file
 
-    place, files = str(folder or model.name_or_path), list[str]()
-    # private, in transformers: return None for a missing file, and the commit that the model was loaded from
-    quiet, revision = {"_raise_exceptions_for_missing_entries": False}, getattr(model.config, "_commit_hash", None)
-    with suppress(OSError):  # neither a folder nor in the hub's cache
-        for name in SETTINGS if place else ():
-            path = cached_file(place, name, revision=revision, local_files_only=True, **quiet)
-            files += [path] if path else []
-    if not files:
-        name = place or type(model).__name__
-        problem = f"{name} has no {SETTINGS[1]}, which describes how to prepare {modality} input."
-        raise ModelError(problem, "Put it into the model's folder, or pass the prepared inputs to attnlens.capture.")
-    if any("auto_map" in read_json(Path(file)) for file in files):
-        problem = f"The processor of {place} is Python code in the checkpoint, which attnlens does not run."
-        raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
+    place = str(folder or model.name_or_path)
+    name, remedy = place or type(model).__name__, f"Correct its settings, or leave out --{modality}."
     class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     load: Callable[..., Processor] = class_.from_pretrained
+    revision = getattr(model.config, "_commit_hash", None)  # private: the commit that the model was loaded from
     try:
         with _bounded_memory():
-            return load(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
+            processor = load(place, revision=revision, local_files_only=True, trust_remote_code=False)
+    except OSError as error:
+        problem = f"{name} has no valid preprocessor_config.json, which describes how to prepare {modality} input."
+        remedy = "Put one into the model's folder, or pass the prepared inputs to attnlens.capture."
+        raise ModelError(problem, remedy) from error
     except UNPREPARED as error:
-        problem = f"The processor for {modality} input of {place} can't be loaded: {first_line(error)}"
-        raise ModelError(problem, f"Correct {files[0]}, or leave out --{modality}.") from error
+        raise ModelError(f"The processor of {name} can't be loaded: {first_line(error)}", remedy) from error
+    if hasattr(processor, "auto_map"):  # transformers would use its own class with the settings of another one
+        problem = f"The processor of {name} is Python code in the checkpoint, which attnlens does not run."
+        raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
+    return processor
 
 
 def _make_up(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, which depend only on seed and number.
-
-    Raises ModelError if the processor fails, TextError if there is none and the shape is unknown.
-    """
+    """Return the inputs of one random image or sound, which depend only on seed and number, or raise an error."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
@@ -430,16 +422,6 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
         result = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})
     features = result if isinstance(result, list | tuple | Tensor) else result.pooler_output
     return token, sum(value.shape[:-1].numel() for value in tensors(features))
-
-
-def _try(model: PreTrainedModel, media: Media) -> None:
-    """Run the model on a few ids after one image or sound; its errors propagate."""
-    before = ids_of(media.before)
-    ids = torch.tensor([[*before, *plain_ids(model, 4)]])
-    inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
-    inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
-    with torch.no_grad():
-        model(**move_inputs(model, inputs))
 
 
 def _failure(error: Exception) -> str:

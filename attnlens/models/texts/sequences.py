@@ -1,29 +1,198 @@
-"""Cut texts into sequences of token ids, choose those that are fed, and measure unknown and shared tokens."""
+"""Read texts, cut them into sequences of token ids, choose some, and measure unknown and shared tokens."""
 
 from __future__ import annotations
 
+import logging
+import re
+import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from inspect import signature
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Embedding
 from torch.nn.utils.rnn import pad_sequence
 
+from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
+from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.configs import foreign, text_config
+from attnlens.models.loading.locate import DEMO, reachable
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sources import Content, Row
 
 if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
+SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of data files (jsonl, parquet, csv, txt)."
+
+
+def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
+    """Read the rows of a dataset as lines of text, cut off after `most` characters, without running its code.
+
+    Raises UsageError if `datasets` is not installed, TextError if the dataset or its column can't be read.
+    """
+    try:
+        import datasets
+    except ImportError:
+        problem = f"{DATASETS}{rows.name} needs the package datasets, which is not installed."
+        raise UsageError(problem, 'Run: pip install "attnlens[datasets]", or name a text file.') from None
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
+
+    place = _find_dataset(rows.name, offline=offline)
+    split, text = rows.split or "test", ""
+    try:
+        with quiet():
+            parts = datasets.load_dataset(place, rows.config, streaming=True)
+            if split not in parts:
+                problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
+                raise TextError(problem, f"Name one, e.g. {DATASETS}{rows.name},split={next(iter(parts))}")
+            for number, row in enumerate(parts[split], 1):
+                if not isinstance(value := row.get(rows.column), str):
+                    problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; it has "
+                    raise TextError(f"{problem}{', '.join(row)}.", "Name a column of texts with column=.")
+                text += value.rstrip("\n") + "\n"
+                if len(text) >= most:
+                    break
+    # RuntimeError: the dataset is a script, which the library does not run
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, HTTPError) as error:
+        message = shorten_text(str(error)) or type(error).__name__
+        raise TextError(f"The dataset {rows.name} can't be read: {message.rstrip('.')}.", SAY_NAME) from None
+    label = Path(place).name if Path(place).is_absolute() else rows.name
+    options = {"config": rows.config, "split": split, "column": rows.column}
+    name = ",".join([DATASETS + label, *(f"{key}={value}" for key, value in options.items() if value is not None)])
+    return Content(text[:most], name if len(text) < most else f"{name} (the first {most:,} characters)")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence log messages inside the context, such as those of datasets about retries and failures."""
+    previous = logging.root.manager.disable
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(previous)
+
+
+def _find_dataset(name: str, *, offline: bool) -> str:
+    """Return the path of a local folder, or the name of a dataset on a reachable hub. Raises TextError for neither."""
+    from huggingface_hub import constants, is_offline_mode
+
+    folder = with_home(name)
+    if folder.is_dir():
+        return str(folder.resolve())
+    if not HUB_NAME.fullmatch(name):
+        raise TextError(f"{name} is neither a local folder nor the name of a dataset on the hub.", SAY_NAME)
+    if offline or (not is_offline_mode() and not reachable(constants.ENDPOINT)):
+        why, remedy = ("--offline is set", "Leave it out") if offline else ("the hub can't be reached", "Go online")
+        raise TextError(f"{name} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
+    return name
+
+
+SAMPLES = Path(__file__).parent.parent / "samples"
+SAMPLE_NAMES = {
+    DEMO / "text.txt": "King James passages",
+    SAMPLES / "documentation.txt": "attnlens documentation",
+    SAMPLES / "source.txt": "attnlens source code",
+}
+"""Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
+LARGEST_FILE = 2**30  # maximum size of a text in bytes
+LONGEST, BLOCKS = 2**23, 64
+"""Characters beyond which a text is replaced by blocks that are spread evenly over it, and the number of blocks."""
+SAY_TEXT = "Give a plain text file in UTF-8."
+
+
+class Row(NamedTuple):
+    """One sequence of a text."""
+
+    ids: Sequence[int]
+    types: Sequence[int] = ()  # token types, which number the texts of a pair; empty if it is not a pair
+    text: str = ""  # name of the text
+
+
+@dataclass(frozen=True)
+class Content:
+    """A text and its name."""
+
+    text: str
+    name: str  # file name, `stdin`, the specification of a dataset's rows, or the name of a built-in text
+    cuttings: dict[object, list[Row]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Cache of the last cutting, keyed by its options, since a run cuts its texts several times."""
+
+
+def read(path: str, *, offline: bool = False) -> Content:
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`). Raises TextError if it can't."""
+    if (rows := dataset_rows(path)) is not None:
+        return read_rows(rows, most=LONGEST, offline=offline)
+    return Content(_read_text(path, path), "stdin" if path == "-" else Path(path).name)
+
+
+def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
+    """Read texts under unique names. Raises TextError if a text is empty, or if two texts have the same content."""
+    contents = [read(path, offline=offline) for path in paths]
+    names, known = [content.name for content in contents], dict[str, str]()
+    for index, (path, name) in enumerate(zip(paths, names, strict=True)):
+        if names.count(name) > 1:
+            contents[index] = replace(contents[index], name=path)
+        text, name = contents[index].text, contents[index].name
+        if not text.strip():
+            raise TextError(f"The text is empty: {name}.", "Give a text of at least a few hundred words.")
+        if text in known:
+            raise TextError(f"{known[text]} and {name} have the same content.", "Give each text only once.")
+        known[text] = name
+    return tuple(contents)
+
+
+def sample(model: str) -> tuple[Content, ...]:
+    """Return the built-in texts for a model: passages of the book that `demo` was trained on and, unless the model is
+    `demo` or one of its checkpoints, documentation in modern English and Python source code.
+    """
+    try:
+        is_demo = model == "demo" or Path(model).resolve().is_relative_to(DEMO)
+    except (OSError, ValueError):  # the working directory was deleted, or the name can't be a path
+        is_demo = False
+    names = list(SAMPLE_NAMES.items())[: 1 if is_demo else None]
+    return tuple(Content(_read_text(str(path), name), name) for path, name in names)
+
+
+def thin_text(content: Content, *, spread: bool) -> Content:
+    """Return the text or, if it is longer than LONGEST, its beginning or (`spread`) BLOCKS pieces spread over it."""
+    length, size = len(content.text), LONGEST // BLOCKS
+    if length <= LONGEST:
+        return content
+    if not spread:
+        return replace(content, text=content.text[:LONGEST])
+    starts = [index * (length - size) // (BLOCKS - 1) for index in range(BLOCKS)]
+    return replace(content, text="\n".join(content.text[start : start + size] for start in starts))
+
+
+def _read_text(path: str, name: str) -> str:
+    """Read a file, or standard input (`-`). Raises TextError, with `name`, unless it is text in UTF-8."""
+    if path != "-":
+        content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
+    else:
+        try:
+            content = read_stream(sys.stdin.buffer, "stdin", TextError, SAY_TEXT, most=LARGEST_FILE)
+        except (OSError, AttributeError):  # stdin is write-only or closed
+            raise TextError("stdin can't be read.", "Redirect a text to it: attnlens inspect --text - < FILE") from None
+    if b"\0" in content:
+        raise TextError(f"{name} is a binary file, not a text.", SAY_TEXT)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TextError(f"{name} is not UTF-8: the byte at {error.start} can't be decoded.", SAY_TEXT) from None
+
 
 PACKED = frozenset({"grid_thw", "image_grid_thw", "target_sizes"})
 """Inputs of models that take the patches of all images in one row, so that a forward pass gets one sequence."""
@@ -55,9 +224,8 @@ def text_inputs(
 ) -> dict[str, Tensor]:
     """Return keyword arguments of the model for those ids, on its device; a decoder gets the ids from `start` on.
 
-    If the encoder reads the same text, the decoder gets it shifted to the right by the start token, so that both have
-    the same mask. If the encoder reads pixels or sound, the decoder gets the text unchanged, since its special tokens
-    begin with the start token.
+    If the encoder reads the same text, the decoder gets it shifted to the right by the start token; if it reads pixels
+    or sound, unchanged, since its special tokens begin with the start token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -109,9 +277,10 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    names = ("decoder_start_token_id", *(("bos_token_id", "pad_token_id") if method is None else ()))
-    if method is not None:
-        # T5 raises without a start token in its config; MusicGen generates no text
+    names = ["decoder_start_token_id"]
+    if method is None:
+        names += ["bos_token_id", "pad_token_id"]
+    else:  # T5 raises without a start token in its config; MusicGen generates no text
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             shifted: Tensor = method(labels=ids)
             return shifted
@@ -124,18 +293,16 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
-FOREIGN = 0.5
-"""Share of unknown tokens from which a text is foreign to a model, which then sees little more than word positions."""
+FOREIGN = 0.5  # share of unknown tokens from which a text is foreign to a model, which sees little but positions
 NOTABLE = 0.1  # share of unknown tokens from which the report contains a note
 
 
 def unknown_shares(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Row]) -> dict[str, float]:
     """Return the share of each text's ids that are the unknown token."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    flags = defaultdict[str, list[bool]](list)
+    unknown, all_ids = getattr(tokenizer, "unk_token_id", None), defaultdict[str, list[int]](list)
     for row in rows:
-        flags[row.text] += [unknown is not None and id_ == unknown for id_ in row.ids]
-    return {name: sum(ids) / len(ids) for name, ids in flags.items()}
+        all_ids[row.text] += row.ids
+    return {name: sum(id_ == unknown for id_ in ids) / len(ids) for name, ids in all_ids.items()}
 
 
 def foreign_notes(shares: Mapping[str, float]) -> list[str]:
@@ -182,8 +349,7 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
-RANDOM_SPLITS = ("dropout", "alpha")
-"""Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
+RANDOM_SPLITS = ("dropout", "alpha")  # what makes a tokenizer split words at random: BPE-dropout, sampling
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -200,37 +366,33 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
     return [Row(array("i", [*before, *ids[start : start + room], *after])) for start in starts]
 
 
-def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
-    """Return the ids of all non-empty lines, with special tokens, truncated to `tokens` ids.
+def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, pairs: bool) -> list[Row]:
+    """Return the ids of all non-empty lines of at least two tokens, with special tokens, truncated to `tokens` ids.
 
-    Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
-    UsageError if the special tokens leave no room.
+    With `pairs`, each line contains two texts separated by a tab, which the tokenizer joins. Raises TextError if no
+    line is left or one is not a pair, UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
-    lines = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
-    with _tokenizing(tokenizer, content):
-        rows = tokenizer(lines, truncation=True, max_length=tokens)["input_ids"]
-    long_enough = [Row(ids) for ids in rows if len(ids) >= 2]
-    if not long_enough:
-        raise TextError(
-            f"No line of the text ({content.name}) has at least two tokens.", "Give a text with longer lines."
-        )
-    return long_enough
-
-
-def cut_pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[Row]:
-    """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
-    rows = []
-    for number, line in enumerate(content.text.split("\n"), 1):
-        texts = line.removesuffix("\r").split("\t")
+    lines = [line.removesuffix("\r") for line in content.text.split("\n")]
+    columns: list[list[str]] = [[], []] if pairs else [[]]
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if len(texts) != 2 or not all(map(str.strip, texts)):
+        texts = line.split("\t") if pairs else [line]
+        if len(texts) != len(columns) or not all(map(str.strip, texts)):
             problem = f"Line {number} of {content.name} is not a pair: it must contain two texts separated by one tab."
             raise TextError(problem, "Write one pair per line: FIRST<tab>SECOND.")
-        with _tokenizing(tokenizer, content):
-            encoded = tokenizer(*texts, truncation=True, max_length=tokens, return_token_type_ids=True)
-        rows.append(Row(encoded["input_ids"], encoded.get("token_type_ids", [0] * len(encoded["input_ids"]))))
+        for column, text in zip(columns, texts, strict=True):
+            column.append(text)
+    with _tokenizing(tokenizer, content):
+        encoded = tokenizer(*columns, truncation=True, max_length=tokens, return_token_type_ids=pairs)
+    types = encoded.get("token_type_ids") if pairs else None
+    rows = [
+        Row(ids, types[number] if types else ()) for number, ids in enumerate(encoded["input_ids"]) if len(ids) >= 2
+    ]
+    if not rows:
+        problem = f"No line of the text ({content.name}) has at least two tokens."
+        raise TextError(problem, "Give a text with longer lines.")
     return rows
 
 
@@ -251,19 +413,13 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
+    """Return `tokens`, by default the model's limit up to 128. Raises UsageError above the limit."""
     limit = position_limit(model)
-    if limit is not None and limit < 2:
-        problem = f"The model accepts only {limit} token, but attention needs at least two."
-        raise UsageError(problem, "Use --source weights.")
-    if tokens is None:
-        return 128 if limit is None else min(128, limit)
-    if tokens < 2:
-        problem = f"A window of {tokens} tokens is too short: attention needs at least two."
-        raise UsageError(problem, "Use --length 2 or more.")
-    if limit is not None and tokens > limit:
-        raise UsageError(f"The model accepts at most {limit} tokens, not {tokens}.", f"Use --length {limit} or less.")
-    return tokens
+    length = tokens or max(2, min(128, limit or 128))
+    if limit is not None and length > limit:
+        problem = f"The model accepts at most {limit} tokens, not {length}."
+        raise UsageError(problem, "Use a smaller --length, or --source weights.")
+    return length
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
@@ -305,8 +461,7 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 RUN = 32
 """Tokens of a run too long for a coincidence, about 10 to 25 words: the two halves of the demo's text, which is one
 book, share no run of 12."""
-LEAST = 8
-"""Minimum length of a whole line that counts as shared: those halves share runs of 8 with 1 to 7 % of their tokens."""
+LEAST = 8  # minimum length of a whole line that counts as shared: those halves share 1 to 7 % of runs of 8
 MOST_SHARED = 0.1
 """Share of the evaluated tokens above which a measurement is not held out. In the worst case the shared part has no
 loss, so that a tenth hides a tenth of the measured effect: less than the interval of a rise over 32 sequences."""
@@ -325,26 +480,24 @@ def shared_share(
     """
     evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))
-    runs_by_length = defaultdict[int, list[list[bytes]]](list)
+    by_length = defaultdict[int, list[Ids]](list)
     for passage in evaluated:
         length = min(longest, len(passage) - (2 * LEAST <= len(passage) <= RUN))
         if length >= LEAST:
-            runs_by_length[length].append(_runs(passage, length))
+            by_length[length].append(passage)
     covered = 0
-    for length, passages_runs in runs_by_length.items():
-        evaluated_runs = {run for runs in passages_runs for run in runs}
-        shared = {run for passage in calibrated for run in _runs(passage, length) if run in evaluated_runs}
-        covered += _count_covered(passages_runs, length, shared)
+    for length, passages in by_length.items():
+        shared = {run for passage in calibrated for run in _runs(passage, length)}
+        covered += _count_covered(passages, length, shared)
     return covered / max(1, sum(map(len, evaluated)))
 
 
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
     """Return the share, 0 to 1, of tokens in runs of RUN that several sequences contain, without special tokens."""
     bare = _bare(tokenizer, sequences)
-    all_runs = [_runs(row, RUN) for row in bare]
-    counts = Counter(run for runs in all_runs for run in set(runs))
+    counts = Counter(run for row in bare for run in set(_runs(row, RUN)))
     repeated = {run for run, count in counts.items() if count > 1}
-    return _count_covered(all_runs, RUN, repeated) / max(1, sum(map(len, bare)))
+    return _count_covered(bare, RUN, repeated) / max(1, sum(map(len, bare)))
 
 
 def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
@@ -356,17 +509,13 @@ def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> lis
 def _runs(passage: Ids, length: int) -> list[bytes]:
     """Return all runs of `length` ids as bytes, which hash faster than tuples and compare exactly."""
     ids = array("q", passage)
-    whole, size = ids.tobytes(), ids.itemsize
-    return [whole[size * at : size * (at + length)] for at in range(len(passage) - length + 1)]
+    return [ids[at : at + length].tobytes() for at in range(len(passage) - length + 1)]
 
 
-def _count_covered(passages_runs: Iterable[Sequence[bytes]], length: int, shared: Container[bytes]) -> int:
-    """Count the tokens of passages, each a list of its runs of `length` tokens, that lie in `shared` runs."""
+def _count_covered(passages: Iterable[Ids], length: int, shared: Container[bytes]) -> int:
+    """Count the tokens of passages that lie in `shared` runs of `length` tokens."""
     covered = 0
-    for runs in passages_runs:
-        end = 0  # of the last shared run
-        for start, run in enumerate(runs):
-            if run in shared:
-                covered += start + length - max(start, end)
-                end = start + length
+    for passage in passages:
+        starts = [start for start, run in enumerate(_runs(passage, length)) if run in shared]
+        covered += len({start + offset for start in starts for offset in range(length)})
     return covered

@@ -89,19 +89,13 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """Return the predictions at the text's tokens: the last ones if an image can precede them (the model `sees`: GIT).
-
-    In other models they are the first ones, before unused positions (Perceiver).
-    """
+    """Return the predictions at the text's tokens: the last ones if the model `sees` (GIT), else the first ones."""
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]
 
 
 def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
-    """Return the last hidden states of a model's output, of the decoder if there is one; None if it has none.
-
-    For models like CLIP, whose classes are the texts of a batch, return the embeddings of each image and its text.
-    """
+    """Return the last hidden states, or the embeddings of images and texts (CLIP); None without them."""
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
@@ -124,10 +118,7 @@ def output_options(task: Task) -> dict[str, bool]:
 
 
 def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
-    """Add targets to the batches; for a masked language model, `seed` determines which tokens are masked.
-
-    Raises TextError if a masked language model's tokenizer has no mask token.
-    """
+    """Add targets to the batches, with masked tokens by `seed`. Raises TextError if there is no mask token."""
     generator = torch.Generator().manual_seed(seed)
     passes = []
     for batch in batches:

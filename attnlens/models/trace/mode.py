@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -41,15 +40,14 @@ TOLERANCE = 1e-4
 over a long sum, and far below the difference that a wrong query, key or mask makes."""
 
 
-ROUNDINGS = 32
-"""Roundings allowed between two values that a few steps in one floating-point type compute from the same number."""
+ROUNDINGS = 32  # roundings allowed between two values that a few steps in one dtype compute from one number
 
 
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return factor, visible pairs and bias of scores = factor · product + bias, up to a term per query.
 
-    The map gives `zero` for a product of 0 and `scores` for the product `signs`, (queries, keys). Both are (batch,
-    heads, queries, keys), the factor is (heads,). Raises UnreadableError if the factor differs in a head, or is 0.
+    The map gives `zero` for a product of 0 and `scores` for `signs`, (queries, keys). The factor is (heads,). Raises
+    UnreadableError if the factor differs in a head, or is 0.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -69,10 +67,7 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
 
 
 def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor) -> None:
-    """Raise UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ + bias for these queries and keys.
-
-    They are not the model's queries and keys, and `scores` is the result of the model's own steps on them.
-    """
+    """Raise UnreadableError if the model's steps on other queries and keys do not give factor · ⟨query, key⟩ + bias."""
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
     predicted = _centre(factor.view(1, -1, 1, 1) * product, visible)
     moved = _centre(scores.to(zero) - zero, visible)
@@ -97,8 +92,7 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
     return torch.where(visible, masked - mean, 0.0)
 
 
-Tokens = tuple[int, ...] | None
-"""Axes of a module's first input except the last: sequences and tokens; None if it has no floating-point input."""
+Tokens = tuple[int, ...] | None  # sequences and tokens of a module's first floating-point input; None without one
 
 
 @dataclass(frozen=True)
@@ -165,17 +159,17 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     Raises UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ plus a term without their product.
     """
     scores = softmax.scores()
-    product, standins = scores.product, softmax.carried[scores]
+    product = scores.product
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
         raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but the product in it has {shape}")
     lead = find_lead(product.lead, queries, keys, tokens)
-    zero, signs = (lead.split(standin.reshape(shape)) for standin in (standins.zero, standins.signs))
+    zero, signs, *moved = (lead.split(standin.reshape(shape)) for standin in softmax.carried[scores])
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
-    if scores.moved is not None and standins.moved is not None:
-        moved_query, moved_key = (lead.split(part) for part in scores.moved)
-        check_moved(moved_query, moved_key, factor, visible, zero, lead.split(standins.moved.reshape(shape)))
+    if moved:
+        moved_query, moved_key = map(lead.split, scores.moved)
+        check_moved(moved_query, moved_key, factor, visible, zero, *moved)
     query, scale = lead.split(product.left), float(factor[0].detach())
     # a Call has one scale: if heads have different factors, the queries contain them
     if bool(((factor - scale).abs() > ROUNDINGS * torch.finfo(factor.dtype).eps * abs(scale)).any()):
@@ -224,8 +218,7 @@ def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
-FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""Parameters of torch's fused attention, in order."""
+FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # parameters of torch's fused attention
 
 Refused = dict[nn.Module, str]  # unreadable attention that was found: maps the module that computes it to the reason
 
@@ -252,12 +245,11 @@ def trace_attention(
 ) -> Iterator[Refused]:
     """Let `answer` replace each weighted sum of hand-written attention in `model` inside the `with`.
 
-    Only `modules` are traced, all if None. `content` are the tensors that carry the model's content; None stands for
-    the model's inputs except masks and positions. With `prove` the model continues with its own sums, and each is
-    compared with the one computed from the traced queries, keys and values; the softmax's argument is also compared for
-    other queries and keys. Attention that does not agree is refused and left to the model; in a module of `modules`,
-    which was read before, it raises a ModelError. `on_weights` is called with the module and the attention weights that
-    the model itself computes, (batch, heads, queries, keys).
+    Only `modules` are traced, all if None. `content` are the tensors that carry the model's content, by default its
+    inputs except masks and positions. With `prove` the model continues with its own sums, which are compared with the
+    traced ones. Attention that does not agree is refused and left to the model; in `modules`, which were read before,
+    it raises a ModelError. `on_weights` gets the module and the model's own attention weights, (batch, heads, queries,
+    keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]
@@ -284,8 +276,9 @@ class _Tracer(TorchFunctionMode):
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
                 self.constants = {tensor.untyped_storage().data_ptr() for tensor in state}
-                content = _content(module, args, kwargs) if self.content is None else self.content
-                self.known.inputs.update(dict.fromkeys(content, True))
+                arguments = call_arguments(module, args, kwargs).items()
+                content = [value for name, value in arguments if "mask" not in name and "position" not in name]
+                self.known.inputs.update(dict.fromkeys(tensors(self.content or content), True))
             first = next((tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()), None)
             self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
@@ -308,40 +301,34 @@ class _Tracer(TorchFunctionMode):
             result = self._answer_fused(call)
         else:
             pair = operands(call)
-            if pair is None:
+            constant = (
+                any(  # a weight offloaded to disk has a different address in every pass, but is still a Parameter
+                    isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants
+                    for part in pair or ()
+                )
+            )
+            weights = next((part for part in pair or () if part in self.known.weights), None)
+            if pair is None or (constant and weights is None and function is torch.einsum):  # it may mix heads
                 return self.known.run(call)
-            if function is torch.einsum and not self._is_constant(pair):
+            if function is torch.einsum and not constant:
                 with self:
                     product = multiply_einsum(call, self.known.weights)
                 if product is not None:
                     return product
-            weights = next((part for part in pair if part in self.known.weights), None)
             if weights is None:
-                return self._product(call, pair)
+                return self._product(call, pair, constant=constant)
             is_sum = call.function in MATMULS and pair[0] is weights and pair[1].dim() > 1
             result = self._sum(call, weights, pair[1] if is_sum else None)
         self.known.inputs[result] = True
         return result
 
-    def _is_constant(self, pair: tuple[Tensor, Tensor]) -> bool:
-        """Return whether one side of a product is a weight of the model."""
-        # a weight offloaded to disk has a different address in every pass, but is still a Parameter
-        return any(
-            isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
-        )
-
-    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor]) -> Tensor:
+    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
         """Compute a product; it starts new scores unless one side is a weight of the model."""
-        constant = self._is_constant(pair)
-        if constant and call.function is torch.einsum:  # the einsum may mix heads
-            return cast("Tensor", self.known.run(call))
         result: Tensor = call.run()
         dependent = [part in self.known.inputs for part in pair]
         if any(dependent):
             self.known.inputs[result] = True
-        if constant:
-            return result
-        product = as_product(call, *pair)
+        product = None if constant else as_product(call, *pair)
         if product is not None and result.is_floating_point():
             running = tuple(module for module, _ in self.running)
             scores, standins = start_scores(product, result, running, content=all(dependent), prove=self.prove)
@@ -361,10 +348,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Compute a product of attention weights and values; the site is then complete, and its output is replaced.
-
-        `values` is None if it is another product, which is left to the model.
-        """
+        """Compute a product of attention weights and `values` (None for another product), and replace its output."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -410,50 +394,33 @@ class _Tracer(TorchFunctionMode):
 
         try:
             call, lead = read(owner, tokens)
-            sees_keys = lead.back(_sees_any_key(call))
+            visible = call.visible()
+            sees = call.query.new_ones(1, dtype=torch.bool) if visible is None else visible.any(-1)
+            sees_keys = lead.back(sees.expand(*call.query.shape[:3]).transpose(1, 2)[..., None])
             if not self.prove:
                 answer = lead.back(self.answer(call)).to(dtype)
                 # models differ in what they return for a query that sees no key
                 return answer if bool(sees_keys.all()) else torch.where(sees_keys, answer, original())
             result = original()
-            _check_output(lead.back(attend(call, OWN, "eager")), result, sees_keys)
+            outputs = lead.back(attend(call, OWN, "eager")), result
+            actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in outputs)
+            error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
+            if not error <= rounding_of(result.dtype):  # `not <=` also refuses NaN
+                raise unreadable(f"its output differs from softmax(scores) · values by {error:.1e} of its size")
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
-                raise ModelError(
-                    problem, "Give inputs of the same kind as those used to find the attention sites."
-                ) from None
+                raise ModelError(problem, "Give inputs like those used to find the attention sites.") from None
             self.refused[owner] = refusal.problem
             return original()
         self.answer(call)
         return result
 
 
-def _sees_any_key(call: Call) -> Tensor:
-    """Return which queries see any key, (batch, queries, heads, 1)."""
-    visible = call.visible()
-    sees = call.query.new_ones(1, dtype=torch.bool) if visible is None else visible.any(-1)
-    return sees.expand(*call.query.shape[:3]).transpose(1, 2)[..., None]
-
-
-def _check_output(output: Tensor, original: Tensor, sees_keys: Tensor) -> None:
-    """Raise UnreadableError if the output computed from the traced attention is not the module's own."""
-    actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in (output, original))
-    error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
-    if not error <= rounding_of(original.dtype):  # `not <=` also refuses NaN
-        raise unreadable(f"its output differs from softmax(scores) times values (relative difference {error:.1e})")
-
-
 def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Keywords:
     """Return the arguments of a module's call, keyed by parameter name."""
     positional = list(inspect.signature(module.forward).parameters)
     return dict(zip(positional, args, strict=False)) | kwargs
-
-
-def _content(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
-    """Return the tensors among a module's arguments that carry content: not its masks, nor positions."""
-    arguments = call_arguments(module, args, kwargs)
-    return list(tensors([value for name, value in arguments.items() if "mask" not in name and "position" not in name]))
 
 
 _plain_multi_head = types.FunctionType(

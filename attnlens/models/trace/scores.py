@@ -35,12 +35,6 @@ class FunctionCall(NamedTuple):
         """Name of the function."""
         return getattr(self.function, "__name__", "")
 
-    @property
-    def in_place(self) -> bool:
-        """True if the function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
-        name = self.name
-        return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
 
 @dataclass(frozen=True)
 class Product:
@@ -49,7 +43,6 @@ class Product:
     left: Tensor  # (…, rows, size): the first operand
     right: Tensor  # (…, columns, size): the second operand; its leading axes are those of the first, or 1, or missing
     again: Callable[[Tensor, Tensor], Tensor]  # the result, (…, rows, columns), for other operands of these shapes
-    plain: bool  # whether the result is exactly left · rightᵀ
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -61,8 +54,7 @@ MATMULS = frozenset(
     {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__}
 )
 ADDING = frozenset({torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm})
-FUNCTIONS = MATMULS | ADDING | {F.linear}
-"""Functions whose result is a product of two arguments, plus possibly a multiple of a third."""
+FUNCTIONS = MATMULS | ADDING | {F.linear}  # a product of two arguments, plus possibly a multiple of a third
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
@@ -73,12 +65,11 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
         return None if parsed is None else parsed[1:]
     if function not in FUNCTIONS:
         return None
-    first_names = ("batch1", "mat1") if function in ADDING else ("input", "self")
-    second_names = ("batch2", "mat2", "other", "tensor2", "weight")
     positional = args[1:] if function in ADDING else args
+    all_names = ("batch1", "mat1", "input", "self"), ("batch2", "mat2", "other", "tensor2", "weight")
     first, second = (
         positional[index] if len(positional) > index else next((kwargs[name] for name in names if name in kwargs), None)
-        for index, names in enumerate((first_names, second_names))
+        for index, names in enumerate(all_names)
     )
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return None
@@ -91,17 +82,12 @@ def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | N
     if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None
     if function is F.linear:
-        return Product(first, second, lambda left, right: F.linear(left, right), plain=len(args) + len(kwargs) == 2)
+        return Product(first, second, lambda left, right: left @ right.mT) if len(args) + len(kwargs) == 2 else None
     if function not in ADDING:
-        return Product(first, second.mT, lambda left, right: left @ right.mT, plain=True)
+        return Product(first, second.mT, lambda left, right: left @ right.mT)
     scalars = {name: kwargs[name] for name in ("beta", "alpha") if name in kwargs}
     added = args[0] if args else kwargs["input"]
-
-    def again(left: Tensor, right: Tensor) -> Tensor:
-        result: Tensor = function(added.to(left), left, right.mT, **scalars)
-        return result
-
-    return Product(first, second.mT, again, plain=False)
+    return Product(first, second.mT, lambda left, right: function(added.to(left), left, right.mT, **scalars))
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
@@ -163,17 +149,11 @@ class TracedScores:
     content: bool  # whether both sides depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules running at the product, outermost first
     signs: Tensor  # (queries, keys): −1 and 1, the entries of the product in the second stand-in, equal for all heads
-    moved: tuple[Tensor, Tensor] | None  # other queries and keys, whose product is in the third stand-in
+    moved: tuple[Tensor, ...]  # other queries and keys, whose product is in the third stand-in; empty without it
     scaled_by_inputs: bool = False  # whether a step multiplied the product by a tensor that depends on the inputs
 
 
-@dataclass(frozen=True)
-class Standins:
-    """The values a tensor would have for other products."""
-
-    zero: Tensor  # for a product of 0: the terms added to it
-    signs: Tensor  # for the product `TracedScores.signs`
-    moved: Tensor | None  # for the product of `TracedScores.moved`
+Standins = tuple[Tensor, ...]  # values for a product of 0 (the terms added to it), of `signs` and, if given, of `moved`
 
 
 def start_scores(
@@ -182,28 +162,19 @@ def start_scores(
     """Start scores from a product, with its stand-ins; with `prove`, also that of other seeded queries and keys."""
     wide = torch.promote_types(result.dtype, torch.float32)  # half precision would lose small scores beside masks
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
-    moved = None
-    if prove:  # about as large as the model's own
-        left, right = (
-            (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
-            for part in operands
-        )
-        moved = left, right
+    moved = tuple(  # about as large as the model's own
+        (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
+        for part in operands * prove
+    )
     # seeded signs of the queries; neighbouring keys have different signs, so that a query of several keys sees both
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     random_signs = torch.randint(2, (queries, 1), generator=torch.Generator().manual_seed(queries)) * 2 - 1
     columns = random_signs.to(product.left), (torch.arange(keys) % 2 * 2 - 1)[:, None].to(product.right)
-    scores = TracedScores(product, content, running, columns[0] @ columns[1].T, moved)
-    if product.plain:
-        zero = torch.zeros_like(result, dtype=wide)
-        signs = zero + scores.signs.to(wide)
-    else:
-        zeros = [torch.zeros_like(part, dtype=wide) for part in operands]
-        zero = product.again(*zeros)
-        for part, column in zip(zeros, columns, strict=True):
-            part[..., :1] = column
-        signs = product.again(*zeros)
-    return scores, Standins(zero, signs, None if moved is None else product.again(*moved))
+    left, right = (torch.zeros_like(part, dtype=wide) for part in operands)
+    zero = product.again(left, right)
+    left[..., :1], right[..., :1] = columns
+    standins = (zero, product.again(left, right), *([product.again(*moved)] if moved else []))
+    return TracedScores(product, content, running, columns[0] @ columns[1].T, moved), standins
 
 
 def unreadable(reason: str) -> UnreadableError:
@@ -288,13 +259,15 @@ class Provenance:
         if call.name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
 
-        def run(standin: str) -> list[Tensor]:
+        # such functions change their first argument: `add_`, `__iadd__`, `__setitem__`
+        in_place = call.name.startswith(("__i", "__setitem")) or (call.name[-1:] == "_" and call.name[-2:] != "__")
+
+        def run(number: int) -> list[Tensor]:
             def substitute(tensor: Tensor) -> Tensor:
                 if scores in (known := self.scores.get(tensor, {})):
-                    value: Tensor = getattr(known[scores], standin)
-                    return value
+                    return known[scores][number]
                 # copy the target of an in-place step, which the model itself must change only once
-                return tensor.clone() if call.in_place and tensor is arguments[0] else tensor
+                return tensor.clone() if in_place and tensor is arguments[0] else tensor
 
             args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))
             result = call.function(*args, **kwargs)
@@ -302,11 +275,9 @@ class Provenance:
 
         known = next(self.scores[tensor][scores] for tensor in arguments if scores in self.scores.get(tensor, ()))
         try:
-            zero, signs = run("zero"), run("signs")
-            moved = [None] * len(zero) if known.moved is None else run("moved")
+            return list(zip(*map(run, range(len(known))), strict=True))
         except RuntimeError:  # a function of another library, on numbers of a type it was not made for
             return []
-        return [Standins(*values) for values in zip(zero, signs, moved, strict=True)]
 
 
 def tensors(value: object) -> Iterator[Tensor]:

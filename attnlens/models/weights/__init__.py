@@ -1,10 +1,9 @@
 """Read W_Q and W_K of each head, whatever the layout of the weights.
 
 query_key_maps.py: `factors` yields the maps q = (x W_Q + b_Q) R(i), k likewise, of each site, or the error that says
-why there are none; `rotations` fits the position encoding R(i) alone. probe.py finds the weights that a site uses by
-derivatives; rows.py matches them with heads. Inputs: a model and its sites as `models/hooks` lists them. Outputs:
+why there are none; `rotations` fits the position encoding R(i) alone. probe.py calls a module on its own, and finds the
+maps of its heads among its weights. Inputs: a model and its sites as `models/hooks` lists them. Outputs:
 `Factors` in float64, whose `query_key` analyzers read. Imported by `runs/` only.
 """
 
-from attnlens.models.weights.query_key_maps import Turns, factors, frequencies, rebuild, rotations
-from attnlens.models.weights.rows import Factors, Traits
+from attnlens.models.weights.query_key_maps import Factors, Traits, factors, frequencies, rebuild, rotations

@@ -1,4 +1,4 @@
-"""Probe modules with few tokens, and read their weights and norms in float64."""
+"""Probe modules with few tokens, and find their query and key maps among the weights or as products of two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -22,32 +22,13 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
 
 
 Function = Callable[..., object]
 Keywords = Mapping[str, object] | None
 
-
-class FewTokens(TorchFunctionMode):
-    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
-
-    def __torch_function__(
-        self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
-    ) -> object:
-        """Call a torch function, with the shortcut for F.linear."""
-        if function is not F.linear or kwargs or type(args[0]) is not Tensor:
-            return function(*args, **kwargs or {})
-        x, steps = args[0], args[0].stride()
-        if not any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
-            return F.linear(*args)
-        distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
-        result = F.linear(distinct, *args[1:])
-        return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
-
-
-TOLERANCE = 1e-4
-"""Largest relative difference between a module and its linear model; norms and cos, sin are mostly float32."""
+TOLERANCE = 1e-4  # relative difference between a module and its linear model; norms and cos, sin are mostly float32
 
 
 @dataclass(frozen=True)
@@ -93,7 +74,7 @@ class Probe:
 
         # attention that goes through transformers' interface need not be traced
         traced = None if self.target.site.traced else ()
-        with answer_calls(self.model, answer, modules=traced, content=content), FewTokens():
+        with answer_calls(self.model, answer, modules=traced, content=content):
             try:
                 functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
             except _AttentionRequested as request:
@@ -122,11 +103,7 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the module's last call in float64, without a cache and without a mask made for other sequences.
-
-        The mask determines which keys are used, not their values. With fewer tokens than the mask is for, Swin expands
-        it to a shape whose memory per sequence grows with the square of the tokens.
-        """
+        """Arguments of the module's last call in float64, without a cache or a mask made for other sequences."""
         arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
@@ -173,10 +150,7 @@ class Probe:
 
 
 def smallest(probe: Probe) -> Probe:
-    """Return the probe with the smallest input the module accepts: a token, a sequence, or the whole captured batch.
-
-    Raises UnreadableError if it accepts none of them.
-    """
+    """Return the probe with the smallest input the module accepts: a token, a sequence, or the captured batch."""
     whole = replace(probe, whole=True)
     candidates = [probe, whole, replace(whole, batch=probe.shapes[0][0])] if len(probe.shapes[0]) > 2 else [probe]
     for candidate in candidates[:-1]:
@@ -242,8 +216,7 @@ ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does
 def norms_inside(module: nn.Module) -> Norms:
     """Find the normalisations inside an attention module that are positive multiples of a linear map.
 
-    These are RMSNorm, g∘x/rms(x), and LayerNorm without bias, g∘(x − mean)/sd; the affine check refuses a site with
-    others.
+    These are RMSNorm and LayerNorm without bias; the affine check refuses a site with others.
     """
     norms: dict[nn.Module, Norm] = {}
     for part in module.modules():
@@ -307,3 +280,175 @@ class WithoutLengths(TorchFunctionMode):
         if function in LENGTHS and isinstance(result, Tensor) and result.dim():
             return torch.ones_like(result)
         return result
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The maps q = x W_Q + b_Q and k = y W_K + b_K, before any rotation, in float64."""
+
+    query: Float[Tensor, "heads d_model head_dim"]
+    key: Float[Tensor, "kv_heads d_other head_dim"]
+    query_bias: Float[Tensor, "heads queries head_dim"]
+    """One bias for all positions, or one per position if the module adds positions to its inputs (DETR)."""
+    key_bias: Float[Tensor, "kv_heads keys head_dim"]
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
+        vectors = []
+        for inputs, factor, bias in ((x, self.query, self.query_bias), (y, self.key, self.key_bias)):
+            tokens = inputs.double().flatten(1, -2)
+            products = nn.functional.linear(tokens, factor.mT.flatten(0, 1))  # rows of weights in their memory order
+            by_head = products.reshape(*tokens.shape[:-1], len(factor), -1).transpose(1, 2)
+            vectors.append(by_head + bias[:, : tokens.shape[1]])
+        return vectors[0], vectors[1]
+
+
+DRAWS = 8  # random inputs; another coordinate passes as a multiple of a row with probability SAME ** DRAWS
+SAME = 1e-10
+"""Largest relative difference between a coordinate and the row it is matched with, both in float64: far above the
+rounding of a sum over d_model, and far below the difference of two unrelated rows."""
+ONE = 1e-13  # relative rounding of a coordinate's factor: a factor this close to 1 is set to 1
+AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
+
+
+class Multiplicand(NamedTuple):
+    """A vector that a matrix may multiply: the inputs x, or the vector between two linear layers, z = x Dᵀ."""
+
+    values: Float[Tensor, "draws rank"]  # its values at the random inputs
+    down: Float[Tensor, "rank d_model"] | None = None  # D; None for x itself
+
+
+class MatchedColumns(NamedTuple):
+    """Columns of W found in one matrix: w = uᵀD, or u if D is None."""
+
+    columns: Int[Tensor, " some"]
+    up: Float[Tensor, "some rank"]
+    down: Float[Tensor, "rank d_model"] | None
+
+
+def match_columns(
+    vectors: Float[Tensor, "draws columns"],
+    multiplicands: Sequence[Multiplicand],
+    weights: Sequence[Float[Tensor, "rows columns"]],
+) -> list[MatchedColumns] | None:
+    """Match all columns of `vectors` to multiples of rows of the weights; return None if any has no match."""
+    if not bool(vectors.isfinite().all()):
+        return None
+    candidates = [
+        (multiplicand, rows)
+        for multiplicand in multiplicands
+        for rows in (*weights, *(weight.mT for weight in weights))  # Conv1D layers store their weights transposed
+        if rows.shape[1] == multiplicand.values.shape[1]
+    ]
+    pieces, remaining = [], torch.arange(vectors.shape[1], device=vectors.device)
+    while len(remaining):
+        matches = (_match_rows(vectors[:, remaining], remaining, *candidate) for candidate in candidates)
+        piece = next((match for match in matches if match is not None), None)
+        if piece is None:
+            return None
+        pieces.append(piece)
+        remaining = remaining[~torch.isin(remaining, piece.columns)]
+    return pieces
+
+
+def match_weights(probe: Probe) -> Maps | None:
+    """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
+
+    The first holds for linear layers, fused or not, of any layout, with gains and scales after them: q_hk(x) = c θ_r ·
+    x + b. The second holds for two linear layers around a norm without its lengths: q_hk(x) = c υ · z + b, with z_r =
+    c_r θ_r · x + a_r the second layer's input. Both are tested on DRAWS random inputs; the Jacobian would cost d_model
+    times as much. Returns None if neither holds, if the module accepts no single token, or if there is NaN.
+    """
+    if probe.whole or probe.batch is not None:
+        return None
+    inputs = probe.random(DRAWS, seed=7)
+    with _record_inner_inputs(probe.target.module) as inner:
+        call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
+    # not tensor subclasses, whose rows may be quantised
+    plain = [weight for weight in probe.weights.values() if type(weight) in (Tensor, nn.Parameter)]
+    weights = [weight for weight in plain if weight.dim() == 2 and weight.is_floating_point()]
+    maps, biases = [], []
+    for x, part in zip(inputs, (call.query, call.key), strict=True):
+        values = part[:, :, 0].double()
+        vectors, outer = values[1:] - values[:1], Multiplicand(x.double().flatten(0, -2))
+        pieces = match_columns(vectors.flatten(1), [outer], weights)
+        if pieces is None:
+            latents = _find_latents(outer, inner, weights)
+            pieces = match_columns(vectors.flatten(1), [outer, *latents], weights)
+        if pieces is None:
+            return None
+        maps.append(compose_map(pieces, vectors.shape[1:]))
+        biases.append(values[0, :, None])
+    return Maps(*maps, *biases)
+
+
+@contextmanager
+def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Record the inputs of those parts of the module that have a matrix, in the yielded list, inside the `with`."""
+    inputs: list[Tensor] = []
+
+    def record(_part: nn.Module, args: tuple[object, ...]) -> None:
+        inputs.extend(part for part in args[:1] if isinstance(part, Tensor))
+
+    parts = (part for part in module.modules() if any(weight.dim() == 2 for weight in part.parameters(recurse=False)))
+    with remove_hooks([part.register_forward_pre_hook(record) for part in parts]):
+        yield inputs
+
+
+def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
+    """Yield those inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
+    for inputs in inner:
+        z = inputs.double().flatten(1)
+        if len(z) == len(outer.values) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
+            values = z[1:] - z[:1]
+            pieces = match_columns(values, [outer], weights)
+            if pieces is not None:
+                yield Multiplicand(values, compose_map(pieces, torch.Size((1, z.shape[1])))[0].mT)
+
+
+def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
+    """Return W of each head; a view, if its columns are rows of a single matrix."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.down is None:
+        whole = first.up
+    else:
+        whole = first.up.new_empty(shape.numel(), (first.up if first.down is None else first.down).shape[1])
+        for piece in pieces:
+            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece[:2]), strict=True):
+                whole[columns] = up if piece.down is None else up @ piece.down
+    return whole.reshape(*shape, -1).transpose(1, 2)
+
+
+def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> MatchedColumns | None:
+    """Return the columns that are multiples of the rows most similar to them; None if the first column is not."""
+    products = multiplicand.values @ rows.mT
+    if not bool(_fit_factors(vectors[:, :1], products[:, _most_similar_rows(vectors[:, :1], products)])[1]):
+        return None
+    indices = _most_similar_rows(vectors, products)
+    factors, fits = _fit_factors(vectors, products[:, indices])
+    up, factors = take_coordinates(rows.mT, indices[fits]).mT, factors[fits]
+    return MatchedColumns(columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], multiplicand.down)
+
+
+def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
+    """Return the row whose products have the direction most similar to each column, up to sign and length."""
+    directions = nn.functional.normalize(products, dim=0)
+    return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
+
+
+def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
+    """Fit the factor c of each column by least squares; return it, and which columns are c times their product."""
+    # clamped so that a row of zeros gives 0, not NaN
+    factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
+    factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)
+    # the second term is the rounding of subtracting the bias, which scales with all columns
+    border = SAME * vectors.norm(dim=0) + torch.finfo(vectors.dtype).eps * vectors.norm()
+    return factors, (vectors - factors * products).norm(dim=0) <= border
+
+
+def take_coordinates(factor: Tensor, chosen: Int[Tensor, " some"]) -> Tensor:
+    """Return some coordinates of each head; consecutive ones as a view, which needs no memory."""
+    first, count = int(chosen[0]), len(chosen)
+    if torch.equal(chosen, torch.arange(first, first + count, device=chosen.device)):
+        return factor[..., first : first + count]
+    return factor[..., chosen]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError, UnreadableError
@@ -19,89 +19,142 @@ from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import is_announced
 from attnlens.models.weights.probe import (
     TOLERANCE,
+    Maps,
     Norms,
     Present,
     Probe,
     WithoutLengths,
     float64_weights,
     linear,
+    match_weights,
     norms_inside,
     smallest,
+    take_coordinates,
     unreadable,
     used_weights,
 )
-from attnlens.models.weights.rows import Factors, Maps, match_weights, unit
-from attnlens.records import Call, QueryKey, Rotation
+from attnlens.records import Call, QueryKey, Rotation, Site
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int
 
 
-ROWS = 16
-"""Queries and keys that determine the pairs: a wrong partner explains a share of about 1/ROWS, the right one all."""
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a site's weights that reports need, without the weights themselves."""
+
+    rotary: bool  # whether queries and keys are rotated by their position
+    qk_norm: bool  # whether they are normalised per token
+    latent: bool  # whether one part of the keys is normalised and the other is not
+    biased: bool  # whether a bias, which the form omits, is added to queries or keys
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The effective query and key maps of one site: q_i = (x W_Q + b_Q) R(i), under QK-norm up to a positive scalar.
+
+    Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and rms its root mean square, a head's
+    score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
+    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). a(x) is one factor for all
+    scores of a query and drops out; rms(c) weights one part against the other, key by key: the sum is not one bilinear
+    form, but each part is, up to positive factors. weights.* are those of M_n; `parts` has both.
+    """
+
+    site: Site
+    maps: Maps  # W_Q, W_K and the biases
+    scale: float  # factor of the product of queries and keys
+    rotation: Rotation | None  # R(i), or None if queries and keys are not rotated by their position
+    groups: tuple[Int[Tensor, " some"], ...] = ()
+    """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
+    coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if queries and keys are normalised per token."""
+        return bool(self.groups)
+
+    @property
+    def latent(self) -> bool:
+        """True if one part of the keys is normalised and the other is not, so that the parts are separate forms."""
+        return len(self.groups) > 1
+
+    @property
+    def traits(self) -> Traits:
+        """The properties of the factors that are kept without their numbers."""
+        biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
+        return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
+
+    @property
+    def route(self) -> str:
+        """How the factors were read, in words."""
+        kind = ", nope part of latent attention" if self.latent else ", QK-norm gains" * self.qk_norm
+        return "jacobian" + kind + ", rotation" * (self.rotation is not None and not self.latent)
+
+    @property
+    def query_key(self) -> QueryKey:
+        """The bilinear form M = s · W_Q W_Kᵀ of every head; biases stay out (x W_Q b_K is invisible to softmax)."""
+        return self.parts[0]
+
+    @property
+    def parts(self) -> tuple[QueryKey, ...]:
+        """The bilinear form; for latent attention the form of the nope part and that of the rope part."""
+        query, key, heads = self.maps.query, self.maps.key, tuple(range(len(self.maps.query)))
+        key_of = tuple(head * len(key) // len(query) for head in heads)
+        whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
+        if not self.latent:
+            return (whole,)
+        return tuple(
+            replace(
+                whole,
+                query=take_coordinates(query, coordinates),
+                key=take_coordinates(key, coordinates),
+                rotation=None if self.rotation is None else self.rotation.of_coordinates(coordinates),
+            )
+            for coordinates in self.groups
+        )
+
+    @property
+    def on_inputs(self) -> QueryKey | None:
+        """M on (x, 1), biases as last row of the factors; None if the logits are not bilinear in one input x."""
+        positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
+        if positional or self.qk_norm or self.site.part == "cross":
+            return None
+        sides = ((self.maps.query, self.maps.query_bias), (self.maps.key, self.maps.key_bias))
+        query, key = (torch.cat(side, 1) for side in sides)
+        return replace(self.query_key, query=query, key=key)
+
+    def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute queries and keys of these inputs; under QK-norm with the lengths of the originals, which W lacks."""
+        rebuilt = []
+        for part, original in zip(self.maps(x, y), originals, strict=True):
+            turned = part.clone() if self.rotation is None else self.rotation.rotate(part)
+            for group in self.groups:
+                lengths = original[..., group].double().norm(dim=-1, keepdim=True)
+                turned[..., group] = unit(turned[..., group]) * lengths
+            rebuilt.append(turned)
+        return rebuilt[0], rebuilt[1]
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Scale each row to length 1."""
+    return nn.functional.normalize(rows, dim=-1)
+
+
+ROWS = 16  # rows that determine the pairs: a wrong partner explains about 1/ROWS, the right one all
 POSITIONS = 32  # positions used to determine the pairs
-STILL = 1e-5
-"""Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
+STILL = 1e-5  # relative change up to which a coordinate is constant: above the float32 rounding of cos and sin
 ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
 EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
-@dataclass
-class Turns:
-    """The rotations of a model's sites, each fitted at the first site of its class that has those positions."""
-
-    _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-
-    def find_leader(self, window: Sequence[SiteCall], index: int) -> tuple[int, bool]:
-        """Return the index of the first site of the same kind, which should rotate alike, and whether it is new."""
-        kind = _kind(window[index])
-        leader = next(other for other, target in enumerate(window) if _kind(target) == kind)
-        is_new = kind not in self._fitted
-        if is_new:  # store the positions too, so that no other tensors reuse their addresses
-            self._fitted[kind] = _positions(window[leader]), {}
-        return leader, is_new
-
-    def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site (others may lie between), or else a new fit.
-
-        Fits under `norms` concern directions only and are stored apart.
-        """
-        _, fits = self._fitted[_kind(probe.target)]
-        if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
-            return fits[bool(norms)]
-        rotation = find_rotation(probe, norms)
-        if leading:
-            fits[bool(norms)] = rotation
-        return rotation
-
-
-def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return the key shared by sites that rotate alike: class, part, and the identity of their position tensors."""
-    return type(target.module), target.site.part, *map(id, _positions(target))
-
-
-def _positions(target: SiteCall) -> list[Tensor]:
-    """Return the cos and sin tensors passed to the module, if any; all layers receive the same objects."""
-    embeddings = target.arguments.get("position_embeddings")
-    return [part for part in embeddings if isinstance(part, Tensor)] if isinstance(embeddings, tuple | list) else []
-
-
-def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
-    parts = [unit(part) if norms else part for part in _sides(probe.alike)]
-    if rotation is None:
-        return not any(map(_changes_with_position, parts))
-    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
-
-
-def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
+def find_rotation(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
-    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation; whether the same R rotates
-    the model's actual queries and keys is then checked. Angles are those of distances (Su et al. 2021, RoFormer, Eq.
-    16) or of each place in an image.
+    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation, but is checked with them.
+    Angles are those of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image. Equal rotations are
+    one object, the one among `known`; a new one is added to it.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -121,7 +174,12 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
         raise unreadable(DIRECTION)
-    return _fit_frequencies(rotation) if rotation.by_distance and rounding > SINGLE else rotation
+    if rotation.by_distance and rounding > SINGLE:
+        rotation = _fit_frequencies(rotation)
+    equal = next((other for other in known if _are_equal(other, rotation)), None)
+    if equal is None:
+        known.append(rotation)
+    return equal or rotation
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
@@ -133,13 +191,9 @@ def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotati
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            rotation = find_rotation(probe, norms_inside(target.module))
+            yield find_rotation(probe, norms_inside(target.module), known)
         except UnreadableError as error:
             yield error
-            continue
-        equal = [other for other in known if rotation is not None and _are_equal(other, rotation)]
-        known += [rotation] if rotation is not None and not equal else []
-        yield equal[0] if equal else rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -264,9 +318,7 @@ def factors(
     model: PreTrainedModel,
     first: Sequence[SiteCall],
     window: Sequence[SiteCall],
-    *,
-    chosen: Sequence[int] | None = None,
-    turns: Turns | None = None,
+    known: list[Rotation] | None = None,
     present: Present | None = None,
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
@@ -274,26 +326,19 @@ def factors(
     `first` are the sites called with a single token (position 0), `window` those called with as many positions as the
     rotations shall have. The maps must be affine, which is checked at other inputs. Norms inside the module keep their
     gains and drop their positive per-token scalars; if they act on queries or keys themselves (QK-norm), only
-    directions are checked. Works in float64, on a copy of one module at a time.
-
-    `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
-    chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
-    the given names; None stands for a model in memory.
+    directions are checked. `known` collects the distinct rotations. Inside `present`, a module of a model that is not
+    in memory has the weights of the given names. Works in float64, one module at a time.
     """
-    turns = Turns() if turns is None else turns
-    for index in range(len(window)) if chosen is None else chosen:
+    known = [] if known is None else known
+    for single, many in zip(first, window, strict=True):
         try:
-            leader, is_new = turns.find_leader(window, index)
-            if is_new and leader != index:
-                with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
-                    _read_site(model, first[leader], window[leader], turns, present, leading=True)
-            yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
+            yield _read_site(model, single, many, known, present)
         except UnreadableError as error:
             yield error
 
 
 def _read_site(
-    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present | None, *, leading: bool
+    model: PreTrainedModel, single: SiteCall, many: SiteCall, known: list[Rotation], present: Present | None
 ) -> Factors:
     """Return the factors of one site; the float64 copies of its weights are freed on return."""
     names = partial(used_weights, model, single, many.layout)
@@ -308,9 +353,9 @@ def _read_site(
             raise unreadable("its queries or keys depend on the output of other modules, so the model must be loaded")
         norms = norms_inside(single.module)
         # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
-        rotation = turns.of(window, {}, leading=leading) if probe.whole else None
+        rotation = find_rotation(window, {}, known) if probe.whole else None
         maps, groups = _find_maps(probe, norms, rotation)
-        rotation = turns.of(window, norms if groups else {}, leading=leading)
+        rotation = find_rotation(window, norms if groups else {}, known)
         if rotation is None:
             with linear(norms):
                 maps = _with_positions(maps, window)
@@ -401,10 +446,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
-
-    The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
-    """
+    """Return groups of coordinates that are positive multiples of the expected ones: all, or two parts."""
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:

@@ -134,7 +134,7 @@ def fit(
         fed = feed(loaded, batches.some(SEQUENCES), task, seed)
         set_metrics(loaded, sites, swaps, map_fits, fed, task, seed)
     if all(swap.kernel.near is not None for swap in swaps.values()):  # fits of far parts need only shapes
-        _update_fits(loaded, sites, swaps, fits, batches.first())
+        _update_fits(loaded, sites, swaps, fits, batches.some(1))
     else:
         _update_fits(loaded, sites, swaps, fits, batches, progress)
     fitted = {site: each.solve() for site, each in fits.items()}

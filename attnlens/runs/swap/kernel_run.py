@@ -420,7 +420,7 @@ class KernelRun:
         if self.ranks is not None:
             self.stages["swapped"] = ChangedModel(self.ranks.choose(self))
             return
-        source = session.calibrated if kernel.fit_reads else session.evaluated.first()  # else only shapes are read
+        source = session.calibrated if kernel.fit_reads else session.evaluated.some(1)  # else only shapes are read
         if source is None or not kernel.fits or not (kernel.needs_fit or session.options.fit):
             return
         text, passes = source.some(MOST_FITTED), 1 if kernel.needs_fit or kernel.near is not None else 2

@@ -245,7 +245,7 @@ def _cut_calibration(work: SwapWork, contents: Sequence[texts.Content], cut: tex
     if ranks is not None:
         session.rank_parts = ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
-    session.shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(batches))
+    session.shared = texts.shared_share(loaded.tokenizer, texts.passages([evaluated]), texts.passages(batches))
     by_hash: dict[str, Text] = {}  # each text with the windows of all parts
     for text in chain.from_iterable(part.texts for part in batches):
         windows = {*text.windows, *(by_hash[text.sha256].windows if text.sha256 in by_hash else ())}

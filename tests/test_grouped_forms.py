@@ -1,27 +1,11 @@
-"""Tests of linear layers computed of a few tokens against all of them; of grouped heads against single ones."""
+"""Test that forms of heads that share a key head have the values of each head alone."""
 
 import pytest
 import torch
 from heads import random
-from torch import nn
 
 from attnlens.maths import linalg
-from attnlens.models.weights.probe import FewTokens
 from attnlens.records import QueryKey, Site
-
-
-@pytest.fixture
-def layer():
-    return nn.Linear(12, 5).double()
-
-
-def test_tokens_that_repeat_one_have_its_answer_and_may_be_changed_in_place(layer):
-    x = random(2, 1, 12, seed=0).expand(2, 7, 12)
-    with torch.no_grad(), FewTokens():
-        found = layer(x)
-    torch.testing.assert_close(found, layer(x.contiguous()))
-    found[0, 0] += 1
-    assert not torch.equal(found[0, 0], found[0, 1])
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "rows of weights"])
