@@ -17,7 +17,7 @@ import regex  # unlike re it has a timeout, which matters because the expression
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, sha256, shorten_text, with_home
-from attnlens.models.loading.building import Stored, format_names, names_in_model, safetensors_header
+from attnlens.models.loading.building import names_in_model
 from attnlens.models.loading.configs import foreign
 from attnlens.models.loading.locate import (
     ADAPTER_CONFIG,
@@ -30,6 +30,7 @@ from attnlens.models.loading.locate import (
     read_json,
     weight_file,
 )
+from attnlens.models.loading.stored import Stored, format_names, safetensors_header
 from attnlens.records import AdapterInfo, File
 
 if TYPE_CHECKING:

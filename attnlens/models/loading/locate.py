@@ -17,7 +17,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
-from attnlens.records import FileInParts
 
 PATIENCE, ANSWER = 2.0, 8.0
 """Seconds within which the hub must accept a connection, and answer the first request."""
@@ -158,29 +157,6 @@ SAY_READABLE = "Make the file readable."
 SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 
 
-class WatchedFile:
-    """A weight file that is read in parts, and must not change after it was opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._seen = path, self._status(path)
-
-    def in_report(self, digest: str) -> FileInParts:
-        """Return the record of the file for a report, with `digest` as the hash of its header."""
-        changed, size, _ = self._seen
-        return FileInParts(name=self.path.name, bytes=size, header_sha256=digest, stamp=str(changed))
-
-    def check(self) -> None:
-        """Raise ModelError if the file is gone or has changed since it was opened."""
-        if self._status(self.path) != self._seen:
-            raise ModelError(f"{self.path} changed while it was being read.", "Run it again when the file is complete.")
-
-    @staticmethod
-    def _status(path: Path) -> tuple[int, int, int]:
-        with readable(path):
-            status = path.stat()
-        return status.st_mtime_ns, status.st_size, status.st_ino
-
-
 @contextmanager
 def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
     """Convert OSError inside the context to ModelError: the file or folder can't be read."""
@@ -315,6 +291,8 @@ class Location:
     """True if the user named the weight file itself; a symlink is then trusted."""
     urls: tuple[tuple[str, str], ...] = ()
     """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
+    trusts_code: bool = False
+    """True if the user allows the model's own Python code to run."""
 
     @property
     def weights(self) -> tuple[Path, ...]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens.errors import ModelError, TooLargeError, UsageError
-from attnlens.models.loading.building import Stored, numbers_in
 from attnlens.models.loading.locate import Location
+from attnlens.models.loading.stored import Stored, numbers_in
 from attnlens.requests import SpreadRequest
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.building import Stored
 from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
 from attnlens.models.loading.locate import CONFIG, Json, Location
+from attnlens.models.loading.stored import Stored
 
 Parts = Mapping[str, Tensor]
 """The tensors of a weight, keyed by the suffix of their names; "" is the key of the codes."""
