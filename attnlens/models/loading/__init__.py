@@ -1,8 +1,9 @@
 """Load a model by its name and describe it before it has run.
 
 Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
-anything is built; building.py builds the model with transformers; quantised.py and gguf.py decode weights, adapters.py
-merges adapters, deferred.py reads weights in parts; placement.py chooses device, number type and memory.
+anything is built; building.py builds the model with transformers; stored.py reads headers and byte ranges, quantised.py
+and gguf.py decode weights, adapters.py merges adapters, deferred.py reads weights in parts; placement.py chooses
+device, number type and memory.
 Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
 Imported by: the other packages of models, runs, lab and, inside functions, cli.
 """
@@ -21,19 +22,12 @@ from unittest.mock import patch
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
+from attnlens.models.loading import placement
 from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge_adapter
 from attnlens.models.loading.building import build_model, check_files, load_config, nonfinite_tensors, open_gguf, quiet
 from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, method_of
 from attnlens.models.loading.locate import Location, find, first_line, names_in
-from attnlens.models.loading.placement import (
-    check_device_map,
-    device_of,
-    device_of_inputs,
-    dtype_of,
-    places_of,
-    refuse_too_large,
-    spread_over_devices,
-)
+from attnlens.models.loading.placement import device_of_inputs, places_of
 from attnlens.records import File, ModelInfo
 from attnlens.requests import Loading
 
@@ -129,8 +123,8 @@ def load(
     """
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
-    check_device_map(options)
-    place_on = device_of(device)
+    placement.check_device_map(options)
+    place_on = placement.device_of(device)
     place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     place = replace(place, trusts_code=trust_remote_code)
     if not swapped:
@@ -154,9 +148,9 @@ def _load_into_memory(place: Location, adapter: AdapterFiles | None, dtype: str,
     stored = check_files(place, adapter_too=adapter is not None and adapter.folder.samefile(place.folder))
     with quiet(place):
         config = load_config(place)
-        loaded_dtype, method = dtype_of(dtype, config, device), method_of(place)
+        loaded_dtype, method = placement.dtype_of(dtype, config, device), method_of(place)
         if device.type == "cpu":
-            refuse_too_large(place, stored, loaded_dtype or torch.float32)
+            placement.refuse_too_large(place, stored, loaded_dtype or torch.float32)
         files: TensorFiles | None = open_gguf(place, config, stored) if place.gguf else None
         if method is not None:
             files = SafetensorsFiles(place)
@@ -181,7 +175,7 @@ def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None) -> Loa
     with quiet(place), ExitStack() as undo:
         config = load_config(place)
         folder = undo.enter_context(TemporaryDirectory(prefix="attnlens-", ignore_cleanup_errors=True))
-        spread = spread_over_devices(max_cpu_memory) | {"offload_folder": folder}
+        spread = placement.spread_over_devices(max_cpu_memory) | {"offload_folder": folder}
         # transformers accepts the name of a torch dtype
         model, loading_info = build_model(place, config, dtype, stored, spread=spread)
         tokenizer = load_tokenizer(place, config)

@@ -21,34 +21,15 @@ from unittest.mock import Mock, patch
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.configs import (
-    SAY_BELONGS,
-    SAY_UNQUANTISED,
-    check_config,
-    check_counts,
-    fields,
-    foreign,
-    model_class,
-    own_models,
-    refuse_mismatch,
-    take_choices,
-)
+from attnlens.models.loading import configs
 from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, GgufFiles, Settings, read_header
-from attnlens.models.loading.locate import (
-    CONFIG,
-    Location,
-    Storage,
-    check_small,
-    names_in,
-    readable,
-    refuse_other_forms,
-)
+from attnlens.models.loading.locate import CONFIG, Location, Storage, check_entries, names_in, readable
 from attnlens.models.loading.stored import (
     Stored,
     TensorFiles,
     format_names,
     numbers_in,
-    pickled_header,
+    read_pickle,
     safetensors_header,
 )
 
@@ -78,13 +59,14 @@ def check_loaded(
     if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
+    unexplained = "but nothing in config.json explains the codes"
     if codes := _codes(model, stored, unused):
-        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}"
-        raise ModelError(f"{problem}, but nothing in config.json explains what the codes mean.", SAY_UNQUANTISED)
+        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, {unexplained}."
+        raise ModelError(problem, configs.SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes"
-        raise ModelError(f"{problem}, but nothing in config.json explains the codes.", SAY_UNQUANTISED)
-    refuse_mismatch(place, loading_info["mismatched_keys"])
+        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, {unexplained}."
+        raise ModelError(problem, configs.SAY_UNQUANTISED)
+    configs.refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
             problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
@@ -117,25 +99,26 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
     """Return whether an unused tensor has a name of quantised codes, or is the scale or zero of a stored weight."""
     stem = SCALE.sub("", name)
-    return _leaf(name) in PACKED or (stem != name and (stem in stored or f"{stem}.weight" in stored))
+    return name in stored and (
+        _leaf(name) in PACKED or (stem != name and not {stem, f"{stem}.weight"}.isdisjoint(stored))
+    )
 
 
 def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
     """Return the encoded tensors that were loaded as numbers: all except buffers, unexpected and ignored tensors."""
-    parameters = _parameter_names(model)
-    others = {name for name, _ in model.named_buffers()} | unexpected
+    parameters, buffers = _parameter_names(model), dict(model.named_buffers())
     # transformers can store a buffer under another path, so that only its last name component is compared
-    counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
     # private in transformers, which does not load tensors that match these patterns; (?!) matches nothing
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
-
-    def is_loaded(name: str) -> bool:
+    loaded = []
+    for name in (name for name, tensor in stored.items() if tensor.encoded):
         names = set(names_in_model(name, model.base_model_prefix))
-        is_apart = bool(names & others) or _leaf(name) in counters or ignored.search(name) is not None
-        return bool(names & parameters) or not is_apart
-
-    return [name for name, tensor in stored.items() if tensor.encoded and is_loaded(name)]
+        is_apart = bool(names & (buffers.keys() | unexpected)) or _leaf(name) in counters or ignored.search(name)
+        if names & parameters or not is_apart:
+            loaded.append(name)
+    return loaded
 
 
 def _leaf(name: str) -> str:
@@ -162,7 +145,7 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     """
     readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
         "safetensors": safetensors_header,
-        "pickle": pickled_header,
+        "pickle": read_pickle,
         "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_header(file).tensors},
     }
     tensors: dict[str, Stored] = {}
@@ -250,11 +233,11 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
             counts[kind] += prod(value.shape)
         if all(counts[name] <= limit for name, limit in limits.items()):
             return
-        sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
+        sizes = [(size, path) for path, size in configs.fields(place.config) if isinstance(size, int) and size > 1]
         size, path = max(sizes, default=(0, ""))
         largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
         problem = f"{place.config_file} describes a far larger model{largest} than the weight files"
-        raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", SAY_BELONGS)
+        raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", configs.SAY_BELONGS)
 
     with ExitStack() as stack:
         for kind, register in (
@@ -270,18 +253,15 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
     """Check a model's files before it is loaded, and return their tensors. Raises ModelError for unsafe or bad ones."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
-    names = names_in(place.folder)
-    refuse_other_forms(place.folder, names, adapter_too=adapter_too)
-    if place.form != "gguf":  # a GGUF file includes its config and tokenizer
-        check_small(place.folder, names)
-    check_config(place)
+    check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
+    configs.check_config(place)
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
         problem = f"{place.file} needs the packages gguf and accelerate, but at least one is not installed."
         raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
     if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
     stored = tensors_in(place)
-    check_counts(place, len(stored))
+    configs.check_counts(place, len(stored))
     return stored
 
 
@@ -289,13 +269,13 @@ def load_config(place: Location) -> PreTrainedConfig:
     """Load the model's configuration. Raises ModelError if it can't be read."""
     from transformers import AutoConfig
 
-    own_models(place.config.get("model_type"))
+    configs.own_models(place.config.get("model_type"))
     kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
-    with foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
+    with configs.foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=place.trusts_code, **place.gguf
         )
-    take_choices(config)
+    configs.take_choices(config)
     if place.gguf:
         Settings(place.config_file).apply(config)
     return config
@@ -308,8 +288,8 @@ def open_gguf(place: Location, config: PreTrainedConfig, stored: Mapping[str, St
     header = read_header(place.config_file)
     if is_gguf_arch_supported(header.architecture):
         return None
-    with foreign(f"{place.config_file} can't be read", SAY_SUPPORTED), limited_size(place, stored):
-        return GgufFiles(place.config_file, header, config, model_class(config, gguf=True, own_code=False))
+    with configs.foreign(f"{place.config_file} can't be read", SAY_SUPPORTED), limited_size(place, stored):
+        return GgufFiles(place.config_file, header, config, configs.model_class(config, gguf=True, own_code=False))
 
 
 def build_model(
@@ -335,8 +315,8 @@ def build_model(
     stored = stored if files is None else files.stored
     config_file = "" if place.gguf else f" with {CONFIG}"
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
-    with foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
-        class_ = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+    with configs.foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
+        class_ = configs.model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is None:
             options |= place.gguf
         else:

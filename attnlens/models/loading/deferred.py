@@ -37,7 +37,7 @@ from attnlens.models.loading.building import open_gguf, quiet
 from attnlens.models.loading.locate import Location
 from attnlens.models.loading.placement import give_back
 from attnlens.models.loading.quantised import coded_weights
-from attnlens.models.loading.stored import LENGTH, LocalFile, RemoteFile, Stored, TensorFiles, parse_header, read_header
+from attnlens.models.loading.stored import LENGTH, LocalFile, RemoteFile, Stored, TensorFiles, read_header
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload  # private: torch exports no name for an operation
@@ -235,9 +235,9 @@ class SafetensorsFiles(TensorFiles):
         self.headers, self._sources = [], dict[str, tuple[LocalFile | RemoteFile, Stored]]()
         files: list[LocalFile | RemoteFile] = [RemoteFile(*item) for item in place.urls]
         for file in files or map(LocalFile, place.weights):
-            header = read_header(file)
-            self.headers.append(file.record(header))
-            self._sources |= {name: (file, each) for name, each in parse_header(file.name, header, file.size).items()}
+            tensors, header = read_header(file)
+            self.headers.append(header)
+            self._sources |= {name: (file, tensor) for name, tensor in tensors.items()}
         stored = {name: tensor for name, (_, tensor) in self._sources.items()}
         self.coded = coded_weights(place, stored)
         """Weights stored as codes, keyed by the weights' own names."""

@@ -21,12 +21,13 @@ import numpy
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.locate import SAY_AGAIN, first_line
-from attnlens.models.loading.stored import MOST_DIMENSIONS, LocalFile, RemoteFile, Stored, TensorFiles
+from attnlens.models.loading.stored import MOST_DIMENSIONS, LocalFile, RemoteFile, Stored, TensorFiles, record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.integrations.gguf.reader import TensorInfo
 
 LONGEST = 2**26
 """Maximum size of a header in bytes; the largest vocabularies need a quarter of it."""
@@ -36,31 +37,13 @@ SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read ex
 # --- header ----------------------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
-    """One entry of the tensor table."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape in torch's order, the reverse of GGUF's."""
-    type: int
-    """ggml's number of the storage type."""
-    offset: int
-    """Offset of the tensor's data in bytes, relative to `Header.data`."""
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor in the file; 0 if its type is unknown or its shape does not fit the type's blocks."""
-        numbers, size = import_module("gguf").GGML_QUANT_SIZES.get(self.type, (1, 0))
-        return 0 if prod(self.shape) % numbers else int(prod(self.shape) // numbers * size)
-
-
 class Header(NamedTuple):
     """The metadata of a GGUF file."""
 
     fields: Mapping[str, object]
     """Numbers, texts and lists of numbers, keyed by name; the length of a list of texts."""
-    tensors: list[Entry]
-    """The tensor table."""
+    tensors: list[TensorInfo]
+    """Name, shape in torch's order, storage type, offset relative to `data`, and size in bytes of each tensor."""
     data: int
     """Offset of the tensor data in the file, in bytes."""
 
@@ -73,12 +56,12 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read the header of a GGUF file. Raises ModelError if the file is not GGUF, or is damaged."""
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
-    from transformers.integrations.gguf.reader import _mapped, _read_metadata, _read_tensor_table
+    from transformers.integrations.gguf.reader import TensorInfo, _mapped, _read_metadata, _read_tensor_table
 
     try:
         content = _mapped(str(path))
         fields, count, position = _read_metadata(content[:LONGEST], "it")
-        tensors, position = _read_tensor_table(content[:LONGEST], count, position)
+        entries, position = _read_tensor_table(content[:LONGEST], count, position)
     except (struct.error, OverflowError, UnicodeDecodeError):
         problem = f"The header of {path} is truncated or damaged, or larger than {LONGEST // 2**20} MiB."
         raise ModelError(problem, SAY_AGAIN) from None
@@ -88,18 +71,21 @@ def read_header(path: Path) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive number."
         raise ModelError(problem, "Convert it again.")
-    header = Header(fields, [Entry(*entry) for entry in tensors], -(-position // alignment) * alignment)
     for name, number in fields.items():  # lists in the config grow with layers
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
             raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
-    for entry in header.tensors:
-        if len(entry.shape) > MOST_DIMENSIONS:
-            raise ModelError(f"{path} has a tensor of {len(entry.shape)} dimensions.", SAY_AGAIN)
-        if entry.type not in import_module("gguf").GGML_QUANT_SIZES or (all(entry.shape) and not entry.bytes):
-            raise ModelError(f"{path} stores {shorten_text(entry.name)} in an unknown type.", "Convert it again.")
-        if (last := header.data + entry.offset + entry.bytes) > len(content):
-            problem = f"the data of {shorten_text(entry.name)} end at byte {last}, but the file has {len(content)}"
+    header = Header(fields, [], -(-position // alignment) * alignment)
+    for name, shape, kind, offset in entries:
+        if len(shape) > MOST_DIMENSIONS:
+            raise ModelError(f"{path} has a tensor of {len(shape)} dimensions.", SAY_AGAIN)
+        block, block_size = import_module("gguf").GGML_QUANT_SIZES.get(kind, (0, 0))
+        if block == 0 or prod(shape) % block:
+            raise ModelError(f"{path} stores {shorten_text(name)} in an unknown type.", "Convert it again.")
+        size = prod(shape) // block * block_size
+        if (last := header.data + offset + size) > len(content):
+            problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)}"
             raise ModelError(f"{path} is truncated: {problem}.", SAY_AGAIN)
+        header.tensors.append(TensorInfo(name, shape, kind, offset, size))
     return header
 
 
@@ -144,7 +130,7 @@ class Settings:
         self.fields = {name[len(prefix) :]: value for name, value in header.fields.items() if name.startswith(prefix)}
         self.factors: dict[str, list[float]] = {}
         for entry in (entry for entry in header.tensors if entry.name in FACTORS):
-            is_vector = entry.type == 0 and len(entry.shape) == 1  # 0 is ggml's number of float32
+            is_vector = entry.ggml_type == 0 and len(entry.shape) == 1  # 0 is ggml's number of float32
             factors = numpy.fromfile(path, "<f4", prod(entry.shape), offset=header.data + entry.offset).tolist()
             if not is_vector or not all(0 < factor < math.inf for factor in factors):
                 raise self._refusal(f"has {entry.name}, whose values are not frequency factors")
@@ -173,7 +159,8 @@ class Settings:
                 usual = {
                     "attention.causal": float(self.architecture != "t5encoder"),
                     "attention.max_alibi_bias": 8.0 * (self.architecture == "bloom"),
-                    "attention.scale": _scale(config),
+                    "attention.scale": getattr(config, "attention_multiplier", None)
+                    or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5,
                     "attention.key_length": _head_dim(config),
                     "attention.value_length": _head_dim(config),
                 }.get(name, 0.0)
@@ -302,12 +289,6 @@ class Settings:
         return numpy.asarray(plain / divisors / factor)
 
 
-def _scale(config: PreTrainedConfig) -> float:
-    """Return the factor that the config applies to scores, such as head_dim^(−1/2)."""
-    multiplier = getattr(config, "attention_multiplier", None)
-    return float(multiplier or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
-
-
 def _head_dim(config: PreTrainedConfig) -> int:
     """Return the dimension of a head by the config."""
     sizes = [getattr(config, name, None) for name in ("global_head_dim", "head_dim", "d_kv")]
@@ -328,7 +309,7 @@ class GgufFiles(TensorFiles):
         import torch
 
         self._file, self._start = LocalFile(path), header.data
-        self.headers = [self._file.record(self._file.read(0, header.data))]
+        self.headers = [record(self._file, self._file.read(0, header.data))]
         # not documented by transformers, which offers no function for a single tensor; it has no types either
         reader = import_module("transformers.modeling_gguf_pytorch_utils")
         with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
@@ -343,7 +324,7 @@ class GgufFiles(TensorFiles):
         ]
         top = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: children)
         self._map: dict[str, str] = reader.get_gguf_hf_weights_map(top, self._processor)
-        self._entries: dict[str, list[Entry]] = {}
+        self._entries: dict[str, list[TensorInfo]] = {}
         ignored = []
         for entry in header.tensors:
             target = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts lack it
@@ -356,7 +337,7 @@ class GgufFiles(TensorFiles):
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
         """Return file, offset and size in bytes of all data that these tensors are made of."""
         entries = [entry for name in names for entry in self._entries[name]]
-        return [(self._file, self._start + entry.offset, entry.bytes) for entry in entries]
+        return [(self._file, self._start + entry.offset, entry.nbytes) for entry in entries]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if the file has changed since it was opened."""
@@ -365,8 +346,8 @@ class GgufFiles(TensorFiles):
         library = import_module("gguf")
         tensors: dict[str, Tensor] = {}
         for entry in (entry for name in names for entry in self._entries[name]):
-            kind = library.GGMLQuantizationType(entry.type)
-            data = numpy.frombuffer(self._file.read(self._start + entry.offset, entry.bytes), numpy.uint8)
+            kind = library.GGMLQuantizationType(entry.ggml_type)
+            data = numpy.frombuffer(self._file.read(self._start + entry.offset, entry.nbytes), numpy.uint8)
             data = data.reshape(library.quant_shape_to_byte_shape(entry.shape, kind))
             values = data.view("<f8").astype("<f4") if kind.name == "F64" else library.dequantize(data, kind)
             result = self._processor.process(

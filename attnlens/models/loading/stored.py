@@ -80,8 +80,8 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
-        self._status = self._read_status()
-        self.size = self._status[1]
+        self._status = changed, self.size, _ = self._read_status()
+        self.stamp = str(changed)
 
     def read(self, start: int, count: int) -> bytes:
         """Read `count` bytes from offset `start`. Raises ModelError if the file is gone, or changed since opening."""
@@ -96,11 +96,6 @@ class LocalFile:
         """Read some bytes of a tensor, since a file's modification time can be set to any value."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
-
-    def record(self, header: bytes) -> FileInParts:
-        """Return the record of the file for a report."""
-        digest, stamp = sha256(header).hexdigest(), str(self._status[0])
-        return FileInParts(name=self.path.name, bytes=self.size, header_sha256=digest, stamp=stamp)
 
     def _read_status(self) -> tuple[int, int, int]:
         with readable(self.path):
@@ -127,7 +122,7 @@ class RemoteFile:
             raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
         if metadata.size is None:
             raise ModelError(f"The hub does not report the size of {name}.", "Download the model.")
-        self.size, self._stamp = metadata.size, metadata.etag or ""
+        self.size, self.stamp = metadata.size, metadata.etag or ""
 
     def read(self, start: int, count: int) -> bytes:
         """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
@@ -163,11 +158,6 @@ class RemoteFile:
         """Return no bytes, because the stamp already identifies the content."""
         return b""
 
-    def record(self, header: bytes) -> FileInParts:
-        """Return the record of the file for a report."""
-        digest = sha256(header).hexdigest()
-        return FileInParts(name=self.name, bytes=self.size, header_sha256=digest, stamp=self._stamp)
-
 
 class TensorFiles(ABC):
     """The tensors of weight files, each read and decoded only on request."""
@@ -196,21 +186,27 @@ class TensorFiles(ABC):
         return b"".join(file.sample(start, size) for file, start, size in self.spans(names))
 
 
+def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
+    """Return the record of a file for a report."""
+    digest = sha256(header).hexdigest()
+    return FileInParts(name=Path(file.name).name, bytes=file.size, header_sha256=digest, stamp=file.stamp)
+
+
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
 def safetensors_header(file: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file. Raises ModelError if it is truncated or in another format."""
-    local = LocalFile(file)
-    return parse_header(local.name, read_header(local), local.size)
+    return read_header(LocalFile(file))[0]
 
 
-def read_header(file: LocalFile | RemoteFile) -> bytes:
-    """Return the header of a safetensors file. Raises ModelError if the file is too short for it."""
+def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
+    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError if it is invalid."""
     length = int.from_bytes(file.read(0, LENGTH), "little") if file.size >= LENGTH else 0
     if not 0 < length <= min(LONGEST, file.size - LENGTH):
         raise ModelError(f"{file.name} is truncated or not a safetensors file.", SAY_AGAIN)
-    return file.read(LENGTH, length)
+    header = file.read(LENGTH, length)
+    return parse_header(file.name, header, file.size), record(file, header)
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
@@ -233,18 +229,15 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
     return tensors
 
 
-def pickled_header(file: Path) -> dict[str, Stored]:
+def read_pickle(file: Path) -> dict[str, Stored]:
     """Return the tensors of an allowed pickle; weights_only builds only those. Raises ModelError for other content."""
     import torch
 
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError:
-        problem = f"{file} contains objects other than tensors, or is not a pickle of torch: opening it could run code."
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError):
+        problem = f"{file} is not a pickle of tensors alone, or it is truncated: opening it otherwise could run code."
         raise ModelError(problem, "Get the model as safetensors.") from None
-    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{file} is truncated or not a pickle of torch: {first_line(error)}."
-        raise ModelError(problem, SAY_AGAIN) from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
     return {
