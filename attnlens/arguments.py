@@ -1,4 +1,4 @@
-"""Check the arguments of a call from Python, and run calls from several threads one after the other."""
+"""Check the arguments of a call from Python, run calls from several threads one by one, and load plug-ins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
+from functools import cache, wraps
+from importlib import metadata
 from inspect import Parameter, signature
 from itertools import islice
 from threading import RLock
@@ -32,9 +33,6 @@ DATASETS = "datasets:"
 """Prefix of the name of a text that consists of rows of a dataset instead of a file."""
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
-RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}
-"""Options of earlier versions and their present names."""
-
 _ONE_AT_A_TIME = RLock()
 """Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
 differentiation supports one level per process."""
@@ -48,8 +46,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     import difflib
 
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
-    near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    hint = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(written, options, n=1))
     raise UsageError(f"There is no {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
@@ -91,13 +88,11 @@ def _plain_torch() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         for kind in ("cpu", "cuda", "mps"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":  # the context slows down every call of torch
             stack.enter_context(torch.device("cpu"))
-        if (usual := torch.get_default_dtype()) != torch.float32:
-            stack.callback(torch.set_default_dtype, usual)
-            torch.set_default_dtype(torch.float32)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
         yield
 
 
@@ -218,3 +213,28 @@ def format_argument(value: object) -> str:
     except ValueError:  # such a number is nested in another value
         line = f"a {type(value).__name__}"
     return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+@cache
+def load_plugins(group: str) -> None:
+    """Import the modules that installed packages offer under an entry-point group, once per process."""
+    for entry in metadata.entry_points(group=group):
+        entry.load()
+
+
+def refuse_replacing(
+    what: str,
+    name: str,
+    function: Callable[..., object],
+    present: Callable[..., object],
+    remedy: str = "Choose another name, or pass replace=True to the decorator.",
+) -> None:
+    """Raise UsageError if `present`, which already has the name, belongs to another module.
+
+    A module may define its own functions again: a notebook does, and so does a script that is also imported.
+    """
+    new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
+    files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
+    if new != old and files[0] != files[1]:
+        owner = "built in" if old == "attnlens" else f"defined by {old}"
+        raise UsageError(f"{function.__module__} defines the {what} {name!r}, which is already {owner}.", remedy)

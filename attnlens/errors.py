@@ -20,15 +20,8 @@ class AttnlensError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle class, problem, remedy and attributes; by default, exceptions are rebuilt from a single text."""
-        return _rebuild, (type(self), self.problem, self.remedy), self.__dict__
-
-
-def _rebuild(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensError:
-    """Build an error from its class and lines without calling the class's own constructor."""
-    error = kind.__new__(kind)
-    AttnlensError.__init__(error, problem, remedy)
-    return error
+        """Pickle without a call of the class's own constructor, whose parameters differ from the text."""
+        return AttnlensError.__new__, (type(self), *self.args), self.__dict__
 
 
 class UsageError(AttnlensError):

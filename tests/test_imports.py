@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnlens"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LIGHT = ("analyzers", "checks", "errors", "files", "plugins", "records", "report.atlas", "requests")
+LIGHT = ("analyzers", "checks", "errors", "files", "records", "report.atlas", "requests")
 LIGHT += ("cli.commands", "cli.entry", *(f"kernels.{path.stem}" for path in PACKAGE.glob("kernels/*.py")))
 """Modules and packages that the commands import before they answer `--help`, `list` or a usage error."""
 SHOWING = ("pictures", "sentences", "render", "export.py", "shapes.py")

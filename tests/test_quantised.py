@@ -243,7 +243,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
         lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(5, 5)}),
         (Q, "do not divide"),
     ),
-    "codes without a scale": ("gptq", lambda t: t.pop(f"{Q}.scales"), (Q, "lacks zeros or scales")),
+    "codes without a scale": ("gptq", lambda t: t.pop(f"{Q}.scales"), (Q, "scales are missing")),
     "codes alone": (
         "gptq",
         lambda t: [t.pop(f"{Q}.{part}") for part in ("scales", "qzeros", "g_idx")],
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
         lambda t: t.update({f"{Q}.g_idx": torch.full((HIDDEN,), 9, dtype=torch.int32)}),
         (Q, "groups of inputs"),
     ),
-    "awq without zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), (Q, "lacks zeros or scales")),
+    "awq without zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), (Q, "qzeros are missing")),
     "another shape": (
         "packed",
         lambda t: t.update({f"{Q}.weight_shape": torch.tensor([HIDDEN, 2**40])}),
@@ -265,7 +265,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
         lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),
         (Q, "a description of its codes is missing"),
     ),
-    "no values": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), (Q, "table of sixteen")),
+    "no values": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), (Q, "quant_map are missing")),
     "another order": (
         "LLM.int8",
         lambda t: t.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),

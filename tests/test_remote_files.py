@@ -28,9 +28,9 @@ def checkpoint(tmp_path_factory):
 def hub(checkpoint, monkeypatch, tmp_path):
     from huggingface_hub import constants
 
-    from attnlens.models.loading import deferred
+    from attnlens.models.loading import stored
 
-    monkeypatch.setattr(deferred, "WAIT", 0.0)
+    monkeypatch.setattr(stored, "WAIT", 0.0)
     with fake_hub.hub(checkpoint) as (address, answers):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -48,7 +48,7 @@ def test_no_more_is_fetched_than_is_needed_and_the_numbers_are_those_of_the_load
     local = attnlens.inspect(checkpoint, source="weights")
     assert [head.measures for head in report.heads] == [head.measures for head in local.heads]
     deferred = loading.load(checkpoint, from_files=True).deferred
-    needed = deferred.files.size(name for name in deferred.files.shapes if "q_proj" in name or "k_proj" in name)
+    needed = deferred.files.size(name for name in deferred.files.stored if "q_proj" in name or "k_proj" in name)
     headers = sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in checkpoint.glob("*.safetensors"))
     ranges = [size for size in hub.sent if size]
     small = sum(file.stat().st_size for file in checkpoint.iterdir() if file.suffix != ".safetensors")

@@ -8,10 +8,9 @@ from functools import partial
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
-from attnlens.arguments import checked_name
+from attnlens.arguments import checked_name, load_plugins, refuse_replacing
 from attnlens.choices import CHANGE, Sources
 from attnlens.lazy import LazyModule
-from attnlens.plugins import load_plugins, refuse_replacing
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from attnlens.arguments import load_plugins, refuse_replacing
 from attnlens.errors import UsageError
 from attnlens.lazy import LazyModule
-from attnlens.plugins import load_plugins, refuse_replacing
 
 if TYPE_CHECKING:
     import torch as torch

@@ -1,8 +1,9 @@
 """Load a model by its name and describe it before it has run.
 
 Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
-anything is built; building.py builds the model with transformers; quantised.py and gguf.py decode weights, adapters.py
-merges adapters, deferred.py reads weights in parts; placement.py chooses device, number type and memory.
+anything is built; building.py builds the model with transformers; stored.py reads headers and byte ranges, quantised.py
+and gguf.py decode weights, adapters.py merges adapters, deferred.py reads weights in parts; placement.py chooses
+device, number type and memory.
 Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
 Imported by: the other packages of models, runs, lab and, inside functions, cli.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -21,28 +22,12 @@ from unittest.mock import patch
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
+from attnlens.models.loading import placement
 from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge_adapter
-from attnlens.models.loading.building import (
-    build_model,
-    check_files,
-    load_config,
-    no_kernels,
-    nonfinite_tensors,
-    open_gguf,
-    quiet,
-)
+from attnlens.models.loading.building import build_model, check_files, load_config, nonfinite_tensors, open_gguf, quiet
 from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, method_of
-from attnlens.models.loading.gguf import GgufFiles, read_once
 from attnlens.models.loading.locate import Location, find, first_line, names_in
-from attnlens.models.loading.placement import (
-    check_device_map,
-    device_of,
-    device_of_inputs,
-    dtype_of,
-    places_of,
-    refuse_too_large,
-    spread_over_devices,
-)
+from attnlens.models.loading.placement import device_of_inputs, places_of
 from attnlens.records import File, ModelInfo
 from attnlens.requests import Loading
 
@@ -52,6 +37,7 @@ if TYPE_CHECKING:
 
     from attnlens.models.loading.building import LoadingInfo
     from attnlens.models.loading.deferred import DeferredWeights
+    from attnlens.models.loading.stored import TensorFiles
 
 SWAPPED = "attnlens.json"
 """Name of the file that marks a folder whose model was saved with another kernel."""
@@ -137,55 +123,88 @@ def load(
     """
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
-    check_device_map(options)
-    place_on = device_of(device)
+    placement.check_device_map(options)
+    place_on = placement.device_of(device)
     place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
+    place = replace(place, trusts_code=trust_remote_code)
     if not swapped:
         _refuse_swapped(place)
+    if from_files and adapter is not None:
+        raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
     if from_files:
-        return _build_from_shapes(place, dtype, trust_remote_code, adapter)
+        return _build_from_shapes(place, dtype)
     if device_map is not None:
-        return _load_spread(place, dtype, max_cpu_memory, trust_remote_code)
+        return _load_spread(place, dtype, max_cpu_memory)
     files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
-    return _load_into_memory(place, files, dtype, place_on, trust_remote_code)
+    return _load_into_memory(place, files, dtype, place_on)
 
 
-def _load_into_memory(
-    place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device, trust_remote_code: bool
-) -> Loaded:
+def _load_into_memory(place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device) -> Loaded:
     """Load the model at `place` onto `device`, with quantised weights decoded and the adapter merged."""
     import torch
 
     from attnlens.models.loading.deferred import SafetensorsFiles, read_all
 
-    is_in_folder = adapter is not None and adapter.folder.samefile(place.folder)
-    stored = check_files(place, trust_remote_code, adapter_too=is_in_folder)
-    with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
-        config = load_config(place, trust_remote_code)
-        loaded_dtype, method = dtype_of(dtype, config, device), method_of(place)
+    stored = check_files(place, adapter_too=adapter is not None and adapter.folder.samefile(place.folder))
+    with quiet(place):
+        config = load_config(place)
+        loaded_dtype, method = placement.dtype_of(dtype, config, device), method_of(place)
         if device.type == "cpu":
-            refuse_too_large(place, stored, loaded_dtype or torch.float32)
-        files: SafetensorsFiles | GgufFiles | None = open_gguf(place, config, stored) if place.gguf else None
+            placement.refuse_too_large(place, stored, loaded_dtype or torch.float32)
+        files: TensorFiles | None = open_gguf(place, config, stored) if place.gguf else None
         if method is not None:
-            files = coded = SafetensorsFiles(place)
-            stored = coded.stored
-        config_dtype: torch.dtype | None = getattr(config, "dtype", None) if method else None
-        decoded_dtype = loaded_dtype or config_dtype or torch.float32
-        weights, ignored = (None, ()) if files is None else (read_all(files, decoded_dtype), files.ignored)
-        model, loading_info = build_model(
-            place, config, loaded_dtype or "auto", trust_remote_code, stored, weights, ignored
-        )
+            files = SafetensorsFiles(place)
+        weights = None
+        if files is not None:
+            config_dtype: torch.dtype | None = getattr(config, "dtype", None) if method else None
+            weights = read_all(files, loaded_dtype or config_dtype or torch.float32)
+        model, loading_info = build_model(place, config, loaded_dtype or "auto", stored, files, weights)
         merged = None if adapter is None else merge_adapter(adapter, model)
-        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(place, config)
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
-    return _describe(place, model, loading_info, method, tokenizer, adapter=merged)
+    return _describe(place, model, loading_info, tokenizer, adapter=merged)
+
+
+def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None) -> Loaded:
+    """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
+    if place.form != "safetensors" or method_of(place) is not None:
+        problem = f"--device spread requires unquantised safetensors files; {place.id} has another format."
+        raise ModelError(problem, "Convert the model, or leave out --device spread.")
+    shapes = _build_from_shapes(place, dtype)
+    stored = check_files(place)
+    with quiet(place), ExitStack() as undo:
+        config = load_config(place)
+        folder = undo.enter_context(TemporaryDirectory(prefix="attnlens-", ignore_cleanup_errors=True))
+        spread = placement.spread_over_devices(max_cpu_memory) | {"offload_folder": folder}
+        # transformers accepts the name of a torch dtype
+        model, loading_info = build_model(place, config, dtype, stored, spread=spread)
+        tokenizer = load_tokenizer(place, config)
+        weakref.finalize(model, undo.pop_all().close)  # removes the folder when the model is freed
+    return _describe(place, model.requires_grad_(False), loading_info, tokenizer, shapes=shapes)
+
+
+def _build_from_shapes(place: Location, dtype: str) -> Loaded:
+    """Build the model at `place` from shapes, leaving its weights in their files."""
+    import torch
+
+    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, ShapesAlone, ShapeSlice, open_files, widen
+
+    stored = check_files(place)
+    with quiet(place), patch.dict(os.environ, ONE_THREAD):
+        config = load_config(place)
+        files, mode = open_files(place, config, stored), ShapesAlone(allow_non_fake_inputs=True)
+        shapes = {name: ShapeSlice(tensor.shape, mode) for name, tensor in files.stored.items()}
+        model, loading_info = build_model(place, config, torch.float32, stored, files, shapes)
+    # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
+    widen(model.requires_grad_(False))
+    weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
+    return _describe(place, model, loading_info, deferred=weights)
 
 
 def _describe(
     place: Location,
     model: PreTrainedModel,
     loading_info: LoadingInfo,
-    method: str | None = None,
     tokenizer: tuple[PreTrainedTokenizerBase | None, str] = WITHOUT_TOKENIZER,
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
@@ -201,57 +220,10 @@ def _describe(
         files=[] if deferred else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
         files_in_parts=deferred.files.headers if deferred else [],
         unexpected=[*unused, *(adapter.unplaced if adapter else ())],
-        quantised=method,
+        quantised=method_of(place),
         adapter=adapter.info if adapter else None,
     )
-    folder = Path(place.folder)
-    return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, folder, deferred, shapes)
-
-
-def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
-    """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
-    if place.form != "safetensors" or method_of(place) is not None:
-        problem = f"--device spread requires unquantised safetensors files; {place.id} has another format."
-        raise ModelError(problem, "Convert the model, or leave out --device spread.")
-    shapes = _build_from_shapes(place, dtype, trust_remote_code, None)
-    stored = check_files(place, trust_remote_code)
-    with quiet(), no_kernels():
-        config = load_config(place, trust_remote_code)
-        spread = spread_over_devices(max_cpu_memory)
-        with ExitStack() as undo:
-            folder = undo.enter_context(TemporaryDirectory(prefix="attnlens-", ignore_cleanup_errors=True))
-            spread |= {"offload_folder": folder}
-            # transformers accepts the name of a torch dtype
-            model, loading_info = build_model(place, config, dtype, trust_remote_code, stored, spread=spread)
-            weakref.finalize(model, undo.pop_all().close)  # removes the folder when the model is freed
-        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    return _describe(place, model.requires_grad_(False), loading_info, None, tokenizer, shapes=shapes)
-
-
-def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
-    """Build the model at `place` from shapes, leaving its weights in their files. Raises ModelError for an adapter."""
-    if adapter is not None:
-        raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
-    import torch
-
-    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, ShapesAlone, ShapeSlice, open_files, widen
-
-    stored = check_files(place, trust_remote_code)
-    with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
-        config, method = load_config(place, trust_remote_code), method_of(place)
-        files = open_files(place, config, stored)
-        if not isinstance(files, GgufFiles):
-            stored = files.stored
-        with patch.dict(os.environ, ONE_THREAD):
-            mode = ShapesAlone(allow_non_fake_inputs=True)
-            shapes = {name: ShapeSlice(shape, mode) for name, shape in files.shapes.items()}
-            model, loading_info = build_model(
-                place, config, torch.float32, trust_remote_code, stored, shapes, files.ignored
-            )
-    # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
-    widen(model.requires_grad_(False))
-    weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    return _describe(place, model, loading_info, method, deferred=weights)
+    return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, place.folder, deferred, shapes)
 
 
 def _refuse_swapped(place: Location) -> None:

@@ -5,34 +5,30 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, cast
+from unittest.mock import patch
 
 import regex  # unlike re it has a timeout, which matters because the expressions come from an untrusted file
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, sha256, shorten_text, with_home
-from attnlens.models.loading.building import Stored, format_names, names_in_model, safetensors_header
+from attnlens.models.loading import locate
+from attnlens.models.loading.building import names_in_model
 from attnlens.models.loading.configs import foreign
-from attnlens.models.loading.locate import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    Hub,
-    Json,
-    is_there,
-    looks_like_path,
-    names_in,
-    read_json,
-    weight_file,
-)
+from attnlens.models.loading.locate import ADAPTER_CONFIG, CONFIG, Json, names_in, weight_file
+from attnlens.models.loading.stored import Stored, format_names, safetensors_header
 from attnlens.records import AdapterInfo, File
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -61,12 +57,10 @@ SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model
 SAY_AGAIN = "Download the adapter again."
 
 
-@dataclass(frozen=True)
-class AdapterFiles:
+class AdapterFiles(NamedTuple):
     """Location of an adapter on this machine."""
 
     id: str
-    """The name that the user gave, without the revision."""
     folder: Path
     revision: str | None = None
     """The commit of an adapter from the hub."""
@@ -77,33 +71,24 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
     if find_spec("peft") is None:
         raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
     path = with_home(name)
-    if is_there(path):
+    if locate.is_there(path):
         if not path.is_dir():
             raise ModelError(f"{shorten_text(name)} is a file, not an adapter's folder.", SAY_FOLDER)
         _select_files(names_in(path), name)
         return AdapterFiles(name, path)
-    id_, _, revision = name.partition("@")
-    if not id_ or looks_like_path(id_):
-        raise ModelError(f"There is no such folder: {shorten_text(name)}.", SAY_FOLDER)
-    folder = Hub(id_, revision or None).fetch(lambda names: _select_files(names, id_), offline=offline)
-    _select_files(names_in(folder), id_)
-    return AdapterFiles(id_, folder, folder.name)
+    hub = locate.parse_hub_id(name, remedy=SAY_FOLDER)
+    folder = hub.fetch(lambda names: _select_files(names, hub.id), offline=offline)
+    _select_files(names_in(folder), hub.id)
+    return AdapterFiles(hub.id, folder, folder.name)
 
 
 def _select_files(names: Collection[str], where: str) -> list[str]:
     """Return the names of an adapter's two files. Raises ModelError if one is missing."""
-    problem = remedy = ""
-    if ADAPTER_CONFIG not in names:
-        is_model = CONFIG in names
-        problem = f"has no {ADAPTER_CONFIG}" + ": it is a model, not an adapter" * is_model
-        remedy = "Give it as MODEL, without --adapter." if is_model else SAY_FOLDER
-    elif TENSORS not in names and PICKLE in names:
-        problem = f"has only a pickled adapter ({PICKLE}), which can run code when it is opened"
-        remedy = "Convert it to safetensors."
-    elif TENSORS not in names:
-        problem, remedy = f"has no {TENSORS}", SAY_AGAIN
-    if problem:
-        raise ModelError(f"{shorten_text(where)} {problem}.", remedy)
+    if ADAPTER_CONFIG not in names and CONFIG in names:
+        raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
+    if missing := [name for name in (ADAPTER_CONFIG, TENSORS) if name not in names]:
+        pickled = ": a pickled adapter, which can run code when it is opened, is not read" * (PICKLE in names)
+        raise ModelError(f"{shorten_text(where)} has no {missing[0]}{pickled}.", SAY_FOLDER)
     return [ADAPTER_CONFIG, TENSORS]
 
 
@@ -155,34 +140,35 @@ def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
     import torch
     from safetensors import safe_open
 
-    with foreign(f"The adapter in {files.folder} can't be merged", SAY_AGAIN):
-        import peft
+    with foreign(f"The adapter in {files.folder} can't be merged", SAY_AGAIN), _limit_matching():
+        from peft import LoraModel
 
         settings_file, tensors_file = weight_file(files.folder, ADAPTER_CONFIG), weight_file(files.folder, TENSORS)
         settings, header = _read_settings(settings_file), safetensors_header(tensors_file)
-        low_rank, whole, unplaced = _place(tensors_file, header, model)
-        modules = sorted({name.rpartition(".lora_")[0] for name in low_rank})
+        names, unplaced = _match(tensors_file, header, model)
+        low_rank = {name: stored for name, stored in names.items() if ".lora_" in name}
+        whole, modules = names.keys() - low_rank, sorted({name.rpartition(".lora_")[0] for name in low_rank})
+        if not modules:
+            raise ModelError(f"{tensors_file} contains no pair of matrices A and B.", SAY_AGAIN)
         base = settings.get("base_model_name_or_path")
         say_base = f"Give its base as MODEL: {shorten_text(base or 'the model it was trained on')}."
-        named_by_settings = _expand_modules(settings, settings_file, model, modules, say_base)
+        config = _build_config(settings, settings_file, model, modules, say_base)
         _check_shared(model, {*whole, *(f"{path}.weight" for path in modules)})
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
-        if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
+        if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole)):
             problem = f"{settings_file} declares trained biases, but {format_names(lost)} is missing."
             raise ModelError(problem, SAY_AGAIN)
         parameters = {name: model.get_parameter(name) for name in whole}
         originals = {name: parameter.data for name, parameter in parameters.items()}
 
-        plain = {name: settings[name] for name in APPLIED if name in settings}
-        config = peft.LoraConfig(**plain, **named_by_settings, init_lora_weights=False)
         # state_dict's keys name the modules to wrap; on meta, a rank of any size takes no memory and no random numbers
         with torch.device("meta"):
-            names = cast("dict[str, Tensor]", low_rank)  # only its keys are read
-            tuner = peft.LoraModel(model, config, "default", low_cpu_mem_usage=True, state_dict=names)
+            keys = cast("dict[str, Tensor]", low_rank)  # only its keys are read
+            tuner = LoraModel(model, config, "default", low_cpu_mem_usage=True, state_dict=keys)
         expected = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
-        _check_tensors(header, low_rank | whole, expected | parameters, say_base)
+        _check_tensors(header, names, expected | parameters, say_base)
         with safe_open(tensors_file, framework="pt") as file:
-            tensors = {name: file.get_tensor(stored) for name, stored in (low_rank | whole).items()}
+            tensors = {name: file.get_tensor(stored) for name, stored in names.items()}
         # peft's own function for this would round them to the weights' type
         model.load_state_dict({name: tensors[name] for name in low_rank}, strict=False, assign=True)
         for name, parameter in parameters.items():
@@ -233,7 +219,7 @@ def _read_settings(file: Path) -> Json:
     """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
     if file.stat().st_size > LARGEST:
         raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
-    settings = {name: value for name, value in read_json(file).items() if value is not None}
+    settings = {name: value for name, value in locate.read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
     # all other initialisations (PiSSA, OLoRA, LoftQ …) change the base model's weights as well
@@ -247,11 +233,9 @@ def _read_settings(file: Path) -> Json:
     return settings
 
 
-def _place(
-    file: Path, header: Mapping[str, Stored], model: PreTrainedModel
-) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
-    """Map peft's parameters to low-rank tensors and the model's to whole ones, and list tensors that match neither."""
-    low_rank, whole, unplaced = dict[str, str](), dict[str, str](), list[str]()
+def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Map peft's parameters and the model's to the tensors stored for them, and list tensors that match neither."""
+    names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
     for stored in header:
@@ -260,27 +244,37 @@ def _place(
         stem = part[1] if part else name
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
-        if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
+        if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in names:
             problem = f"{file} contains {shorten_text(stored)}, which is not a LoRA parameter, or contains it twice."
             raise ModelError(problem, SAY_MERGE)
-        if part:
-            low_rank[key] = stored
-        elif target in parameters:
-            whole[target] = stored
+        if part or target in parameters:
+            names[key] = stored
         else:
             unplaced.append(stored)
-    if not low_rank:
-        raise ModelError(f"{file} contains no pair of matrices A and B.", SAY_AGAIN)
-    return low_rank, whole, tuple(unplaced)
+    return names, tuple(unplaced)
 
 
-def _expand_modules(settings: Json, file: Path, model: PreTrainedModel, modules: list[str], say_base: str) -> Json:
-    """Return the settings that name modules, with untrusted expressions expanded to paths because peft uses plain re.
+@contextmanager
+def _limit_matching() -> Iterator[None]:
+    """Let peft match a file's expressions with modules for at most SECONDS; `re` itself has no time limit."""
+    end = time.monotonic() + SECONDS
 
-    Raises ModelError if the model lacks an adapted module, or settings and tensors name different modules.
-    """
+    def match(function: Callable[..., object], expression: str, path: str) -> object:
+        if len(expression) > LONGEST or (remaining := end - time.monotonic()) <= 0:
+            raise TimeoutError(f"its expressions for modules are too long, or matching takes more than {SECONDS:.0f} s")
+        return function(expression, path, timeout=remaining)
+
+    matchers = {name: partial(match, getattr(regex, name)) for name in ("match", "fullmatch")}
+    limited = SimpleNamespace(**vars(re) | matchers)
+    with patch("peft.tuners.tuners_utils.re", limited), patch("peft.utils.other.re", limited):
+        yield
+
+
+def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: list[str], say_base: str) -> LoraConfig:
+    """Return the settings for peft. Raises ModelError if they, the model or the tensors disagree on adapted modules."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which its documentation omits
+    from peft.utils.other import get_pattern_key  # also undocumented
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -288,45 +282,21 @@ def _expand_modules(settings: Json, file: Path, model: PreTrainedModel, modules:
     if lacking := sorted(set(modules) - set(paths)):
         problem = f"{file.parent} changes {format_names(lacking)}, which is not a linear layer or embedding of this"
         raise ModelError(f"{problem} model: the adapter was trained on a different base model.", say_base)
-    ends = time.monotonic() + SECONDS
-
-    def matches(expression: str, paths: list[str]) -> list[str]:
-        if len(expression) > LONGEST:
-            raise ValueError(f"a regular expression for modules has more than {LONGEST} characters")
-        matched = []
-        for path in paths:
-            if (remaining := ends - time.monotonic()) <= 0:
-                raise TimeoutError(f"matching its expressions with the modules takes more than {SECONDS:.0f} s")
-            if regex.fullmatch(expression, path, timeout=remaining):
-                matched.append(path)
-        return matched
-
-    values = {name: settings[name] for name in NAMING if name in settings}
+    values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules
-    for name in ("target_modules", "exclude_modules"):
-        if isinstance(values.get(name), str):
-            values[name] = matches(values[name], paths)
-    lists = values.get("layers_pattern") or []
-    if not all(re.fullmatch(r"[\w.]*", name) for name in ([lists] if isinstance(lists, str) else lists)):
-        raise ValueError(f"layers_pattern = {format_value(lists)} is not a name")
-    saved = [path for path in paths for name in settings.get("modules_to_save", []) if f".{name}." in f".{path}."]
-    values["exclude_modules"] = [*values.get("exclude_modules", []), *saved]
-    for name in ("rank_pattern", "alpha_pattern"):
-        pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
-        if unused := [key for key, matched in pattern.items() if not matched]:
-            problem = f"{file} has {format_value(unused[0])} in {name}, which matches none of the adapted modules."
-            raise ModelError(problem, "If the adapter was trained with this setting, remove that key from the file.")
-        chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
-        by_value: dict[float, list[str]] = defaultdict(list)
-        for path, value in chosen.items():
-            by_value[value].append(re.escape(path))
-        values[name] = {f"^(?:{'|'.join(escaped)})": value for value, escaped in by_value.items()}
-    config = LoraConfig(**values)
+    config = LoraConfig(**values, init_lora_weights=False)
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
         problem = f"{file} and the adapter's tensors disagree on whether {format_names(differing)} is adapted."
         raise ModelError(problem, SAY_AGAIN)
-    return values
+    config.modules_to_save = None  # only the exceptions that they make are needed
+    for name in ("rank_pattern", "alpha_pattern"):
+        for key in set(values.get(name, ())) - set(modules):
+            if all(get_pattern_key([key], path) == path for path in modules):  # a path without a match is returned
+                problem = f"{file} has {format_value(key)} in {name}, which matches none of the adapted modules."
+                remedy = "If the adapter was trained with this setting, remove that key from the file."
+                raise ModelError(problem, remedy)
+    return config
 
 
 def _check_tensors(

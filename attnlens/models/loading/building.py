@@ -5,44 +5,32 @@ Models are built silently and within size limits, and errors of transformers are
 
 from __future__ import annotations
 
-import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from logging import CRITICAL, getLogger
 from math import prod
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock, patch
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.configs import (
-    SAY_BELONGS,
-    SAY_UNQUANTISED,
-    check_config,
-    check_counts,
-    fields,
-    foreign,
-    model_class,
-    own_models,
-    refuse_mismatch,
-    take_choices,
-)
+from attnlens.models.loading import configs
 from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, GgufFiles, Settings, read_header
-from attnlens.models.loading.locate import (
-    CONFIG,
-    Location,
-    Storage,
-    check_small,
-    names_in,
-    readable,
-    refuse_other_forms,
+from attnlens.models.loading.locate import CONFIG, Location, Storage, check_entries, names_in, readable
+from attnlens.models.loading.stored import (
+    Stored,
+    TensorFiles,
+    format_names,
+    numbers_in,
+    read_pickle,
+    safetensors_header,
 )
 
 if TYPE_CHECKING:
@@ -71,13 +59,14 @@ def check_loaded(
     if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
+    unexplained = "but nothing in config.json explains the codes"
     if codes := _codes(model, stored, unused):
-        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}"
-        raise ModelError(f"{problem}, but nothing in config.json explains what the codes mean.", SAY_UNQUANTISED)
+        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, {unexplained}."
+        raise ModelError(problem, configs.SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes"
-        raise ModelError(f"{problem}, but nothing in config.json explains the codes.", SAY_UNQUANTISED)
-    refuse_mismatch(place, loading_info["mismatched_keys"])
+        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, {unexplained}."
+        raise ModelError(problem, configs.SAY_UNQUANTISED)
+    configs.refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
             problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
@@ -110,25 +99,26 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
     """Return whether an unused tensor has a name of quantised codes, or is the scale or zero of a stored weight."""
     stem = SCALE.sub("", name)
-    return _leaf(name) in PACKED or (stem != name and (stem in stored or f"{stem}.weight" in stored))
+    return name in stored and (
+        _leaf(name) in PACKED or (stem != name and not {stem, f"{stem}.weight"}.isdisjoint(stored))
+    )
 
 
 def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
     """Return the encoded tensors that were loaded as numbers: all except buffers, unexpected and ignored tensors."""
-    parameters = _parameter_names(model)
-    others = {name for name, _ in model.named_buffers()} | unexpected
+    parameters, buffers = _parameter_names(model), dict(model.named_buffers())
     # transformers can store a buffer under another path, so that only its last name component is compared
-    counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
     # private in transformers, which does not load tensors that match these patterns; (?!) matches nothing
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
-
-    def is_loaded(name: str) -> bool:
+    loaded = []
+    for name in (name for name, tensor in stored.items() if tensor.encoded):
         names = set(names_in_model(name, model.base_model_prefix))
-        is_apart = bool(names & others) or _leaf(name) in counters or ignored.search(name) is not None
-        return bool(names & parameters) or not is_apart
-
-    return [name for name, tensor in stored.items() if tensor.encoded and is_loaded(name)]
+        is_apart = bool(names & (buffers.keys() | unexpected)) or _leaf(name) in counters or ignored.search(name)
+        if names & parameters or not is_apart:
+            loaded.append(name)
+    return loaded
 
 
 def _leaf(name: str) -> str:
@@ -144,28 +134,7 @@ def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of the floating-point types of unquantised weights."""
 SAY_ONCE = "Save the model again with each tensor stored once."
-
-
-class Stored(NamedTuple):
-    """Shape and type of a tensor in a file."""
-
-    shape: tuple[int, ...]
-    type: str
-    """Name of the type in safetensors; F32 for all tensors of a GGUF file, since they are decoded."""
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes, by the number of bits in the name of its type (BF16, F8_E4M3; BOOL takes a byte)."""
-        bits = re.search(r"\d+", self.type)
-        return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
-
-    @property
-    def encoded(self) -> bool:
-        """True if the values are codes, integers or truth values instead of floating-point numbers."""
-        return self.type not in FLOATS
 
 
 def tensors_in(place: Location) -> dict[str, Stored]:
@@ -176,7 +145,7 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     """
     readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
         "safetensors": safetensors_header,
-        "pickle": pickled_header,
+        "pickle": read_pickle,
         "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_header(file).tensors},
     }
     tensors: dict[str, Stored] = {}
@@ -191,52 +160,6 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     return tensors
 
 
-def numbers_in(tensors: Mapping[str, Stored]) -> int:
-    """Return the total number of values in these tensors."""
-    return sum(prod(tensor.shape) for tensor in tensors.values())
-
-
-def safetensors_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file. Raises ModelError if it is truncated or in another format."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as content:
-            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # content is not a dict
-            return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    except SafetensorError as error:
-        problem = f"{file} is truncated or not a safetensors file: {shorten_text(str(error))}."
-        raise ModelError(problem, "Download the model again.") from None
-
-
-def pickled_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of an allowed pickle; weights_only builds only those. Raises ModelError for other content."""
-    import torch
-
-    try:
-        content = torch.load(file, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError:
-        problem = f"{file} contains objects other than tensors, or is not a pickle of torch: opening it could run code."
-        raise ModelError(problem, "Get the model as safetensors.") from None
-    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{file} is truncated or not a pickle of torch: {shorten_text(str(error))}."
-        raise ModelError(problem, "Download the model again.") from None
-    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    if not isinstance(content, Mapping):
-        raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
-    return {
-        str(name): Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype).removeprefix("torch.")))
-        for name, value in content.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def format_names(names: Iterable[str]) -> str:
-    """Format names as `a`, or `a and 3 more`."""
-    first, *more = map(shorten_text, names)
-    return f"{first} and {len(more)} more" if more else first
-
-
 SAY_SUPPORTED = "Check that transformers supports this model."
 
 
@@ -245,48 +168,39 @@ def silence_logging() -> Iterator[None]:
     """Let transformers and accelerate log only critical messages inside the context; restore their levels at the end.
 
     Their messages repeat a config's content, including control characters; serious problems are raised as errors.
-    Some models log when they run, not when they are loaded: Mamba logs at its first forward pass which of its kernels
-    are not installed.
+    Some models log when they run: Mamba logs at its first forward pass which of its kernels are not installed.
     """
-    from transformers.utils import logging
+    from transformers.utils.logging import get_logger
 
-    accelerate = getLogger("accelerate")
-    levels = logging.get_verbosity(), accelerate.level
-    logging.set_verbosity(CRITICAL)
-    accelerate.setLevel(CRITICAL)
-    try:
+    with ExitStack() as undo:
+        for logger in (get_logger("transformers"), getLogger("accelerate")):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(CRITICAL)
         yield
-    finally:
-        logging.set_verbosity(levels[0])
-        accelerate.setLevel(levels[1])
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence progress bars, logs and warnings inside the context, while a model is loaded."""
+def quiet(place: Location | None = None) -> Iterator[None]:
+    """Silence progress bars, logs and warnings inside the context, and let no code from the hub run.
+
+    The code is kept out by a patch, because no setting covers it: with the package `kernels`, RWKV, YOSO and MRA call
+    transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read only
+    when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
+    The header of a GGUF file at `place`, of which transformers takes seconds to read a vocabulary, is read only once.
+    """
     from transformers.utils import logging
 
+    hub = import_module("transformers.integrations.hub_kernels")
     with ExitStack() as undo, silence_logging(), warnings.catch_warnings(action="ignore"):
         if logging.is_progress_bar_enabled():
             logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             undo.callback(logging.enable_progress_bar)
-        yield
-
-
-@contextmanager
-def no_kernels() -> Iterator[None]:
-    """Keep transformers from downloading compiled code from the hub inside the context; models compute the same.
-
-    This is a patch, because security needs it and no setting covers it: with the package `kernels`, RWKV, YOSO and MRA
-    call transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read
-    only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
-    """
-    hub = import_module("transformers.integrations.hub_kernels")
-    if not hasattr(hub, "get_kernel_hub"):  # the package `kernels` is not installed
-        yield
-        return
-    refuse = Mock(side_effect=FileNotFoundError("attnlens does not run code from the hub"))
-    with patch.object(hub, "get_kernel_hub", refuse), patch("kernels.get_kernel", refuse):
+        if hasattr(hub, "get_kernel_hub"):  # the package `kernels` is installed
+            refuse = Mock(side_effect=FileNotFoundError("attnlens does not run code from the hub"))
+            undo.enter_context(patch.object(hub, "get_kernel_hub", refuse))
+            undo.enter_context(patch("kernels.get_kernel", refuse))
+        if place is not None and place.gguf:
+            undo.enter_context(patch("gguf.GGUFReader", cache(import_module("gguf").GGUFReader)))
         yield
 
 
@@ -319,11 +233,11 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
             counts[kind] += prod(value.shape)
         if all(counts[name] <= limit for name, limit in limits.items()):
             return
-        sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
+        sizes = [(size, path) for path, size in configs.fields(place.config) if isinstance(size, int) and size > 1]
         size, path = max(sizes, default=(0, ""))
         largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
         problem = f"{place.config_file} describes a far larger model{largest} than the weight files"
-        raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", SAY_BELONGS)
+        raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", configs.SAY_BELONGS)
 
     with ExitStack() as stack:
         for kind, register in (
@@ -335,36 +249,33 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
         yield
 
 
-def check_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
+def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
     """Check a model's files before it is loaded, and return their tensors. Raises ModelError for unsafe or bad ones."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
-    names = names_in(place.folder)
-    refuse_other_forms(place.folder, names, adapter_too=adapter_too)
-    if place.form != "gguf":  # a GGUF file includes its config and tokenizer
-        check_small(place.folder, names)
-    check_config(place, trust_remote_code)
+    check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
+    configs.check_config(place)
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
         problem = f"{place.file} needs the packages gguf and accelerate, but at least one is not installed."
         raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
     if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
     stored = tensors_in(place)
-    check_counts(place, len(stored))
+    configs.check_counts(place, len(stored))
     return stored
 
 
-def load_config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(place: Location) -> PreTrainedConfig:
     """Load the model's configuration. Raises ModelError if it can't be read."""
     from transformers import AutoConfig
 
-    own_models(place.config.get("model_type"))
+    configs.own_models(place.config.get("model_type"))
     kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
-    with foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
+    with configs.foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            place.folder, trust_remote_code=trust_remote_code, **place.gguf
+            place.folder, trust_remote_code=place.trusts_code, **place.gguf
         )
-    take_choices(config)
+    configs.take_choices(config)
     if place.gguf:
         Settings(place.config_file).apply(config)
     return config
@@ -374,39 +285,38 @@ def open_gguf(place: Location, config: PreTrainedConfig, stored: Mapping[str, St
     """Open the tensors of a GGUF file; return None if transformers has its newer loader for the architecture."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
-    path = place.folder / place.file
-    header = read_header(path)
+    header = read_header(place.config_file)
     if is_gguf_arch_supported(header.architecture):
         return None
-    with foreign(f"{path} can't be read", SAY_SUPPORTED), limited_size(place, stored):
-        return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))
+    with configs.foreign(f"{place.config_file} can't be read", SAY_SUPPORTED), limited_size(place, stored):
+        return GgufFiles(place.config_file, header, config, configs.model_class(config, gguf=True, own_code=False))
 
 
 def build_model(
     place: Location,
     config: PreTrainedConfig,
     dtype: torch.dtype | str,
-    trust_remote_code: bool,
     stored: Mapping[str, Stored],
+    files: TensorFiles | None = None,
     weights: Mapping[str, object] | None = None,
-    ignored: Iterable[str] = (),
     spread: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
-    `weights` are decoded weights, if given, and `ignored` the names of tensors left out of them; `spread` are the
-    options of transformers that spread the model over devices.
+    `weights` are those read from `files`, or stand-ins for them, if transformers is not to read the tensors `stored` in
+    the files itself; `spread` are the options of transformers that spread the model over devices.
     """
     from transformers import GenerationConfig
 
-    own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    own_code = place.trusts_code and bool(getattr(config, "auto_map", None))
     options: dict[str, object] = {"trust_remote_code": True} if own_code else {}
-    if place.form == "safetensors" and weights is None:
+    if place.form == "safetensors" and files is None:
         config.transformers_weights = place.file
+    stored = stored if files is None else files.stored
     config_file = "" if place.gguf else f" with {CONFIG}"
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
-    with foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
-        class_ = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+    with configs.foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
+        class_ = configs.model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is None:
             options |= place.gguf
         else:
@@ -437,6 +347,9 @@ def build_model(
             **spread,
             **options,
         )
-    loading_info = {**loading_info, "unexpected_keys": {*loading_info["unexpected_keys"], *ignored}}
+    loading_info = {
+        **loading_info,
+        "unexpected_keys": {*loading_info["unexpected_keys"], *(files.ignored if files else ())},
+    }
     check_loaded(place, model, stored, loading_info)
     return model, loading_info

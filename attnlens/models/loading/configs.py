@@ -86,9 +86,7 @@ def has_tokenizer(place: Location) -> bool:
     return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
 
 
-def load_tokenizer(
-    place: Location, config: PreTrainedConfig, *, trust_remote_code: bool
-) -> tuple[PreTrainedTokenizerBase | None, str]:
+def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTrainedTokenizerBase | None, str]:
     """Load the tokenizer; return it with an empty string, or None with the reason why there is none.
 
     If files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown; it is
@@ -101,7 +99,7 @@ def load_tokenizer(
     try:
         with foreign("the tokenizer can't be loaded", "Use --source weights.", TextError):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                place.folder, trust_remote_code=trust_remote_code, local_files_only=True, **place.gguf
+                place.folder, trust_remote_code=place.trusts_code, local_files_only=True, **place.gguf
             )
             size = len(tokenizer)
     except TextError as error:
@@ -162,7 +160,7 @@ SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 
 
-def check_config(place: Location, trust_remote_code: bool) -> None:
+def check_config(place: Location) -> None:
     """Raise ModelError for invalid values that transformers would accept, unsupported quantisation, and own code.
 
     Such values are sizes below 1, names of the wrong type, and rotary tables of any size; transformers checks others.
@@ -195,7 +193,7 @@ def check_config(place: Location, trust_remote_code: bool) -> None:
                 problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
                 supported = f"supported quantised formats are GGUF, {', '.join(DECODED)}"
                 raise ModelError(f"{problem} {shorten_text(str(method))}; {supported}.", SAY_UNQUANTISED)
-    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not place.trusts_code:
         problem = f"{place.id} contains Python code, which would run on this machine."
         raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
 

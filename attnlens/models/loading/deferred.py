@@ -1,7 +1,6 @@
 """Models that have only shapes, built by transformers' own loading; weights are read from their files module by module.
 
-Local safetensors files are read by the safetensors library, which maps a file only while it reads a tensor. Files on a
-hub are read by byte ranges, quantised weights and GGUF files one weight at a time.
+Files on a hub are read by byte ranges, quantised weights and GGUF files one weight at a time.
 """
 
 from __future__ import annotations
@@ -9,23 +8,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
-from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
-from huggingface_hub import get_hf_file_metadata
-from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
-from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: torch's only tensors of shapes
@@ -41,12 +33,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from attnlens.errors import ModelError
 from attnlens.files import shorten_text
-from attnlens.models.loading.building import Stored, open_gguf, quiet, safetensors_header
-from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
-from attnlens.models.loading.locate import Location, WatchedFile, first_line
+from attnlens.models.loading.building import open_gguf, quiet
+from attnlens.models.loading.locate import Location
 from attnlens.models.loading.placement import give_back
 from attnlens.models.loading.quantised import coded_weights
-from attnlens.records import FileInParts
+from attnlens.models.loading.stored import LENGTH, LocalFile, RemoteFile, Stored, TensorFiles, read_header
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload  # private: torch exports no name for an operation
@@ -59,7 +50,7 @@ class DeferredWeights:
 
     model: PreTrainedModel
     """The model, whose tensors have only shapes."""
-    files: SafetensorsFiles | GgufFiles
+    files: TensorFiles
     """Files that the weights are read from."""
     rounded_to: torch.dtype | None
     """Type to which weights are rounded when read; None: the stored type."""
@@ -118,19 +109,16 @@ class DeferredWeights:
         give_back()  # memory freed by the previous module
         names = self.stored_names(module, wanted)
         self.bytes_read += self.files.size(names)
-        tensors, dtype = self.files.read(names), self.rounded_to
-        for name, tensor in tensors.items():
-            is_exact = tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype or tensor.dtype) == dtype
-            # a type whose values `dtype` contains is widened only once, later
-            tensors[name] = tensor if dtype is None or is_exact else tensor.to(dtype)
+        tensors = self.files.read(names)
+        if self.rounded_to is not None:
+            tensors = {name: tensor.to(self.rounded_to) for name, tensor in tensors.items()}
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with patch.dict(os.environ, ONE_THREAD), quiet():
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
-            raise ModelError(
-                f"The weights of {path} don't have the shapes of config.json.", "Download the model again."
-            )
+            problem = f"The weights of {path} don't have the shapes of config.json."
+            raise ModelError(problem, "Download the model again.")
         for name, part in module.named_parameters():
             part.requires_grad_(False)
             if name in wanted and not (is_announced(part) or bool(part.sum().isfinite())):
@@ -151,7 +139,7 @@ class DeferredWeights:
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
-        for name in self.files.shapes:
+        for name in self.files.stored:
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if target not in state and name in state:  # as transformers does: a name of the model stays
                 target, pattern = rename_source_key(name, [], [], prefix, state)
@@ -218,212 +206,62 @@ def mute_shape_errors() -> Iterator[None]:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
-LENGTH = 8
-"""Bytes before a safetensors header, which give its length."""
-LONGEST = 100 * 2**20
-"""Maximum size of a header in bytes, as in the safetensors library."""
-SAMPLE = 4096
-"""Numbers sampled at the beginning, in the middle and at the end of a tensor, in whole rows, at least one."""
-ATTEMPTS = 5
-"""Number of requests for a range; each asks only for the bytes that have not arrived."""
-WAIT = 0.5
-"""Seconds before the second attempt, doubled before each later one."""
-PATIENCE = 30.0
-"""Seconds without a byte after which a connection counts as dropped."""
-SAY_AGAIN, SAY_LATER = "Download the model again.", "Run the command again: finished work is kept."
 
-
-def open_files(place: Location, config: PreTrainedConfig, stored: Mapping[str, Stored]) -> SafetensorsFiles | GgufFiles:
+def open_files(place: Location, config: PreTrainedConfig, stored: Mapping[str, Stored]) -> TensorFiles:
     """Open the weight files at `place`. Raises ModelError if they are in a form that can't be read in parts."""
     path = place.folder / place.file
     if place.form == "pickle":
         raise ModelError(f"{path} is a pickle, whose tensors can't be read individually.", "Convert it to safetensors.")
     files = SafetensorsFiles(place) if place.form == "safetensors" else open_gguf(place, config, stored)
     if files is None:
-        raise ModelError(f"The tensors of {path} can't be read individually, because of its architecture.", SAY_LOAD)
+        problem = f"The tensors of {path} can't be read individually, because of its architecture."
+        raise ModelError(problem, "Leave out --device files.")
     return files
 
 
-def read_all(files: SafetensorsFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read all tensors, 64 at a time; decoded tensors are converted to `dtype`, others keep their stored type."""
-    names, tensors = list(files.shapes), dict[str, Tensor]()
-    decoded = files.shapes if isinstance(files, GgufFiles) else files.coded
-    for start in range(0, len(names), 64):
-        for name, tensor in files.read(names[start : start + 64]).items():
-            tensors[name] = tensor.to(dtype) if name in decoded else tensor
+def read_all(files: TensorFiles, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read all tensors; decoded tensors are converted to `dtype`, others keep their stored type."""
+    decoded = files.coded if isinstance(files, SafetensorsFiles) else files.stored
+    tensors = dict[str, Tensor]()
+    for name in files.stored:  # one by one, because decoded numbers take up to eight times the memory of their codes
+        tensors |= {name: part.to(dtype) if name in decoded else part for name, part in files.read([name]).items()}
     return tensors
 
 
-class SafetensorsFiles:
-    """The tensors of safetensors files, local or on a hub, each read only on request.
-
-    Quantised weights are decoded when they are read, and have the weights' own names.
-    """
-
-    ignored: Sequence[str] = ()
-    """Tensors left out because the model lacks them: none."""
+class SafetensorsFiles(TensorFiles):
+    """The tensors of safetensors files, local or on a hub; quantised weights have the weights' own names."""
 
     def __init__(self, place: Location) -> None:
+        self.headers, self._sources = [], dict[str, tuple[LocalFile | RemoteFile, Stored]]()
         files: list[LocalFile | RemoteFile] = [RemoteFile(*item) for item in place.urls]
-        files = files or [LocalFile(path) for path in place.weights]
-        self.headers = [file.record for file in files]
-        """Records of the files for a report."""
-        self._files = {name: file for file in files for name in file.stored}
-        stored = {name: tensor for file in files for name, tensor in file.stored.items()}
-        self._bytes = {name: tensor.bytes for name, tensor in stored.items()}
+        for file in files or map(LocalFile, place.weights):
+            tensors, header = read_header(file)
+            self.headers.append(header)
+            self._sources |= {name: (file, tensor) for name, tensor in tensors.items()}
+        stored = {name: tensor for name, (_, tensor) in self._sources.items()}
         self.coded = coded_weights(place, stored)
         """Weights stored as codes, keyed by the weights' own names."""
-        shapes = {name: weight.shape(stored, self._read) for name, weight in self.coded.items()}
-        codes = set(self._stored_names(self.coded))
+        codes = {part for weight in self.coded.values() for part in weight.parts.values()}
         self.stored = {name: tensor for name, tensor in stored.items() if name not in codes}
-        """Shape and type of each tensor; decoded weights are float32."""
-        self.stored |= {name: Stored(shape, "F32") for name, shape in shapes.items()}
-        self.shapes = {name: tensor.shape for name, tensor in self.stored.items()}
-        """Shapes of all tensors, keyed by name."""
+        self.stored |= {name: Stored(weight.shape(stored, self._read), "F32") for name, weight in self.coded.items()}
 
-    def size(self, names: Iterable[str]) -> int:
-        """Return the number of bytes read for these tensors."""
-        return sum(self._bytes[name] for name in self._stored_names(names))
-
-    def sample(self, names: Iterable[str]) -> bytes:
-        """Return some numbers of each of these tensors, as stored."""
-        return b"".join(self._files[name].sample(name) for name in self._stored_names(names))
+    def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
+        """Return file, offset and size in bytes of all data that these tensors are made of."""
+        parts = [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
+        return [(file, stored.start, stored.bytes) for file, stored in (self._sources[part] for part in parts)]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if that fails, or a file changed since it was opened."""
         return {name: self.coded[name].decode(self._read) if name in self.coded else self._read(name) for name in names}
 
     def _read(self, name: str) -> Tensor:
-        return self._files[name].read(name)
-
-    def _stored_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the stored tensors that these tensors are made of."""
-        return [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
-
-
-class LocalFile(WatchedFile):
-    """A safetensors file on this machine."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.stored = safetensors_header(path)
-        with path.open("rb") as content:  # the library has checked that the file is complete
-            header = content.read(int.from_bytes(content.read(LENGTH), "little"))
-        self.record = self.in_report(sha256(header).hexdigest())
-
-    def sample(self, name: str) -> bytes:
-        """Return some numbers of a tensor, since a file's modification time can be set to any value."""
-        with self._open() as content:
-            part = content.get_slice(name)
-            shape = part.get_shape()
-            rows = max(1, SAMPLE // max(1, prod(shape[1:])))
-            last = max(0, shape[0] - rows) if shape else 0
-            spans = [slice(start, start + rows) for start in (0, last // 2, last)] if shape else [...]
-            pieces: list[Tensor] = [part[span] for span in spans]
-        return b"".join(piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for piece in pieces)
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor. Raises ModelError if the file is gone, truncated, or has changed since it was opened."""
-        with self._open() as content:
-            tensor: Tensor = content.get_tensor(name)
-            return tensor
-
-    @contextmanager
-    def _open(self) -> Iterator[Any]:  # safetensors has no types
-        """Open the file inside the context; closing it unmaps the file."""
-        self.check()
-        try:
-            with safe_open(self.path, framework="pt") as content:
-                yield content
-        except (SafetensorError, OSError) as error:
-            self.check()
-            raise ModelError(f"{self.path} can't be read: {first_line(error)}", SAY_AGAIN) from None
-        self.check()
-
-
-class RemoteFile:
-    """A safetensors file in a hub repository at one commit, read by ranges; its stamp (ETag) identifies its content.
-
-    huggingface_hub's own range readers hold a response of any length in memory, even if a server sends the whole
-    file, and request the full range again if the connection drops.
-    """
-
-    def __init__(self, name: str, url: str) -> None:
-        self._name, self._url = name, url
-        try:
-            metadata = get_hf_file_metadata(url)
-        except (HfHubHTTPError, HTTPError) as error:
-            raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
-        if metadata.size is None:
-            raise ModelError(f"The hub does not report the size of {name}.", "Download the model.")
-        length = int.from_bytes(self._read_range(0, LENGTH), "little") if metadata.size >= LENGTH else 0
-        if not 0 < length <= min(LONGEST, metadata.size - LENGTH):
-            raise ModelError(f"{name} is truncated or not a safetensors file.", SAY_AGAIN)
-        header = bytes(self._read_range(LENGTH, length))
-        self._places = parse_header(name, header, metadata.size)
-        self.stored = {tensor: stored for tensor, (stored, _) in self._places.items()}
-        digest, stamp = sha256(header).hexdigest(), metadata.etag or ""
-        self.record = FileInParts(name=name, bytes=metadata.size, header_sha256=digest, stamp=stamp)
-
-    def sample(self, _name: str) -> bytes:
-        """Return no bytes, because the stamp already identifies the content."""
-        return b""
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor. Raises ModelError if the hub does not deliver it, or its type is unknown."""
-        stored, start = self._places[name]
+        """Read a stored tensor: the safetensors library parses a file in memory with this one tensor."""
+        file, stored = self._sources[name]
         entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
         header = json.dumps({name: entry}).encode()
-        content = len(header).to_bytes(LENGTH, "little") + header + self._read_range(start, stored.bytes)
-        try:  # the library parses a file with this one tensor
-            return load_bytes(bytes(content))[name]
+        content = len(header).to_bytes(LENGTH, "little") + header + file.read(stored.start, stored.bytes)
+        try:
+            return load_bytes(content)[name]
         except (SafetensorError, KeyError):
-            problem = f"{self._name} stores {shorten_text(name)} in an unknown type."
-            raise ModelError(problem, "Download the model.") from None
-
-    def _read_range(self, start: int, count: int) -> bytearray:
-        """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
-        data, problem = bytearray(), ""
-        for attempt in range(ATTEMPTS):
-            time.sleep(WAIT * 2**attempt * (attempt > 0))
-            first = start + len(data)
-            span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
-            headers = build_hf_headers() | span
-            try:
-                with get_session().stream(
-                    "GET", self._url, follow_redirects=True, headers=headers, timeout=PATIENCE
-                ) as answer:
-                    if answer.status_code in (429, 500, 502, 503, 504):  # busy
-                        continue
-                    sent = answer.headers.get("Content-Range", "")
-                    if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
-                        problem = (
-                            f"The hub answers {answer.status_code} {sent} to a request for a part of {self._name}."
-                        )
-                        raise ModelError(problem, SAY_LATER)
-                    for part in answer.iter_raw():
-                        data += part[: count - len(data)]
-            except HTTPError as error:
-                problem = first_line(error)
-            if len(data) == count:
-                return data
-        reason = problem or f"{len(data)} of {count} bytes arrived"
-        raise ModelError(f"{self._name} can't be read from the hub: {reason}.", SAY_LATER)
-
-
-def parse_header(file: str, header: bytes, size: int) -> dict[str, tuple[Stored, int]]:
-    """Return each tensor's shape, type and start. Raises ModelError if the header contradicts the file's `size`."""
-    begin = LENGTH + len(header)
-    tensors: dict[str, tuple[Stored, int]] = {}
-    try:
-        for name, entry in json.loads(header).items():
-            if name != "__metadata__":
-                start, end = (begin + int(edge) for edge in entry["data_offsets"])
-                stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
-                if not begin <= start <= end <= size or end - start != stored.bytes:
-                    problem = f"{file} is truncated, or its header gives a wrong size of {shorten_text(name)}."
-                    raise ModelError(problem, SAY_AGAIN)
-                tensors[name] = stored, start
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise ModelError(f"{file} does not have a safetensors header.", SAY_AGAIN) from None
-    return tensors
+            problem = f"{file.name} stores {shorten_text(name)} in an unknown type."
+            raise ModelError(problem, "Convert the model to other types.") from None

@@ -6,61 +6,35 @@ llama.cpp is the reference for the meaning of fields and tensors.
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, cached_property
-from hashlib import sha256
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from importlib import import_module
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
-from unittest.mock import patch
 
 import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.locate import WatchedFile, first_line
+from attnlens.models.loading.locate import SAY_AGAIN, first_line
+from attnlens.models.loading.stored import MOST_DIMENSIONS, LocalFile, RemoteFile, Stored, TensorFiles, record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.integrations.gguf.reader import TensorInfo
 
 LONGEST = 2**26
 """Maximum size of a header in bytes; the largest vocabularies need a quarter of it."""
-MOST_DIMENSIONS = 8
-"""Maximum number of a tensor's dimensions; ggml itself has at most four."""
-SAMPLE = 4096
-"""Bytes sampled at the beginning, in the middle and at the end of a tensor."""
-SAY_AGAIN = "Download the model again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
-SAY_LOAD = "Leave out --device files."
 
 
 # --- header ----------------------------------------------------------------------------------------------------------
-
-
-class Entry(NamedTuple):
-    """One entry of the tensor table."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape in torch's order, the reverse of GGUF's."""
-    type: int
-    """ggml's number of the storage type."""
-    offset: int
-    """Offset of the tensor's data in bytes, relative to `Header.data`."""
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor in the file; 0 if its type is unknown or its shape does not fit the type's blocks."""
-        numbers, size = import_module("gguf").GGML_QUANT_SIZES.get(self.type, (1, 0))
-        return 0 if prod(self.shape) % numbers else int(prod(self.shape) // numbers * size)
 
 
 class Header(NamedTuple):
@@ -68,12 +42,10 @@ class Header(NamedTuple):
 
     fields: Mapping[str, object]
     """Numbers, texts and lists of numbers, keyed by name; the length of a list of texts."""
-    tensors: list[Entry]
-    """The tensor table."""
+    tensors: list[TensorInfo]
+    """Name, shape in torch's order, storage type, offset relative to `data`, and size in bytes of each tensor."""
     data: int
     """Offset of the tensor data in the file, in bytes."""
-    sha256: str
-    """Hash of all bytes before the tensor data."""
 
     @property
     def architecture(self) -> str:
@@ -84,12 +56,12 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read the header of a GGUF file. Raises ModelError if the file is not GGUF, or is damaged."""
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
-    from transformers.integrations.gguf.reader import _mapped, _read_metadata, _read_tensor_table
+    from transformers.integrations.gguf.reader import TensorInfo, _mapped, _read_metadata, _read_tensor_table
 
     try:
         content = _mapped(str(path))
         fields, count, position = _read_metadata(content[:LONGEST], "it")
-        tensors, position = _read_tensor_table(content[:LONGEST], count, position)
+        entries, position = _read_tensor_table(content[:LONGEST], count, position)
     except (struct.error, OverflowError, UnicodeDecodeError):
         problem = f"The header of {path} is truncated or damaged, or larger than {LONGEST // 2**20} MiB."
         raise ModelError(problem, SAY_AGAIN) from None
@@ -99,19 +71,21 @@ def read_header(path: Path) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive number."
         raise ModelError(problem, "Convert it again.")
-    data = -(-position // alignment) * alignment
-    header = Header(fields, [Entry(*entry) for entry in tensors], data, sha256(content[:data].tobytes()).hexdigest())
     for name, number in fields.items():  # lists in the config grow with layers
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
             raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
-    for entry in header.tensors:
-        if len(entry.shape) > MOST_DIMENSIONS:  # the product of millions of sizes would take hours
-            raise ModelError(f"{path} has a tensor of {len(entry.shape)} dimensions.", SAY_AGAIN)
-        if entry.type not in import_module("gguf").GGML_QUANT_SIZES or (all(entry.shape) and not entry.bytes):
-            raise ModelError(f"{path} stores {shorten_text(entry.name)} in an unknown type.", "Convert it again.")
-        if (last := data + entry.offset + entry.bytes) > len(content):
-            problem = f"the data of {shorten_text(entry.name)} end at byte {last}, but the file has {len(content)}"
+    header = Header(fields, [], -(-position // alignment) * alignment)
+    for name, shape, kind, offset in entries:
+        if len(shape) > MOST_DIMENSIONS:
+            raise ModelError(f"{path} has a tensor of {len(shape)} dimensions.", SAY_AGAIN)
+        block, block_size = import_module("gguf").GGML_QUANT_SIZES.get(kind, (0, 0))
+        if block == 0 or prod(shape) % block:
+            raise ModelError(f"{path} stores {shorten_text(name)} in an unknown type.", "Convert it again.")
+        size = prod(shape) // block * block_size
+        if (last := header.data + offset + size) > len(content):
+            problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)}"
             raise ModelError(f"{path} is truncated: {problem}.", SAY_AGAIN)
+        header.tensors.append(TensorInfo(name, shape, kind, offset, size))
     return header
 
 
@@ -130,12 +104,11 @@ ATTRIBUTES = {
 """Config attributes for the value of each field; those that the config has are set."""
 BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
 """Fields that the tensor shapes repeat, so that transformers rejects a wrong value."""
-ROTATION = (
-    *("dimension_count", "dimension_count_swa", "freq_base", "freq_base_swa", "scale_linear", "scaling.type"),
-    *("scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.attn_factor"),
-    *("scaling.yarn_beta_fast", "scaling.yarn_beta_slow"),
+ROTATION = re.compile(
+    r"rope\.(dimension_count|freq_base)(_swa)?|rope\.scale_linear"
+    r"|rope\.scaling\.(type|factor|original_context_length|finetuned|attn_factor|yarn_beta_(fast|slow))"
 )
-"""Fields with the prefix `rope.` that are applied or checked."""
+"""Names of the fields of a rotation that are applied or checked."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the frequencies of a rotation are divided by."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
@@ -154,16 +127,12 @@ class Settings:
     def __init__(self, path: Path) -> None:
         header = read_header(path)
         self.path, self.architecture, prefix = path, header.architecture, f"{header.architecture}."
-        own_fields = {name: value for name, value in header.fields.items() if name.startswith(prefix)}
-        self.fields = {name.removeprefix(prefix): value for name, value in own_fields.items()}
+        self.fields = {name[len(prefix) :]: value for name, value in header.fields.items() if name.startswith(prefix)}
         self.factors: dict[str, list[float]] = {}
-        for entry in header.tensors:
-            if entry.name not in FACTORS:
-                continue
-            factors = [math.nan]
-            if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
-                factors = numpy.fromfile(path, "<f4", entry.shape[0], offset=header.data + entry.offset).tolist()
-            if not all(0 < factor < math.inf for factor in factors):
+        for entry in (entry for entry in header.tensors if entry.name in FACTORS):
+            is_vector = entry.ggml_type == 0 and len(entry.shape) == 1  # 0 is ggml's number of float32
+            factors = numpy.fromfile(path, "<f4", prod(entry.shape), offset=header.data + entry.offset).tolist()
+            if not is_vector or not all(0 < factor < math.inf for factor in factors):
                 raise self._refusal(f"has {entry.name}, whose values are not frequency factors")
             self.factors[entry.name] = factors
 
@@ -190,7 +159,8 @@ class Settings:
                 usual = {
                     "attention.causal": float(self.architecture != "t5encoder"),
                     "attention.max_alibi_bias": 8.0 * (self.architecture == "bloom"),
-                    "attention.scale": _scale(config),
+                    "attention.scale": getattr(config, "attention_multiplier", None)
+                    or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5,
                     "attention.key_length": _head_dim(config),
                     "attention.value_length": _head_dim(config),
                 }.get(name, 0.0)
@@ -257,14 +227,11 @@ class Settings:
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)
         if self.factors:
-            long, short = (self.factors.get(name) or self.factors.get(FACTORS[0]) for name in FACTORS[1:])
-            if long is None or short is None:
-                raise self._refusal(f"has only one of {' and '.join(FACTORS[1:])}")
+            long, short = (self.factors.get(name) or self.factors.get(FACTORS[0], []) for name in FACTORS[1:])
             rotated = _head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
             count = int(self._number("rope.dimension_count", rotated)) // 2
-            for name, factors in self.factors.items():
-                if len(factors) != count:
-                    raise self._refusal(f"has {len(factors)} factors in {name}, not {count}")
+            if not len(long) == len(short) == count:
+                raise self._refusal(f"does not have {count} long and short factors in {', '.join(self.factors)}")
             parameters = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
             return {"rope_type": "longrope", "long_factor": long, "short_factor": short} | parameters
         self._require("rope.scaling.attn_factor", stretch == 1)
@@ -277,9 +244,9 @@ class Settings:
         return parameters
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
-        known = (*ROTATION, *["dimension_sections"] * self.architecture.startswith("qwen35"))
-        for name, value in self.fields.items():
-            self._require(name, not (name.startswith("rope.") and value and name.removeprefix("rope.") not in known))
+        known = ["rope.dimension_sections"] * self.architecture.startswith("qwen35")
+        for name in (name for name, value in self.fields.items() if name.startswith("rope.") and value):
+            self._require(name, name in known or ROTATION.fullmatch(name) is not None)
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
@@ -322,12 +289,6 @@ class Settings:
         return numpy.asarray(plain / divisors / factor)
 
 
-def _scale(config: PreTrainedConfig) -> float:
-    """Return the factor that the config applies to scores, such as head_dim^(−1/2)."""
-    multiplier = getattr(config, "attention_multiplier", None)
-    return float(multiplier or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
-
-
 def _head_dim(config: PreTrainedConfig) -> int:
     """Return the dimension of a head by the config."""
     sizes = [getattr(config, name, None) for name in ("global_head_dim", "head_dim", "d_kv")]
@@ -338,7 +299,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-class GgufFiles:
+class GgufFiles(TensorFiles):
     """The tensors of a GGUF file under their names in the model, decoded one by one.
 
     transformers' own loading reads only whole files; its names and conversions are applied to one tensor at a time.
@@ -347,9 +308,8 @@ class GgufFiles:
     def __init__(self, path: Path, header: Header, config: PreTrainedConfig, class_: type[PreTrainedModel]) -> None:
         import torch
 
-        self._file, self._start = WatchedFile(path), header.data
-        self.headers = [self._file.in_report(header.sha256)]
-        """Record of the file for a report."""
+        self._file, self._start = LocalFile(path), header.data
+        self.headers = [record(self._file, self._file.read(0, header.data))]
         # not documented by transformers, which offers no function for a single tensor; it has no types either
         reader = import_module("transformers.modeling_gguf_pytorch_utils")
         with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
@@ -364,29 +324,20 @@ class GgufFiles:
         ]
         top = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: children)
         self._map: dict[str, str] = reader.get_gguf_hf_weights_map(top, self._processor)
-        self._sources: dict[str, list[Entry]] = {}
-        self.ignored: list[str] = []
-        """Tensors of the file that match no tensor of the model."""
+        self._entries: dict[str, list[TensorInfo]] = {}
+        ignored = []
         for entry in header.tensors:
             target = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts lack it
             if target in shapes:
-                self._sources.setdefault(str(target), []).append(entry)
+                self._entries.setdefault(str(target), []).append(entry)
             elif entry.name not in FACTORS:  # Settings applies these
-                self.ignored.append(entry.name)
-        self.shapes = {name: shapes[name] for name in self._sources}
-        """Shapes of all tensors, keyed by their names in the model."""
+                ignored.append(entry.name)
+        self.stored, self.ignored = {name: Stored(shapes[name], "F32") for name in self._entries}, ignored
 
-    def size(self, names: Iterable[str]) -> int:
-        """Return the size of these tensors in the file, in bytes."""
-        return sum(entry.bytes for name in names for entry in self._sources[name])
-
-    def sample(self, names: Iterable[str]) -> bytes:
-        """Return a few stored bytes of each of these tensors."""
-        pieces = []
-        for entry in (entry for name in names for entry in self._sources[name]):
-            last = max(0, entry.bytes - SAMPLE)
-            pieces += [self._data(entry, start, min(SAMPLE, entry.bytes)).tobytes() for start in (0, last // 2, last)]
-        return b"".join(pieces)
+    def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
+        """Return file, offset and size in bytes of all data that these tensors are made of."""
+        entries = [entry for name in names for entry in self._entries[name]]
+        return [(self._file, self._start + entry.offset, entry.nbytes) for entry in entries]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if the file has changed since it was opened."""
@@ -394,9 +345,10 @@ class GgufFiles:
 
         library = import_module("gguf")
         tensors: dict[str, Tensor] = {}
-        for entry in (entry for name in names for entry in self._sources[name]):
-            kind = library.GGMLQuantizationType(entry.type)
-            data = self._data(entry, 0, entry.bytes).reshape(library.quant_shape_to_byte_shape(entry.shape, kind))
+        for entry in (entry for name in names for entry in self._entries[name]):
+            kind = library.GGMLQuantizationType(entry.ggml_type)
+            data = numpy.frombuffer(self._file.read(self._start + entry.offset, entry.nbytes), numpy.uint8)
+            data = data.reshape(library.quant_shape_to_byte_shape(entry.shape, kind))
             values = data.view("<f8").astype("<f4") if kind.name == "F64" else library.dequantize(data, kind)
             result = self._processor.process(
                 weights=values, name=entry.name, tensor_key_mapping=self._map, parsed_parameters={"tensors": tensors}
@@ -404,28 +356,3 @@ class GgufFiles:
             if result.name in self._map:
                 tensors[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
         return tensors
-
-    def _data(self, entry: Entry, start: int, count: int) -> NDArray[numpy.uint8]:
-        """Read `count` bytes of a tensor from `start`. Raises ModelError if the file changed since it was opened."""
-        self._file.check()
-        values = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._start + entry.offset + start)
-        self._file.check()
-        return values
-
-
-@contextmanager
-def read_once() -> Iterator[None]:
-    """Make transformers read a file's header only once inside the context, and in a third of the time.
-
-    It reads the header for the config and again for the tokenizer, 3 seconds each for a vocabulary of 50,000, mostly in
-    slices of numpy's memmap, and has no parameter for a header that was read before. This patch only saves time.
-    """
-    library = import_module("gguf")
-
-    class Plain(library.GGUFReader):  # type: ignore[misc,name-defined]  # a class of a package that ships no types
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
-
-    once = cache(Plain)
-    with patch.object(library, "GGUFReader", lambda path: once(os.fspath(path))):
-        yield

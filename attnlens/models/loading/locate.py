@@ -17,7 +17,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
-from attnlens.records import FileInParts
 
 PATIENCE, ANSWER = 2.0, 8.0
 """Seconds within which the hub must accept a connection, and answer the first request."""
@@ -38,11 +37,7 @@ class Hub:
         Without a connection, or with `offline`, the local cache is used. Raises ModelError if the model is unknown,
         gated or not reachable, the revision does not exist, or the server is not a hub, such as a log-in page.
         """
-        from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        # the class of httpx or httpx2, depending on the version of huggingface_hub
-        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
+        from huggingface_hub import HfApi, constants, errors, is_offline_mode, snapshot_download
 
         if offline or is_offline_mode():
             return self._find_cached("--offline forbids the network" if offline else "HF_HUB_OFFLINE is set")
@@ -50,13 +45,20 @@ class Hub:
             return self._find_cached("the hub can't be reached")
         try:
             info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
-            if not info.sha:
-                raise ValueError("the response does not contain a commit")  # noqa: TRY301  # handled below with all other invalid answers
-            names = [sibling.rfilename for sibling in info.siblings or []]
+            names = [sibling.rfilename for sibling in info.siblings]  # type: ignore[union-attr]  # None: a TypeError
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=select(names)))
-        except (HfHubHTTPError, HFValidationError) as error:
-            raise self._refusal(error) from error
-        except ConnectionFailure:
+        except errors.GatedRepoError as error:  # a subclass of RepositoryNotFoundError, so it comes first
+            remedy = f"Ask on the page of {self.id} on the hub, then run `hf auth login`."
+            raise ModelError(f"{self.id} is gated: its owner gives access on request.", remedy) from error
+        except errors.RevisionNotFoundError as error:
+            remedy = "See its branches and tags on the hub."
+            raise ModelError(f"{self.id} has no revision {self.revision!r}.", remedy) from error
+        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+            problem = f"{self.id} is neither a local folder nor a model on the hub that you may see."
+            raise ModelError(problem, "Check the spelling; for a private model run `hf auth login`.") from error
+        except errors.HfHubHTTPError as error:
+            raise ModelError(f"The hub does not provide {self.id}: {first_line(error)}", "Try again later.") from error
+        except errors.HTTPError:  # type: ignore[attr-defined]  # of httpx or httpx2
             return self._find_cached("the hub can't be reached")
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"The server at {constants.ENDPOINT} is not a model hub: {first_line(error)}"
@@ -71,29 +73,12 @@ class Hub:
         try:  # request only the config, because other programs cache only the files that they need
             folder = snapshot_download(self.id, revision=self.revision, allow_patterns=CONFIG, local_files_only=True)
             return Path(folder)
-        except HFValidationError as error:
-            raise self._refusal(error) from error
-        except LocalEntryNotFoundError:
+        except (HFValidationError, LocalEntryNotFoundError):
             # `hf download` has the option --revision; it does not understand id@revision
             suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
             problem = f"{self.id}{suffix} is neither a local folder nor in the local cache, and {reason}."
             remedy = f"Run `hf download {self.id}{option}` with a network connection, or give the path of a folder."
             raise ModelError(problem, remedy) from None
-
-    def _refusal(self, error: Exception) -> ModelError:
-        """Build the ModelError for an error answer of the hub."""
-        from huggingface_hub import errors
-
-        problem, remedy = f"The hub does not provide {self.id}: {first_line(error)}", "Try again later."
-        if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so it comes first
-            problem = f"{self.id} is gated: its owner gives access on request."
-            remedy = f"Ask on the page of {self.id} on the hub, then run `hf auth login`."
-        elif isinstance(error, errors.RevisionNotFoundError):
-            problem, remedy = f"{self.id} has no revision {self.revision!r}.", "See its branches and tags on the hub."
-        elif isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-            problem = f"{self.id} is neither a local folder nor a model on the hub that you may see."
-            remedy = "Check the spelling; for a private model run `hf auth login`."
-        return ModelError(problem, remedy)
 
 
 def first_line(error: BaseException) -> str:
@@ -158,29 +143,6 @@ SAY_READABLE = "Make the file readable."
 SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 
 
-class WatchedFile:
-    """A weight file that is read in parts, and must not change after it was opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._seen = path, self._status(path)
-
-    def in_report(self, digest: str) -> FileInParts:
-        """Return the record of the file for a report, with `digest` as the hash of its header."""
-        changed, size, _ = self._seen
-        return FileInParts(name=self.path.name, bytes=size, header_sha256=digest, stamp=str(changed))
-
-    def check(self) -> None:
-        """Raise ModelError if the file is gone or has changed since it was opened."""
-        if self._status(self.path) != self._seen:
-            raise ModelError(f"{self.path} changed while it was being read.", "Run it again when the file is complete.")
-
-    @staticmethod
-    def _status(path: Path) -> tuple[int, int, int]:
-        with readable(path):
-            status = path.stat()
-        return status.st_mtime_ns, status.st_size, status.st_ino
-
-
 @contextmanager
 def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
     """Convert OSError inside the context to ModelError: the file or folder can't be read."""
@@ -241,18 +203,27 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     return path
 
 
-def check_small(folder: Path, names: Iterable[str]) -> None:
+def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
     """Raise ModelError for unsafe entries that transformers would open next to the weights.
 
-    Such entries are not regular files (reading a named pipe would block), link out of the folder, or are too large.
+    Such entries are an adapter (unless `adapter_too`), a distributed checkpoint, and, except next to a GGUF file, which
+    includes its config and tokenizer: files that are not regular (reading a named pipe would block), link out of the
+    folder, or are too large.
     """
     for name in sorted(names):
         path = folder / name
-        if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # never raises
+        if name in ADAPTERS and not adapter_too:
+            problem = f"{folder} contains an adapter ({name}) in addition to the weights; specify whether to apply it."
+            remedy = f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder."
+            raise ModelError(problem, remedy)
+        if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
+            problem = f"{folder} contains a distributed checkpoint ({shorten_text(name)}), which can't be read."
+            raise ModelError(problem, "Save the model with save_pretrained into another folder.")
+        if name == "additional_chat_templates" and os.path.isdir(path) and not gguf:  # noqa: PTH112  # never raises
             refuse_outside(folder, path)
-            check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
+            check_entries(folder, (f"{name}/{inside}" for inside in names_in(path)))
         is_read = any(fnmatch(name, pattern) for pattern in READ)
-        if not (is_read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # never raises
+        if gguf or not (is_read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # never raises
             continue
         status = path.stat() if is_there(path, SAY_READABLE) else None  # None: a dangling link
         if status:
@@ -263,18 +234,6 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
             raise ModelError(f"{path} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # transformers reads it without reporting errors
             read_json(path)
-
-
-def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool = False) -> None:
-    """Raise ModelError for an adapter next to the weights (unless `adapter_too`), or a distributed checkpoint."""
-    for name in sorted(names):
-        if name in ADAPTERS and not adapter_too:
-            problem = f"{folder} contains an adapter ({name}) in addition to the weights; specify whether to apply it."
-            remedy = f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder."
-            raise ModelError(problem, remedy)
-        if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
-            problem = f"{folder} contains a distributed checkpoint ({shorten_text(name)}), which can't be read."
-            raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 
 
 def refuse_outside(folder: Path, path: Path) -> None:
@@ -315,6 +274,8 @@ class Location:
     """True if the user named the weight file itself; a symlink is then trusted."""
     urls: tuple[tuple[str, str], ...] = ()
     """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
+    trusts_code: bool = False
+    """True if the user allows the model's own Python code to run."""
 
     @property
     def weights(self) -> tuple[Path, ...]:
@@ -395,7 +356,7 @@ def _in_file(name: str, path: Path) -> Location:
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
     from huggingface_hub import hf_hub_url
 
-    hub = _hub(name, revision)
+    hub = parse_hub_id(name, revision)
     id_ = hub.id
 
     def select_files(names: Collection[str]) -> list[str]:
@@ -422,23 +383,18 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     return Location(id_, folder, "safetensors", SHARDED if shards else SINGLE, folder.name, urls=urls)
 
 
-def _hub(name: str, revision: str | None) -> Hub:
+def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
     """Parse a hub id with its revision. Raises ModelError for a path, UsageError for no id or for two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write it as org/name@revision.")
     if suffix and revision is not None and suffix != revision:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give only one of them.")
-    if looks_like_path(id_):
-        kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"There is no such {kind}: {shorten_text(name)}.", SAY_PATH)
+    is_file = id_.endswith((".gguf", ".safetensors"))
+    if is_file or id_.startswith((".", "/", "~")) or id_.endswith("/") or "\\" in id_ or id_.count("/") > 1:
+        kind = "file" if is_file else "folder"
+        raise ModelError(f"There is no such {kind}: {shorten_text(name)}.", remedy)
     return Hub(id_, revision or suffix or None)
-
-
-def looks_like_path(name: str) -> bool:
-    """Return whether `name` is a path, which can't be a hub id."""
-    starts, ends = (".", "/", "~"), ("/", ".gguf", ".safetensors")
-    return name.startswith(starts) or name.endswith(ends) or "\\" in name or name.count("/") > 1
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:

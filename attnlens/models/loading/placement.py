@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens.errors import ModelError, TooLargeError, UsageError
-from attnlens.models.loading.building import Stored, numbers_in
 from attnlens.models.loading.locate import Location
+from attnlens.models.loading.stored import Stored, numbers_in
 from attnlens.requests import SpreadRequest
 
 if TYPE_CHECKING:
@@ -79,21 +79,15 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         )
 
 
-NO_SUCH = "Choose --device auto or --device cpu."
-
-
 def device_of(name: str) -> torch.device:
     """Return the device called `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if absent."""
     import torch
 
-    devices, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
-    if name == "auto":
-        name = next((kind for kind, exists in (("cuda", torch.cuda.is_available()), ("mps", has_mps)) if exists), "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= devices:
-        raise ModelError(f"This machine has no {name}: torch sees {devices} CUDA devices.", NO_SUCH)
-    if device.type == "mps" and not has_mps:
-        raise ModelError("This machine has no mps device that torch can use.", NO_SUCH)
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    device = torch.device(next((kind for kind in counts if counts[kind]), "cpu") if name == "auto" else name)
+    if device.type in counts and (device.index or 0) >= counts[device.type]:
+        problem = f"This machine has no {name}: torch sees {counts[device.type]} {device.type.upper()} devices."
+        raise ModelError(problem, "Choose --device auto or --device cpu.")
     return device
 
 

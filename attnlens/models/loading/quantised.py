@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import TypeVar
@@ -20,12 +20,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.building import Stored
 from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
 from attnlens.models.loading.locate import CONFIG, Json, Location
+from attnlens.models.loading.stored import Stored
 
-Parts = Mapping[str, Tensor]
-"""The tensors of a weight, keyed by the suffix of their names; "" is the key of the codes."""
 PartReader = Callable[[str], Tensor]
 """Function that reads one tensor of a weight by the suffix of its name."""
 Settings = Json
@@ -45,6 +43,19 @@ class CodesError(Exception):
     """Reason why codes can't be decoded; CodedWeight adds the tensor's name."""
 
 
+def require(is_valid: bool, problem: str) -> None:
+    """Raise CodesError with the problem unless codes and settings are valid."""
+    if not is_valid:
+        raise CodesError(problem)
+
+
+class Parts(dict[str, Shaped]):
+    """The tensors of a weight, or their shapes, keyed by the suffix of their names; "" is the key of the codes."""
+
+    def __missing__(self, suffix: str) -> Shaped:
+        raise CodesError(f"its {suffix.lstrip('._')} are missing")
+
+
 @dataclass(frozen=True)
 class CodedWeight:
     """A weight that is stored as codes, with its tensors and its scheme."""
@@ -60,12 +71,12 @@ class CodedWeight:
     def decode(self, read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight in float32; `read` reads one of its tensors by its name. Raises ModelError."""
         with self._naming_errors():
-            return self.scheme.decode({part: read(name) for part, name in self.parts.items()}, self.settings)
+            return self.scheme.decode(Parts({part: read(name) for part, name in self.parts.items()}), self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
         """Return the weight's shape from the shapes of its tensors; `read` reads one by its name. Raises ModelError."""
         with self._naming_errors():
-            parts = {part: stored[name] for part, name in self.parts.items()}
+            parts = Parts({part: stored[name] for part, name in self.parts.items()})
             return self.scheme.shape(parts, lambda part: read(self.parts[part]))
 
     @contextmanager
@@ -99,46 +110,36 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
 # --- a scale for each tensor, row or block: fp8, compressed-tensors --------------------------------------------------
 
 
-def float8(parts: Parts, settings: Settings) -> Tensor:
+def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute codes · scale, with one scale per tensor, per row, or per block of `weight_block_size`."""
-    codes, block = parts[""], settings.get("weight_block_size")
-    if codes.dtype not in FLOAT8:
-        raise CodesError(f"its codes are {codes.dtype}, not float8")
-    scale = _scale(parts)
-    if block and scale.numel() == 1 and any(size > side for size, side in zip(codes.shape, block, strict=False)):
-        raise CodesError(f"it has one scale, but weight_block_size is {block}")
+    codes, scale, block = parts[""], _scale(parts), settings.get("weight_block_size") or []
+    require(codes.dtype in FLOAT8, f"its codes are {codes.dtype}, not float8")
+    is_larger = any(size > side for size, side in zip(codes.shape, block, strict=False))
+    require(not is_larger or scale.numel() != 1, f"it has one scale, but weight_block_size is {block}")
     return codes.float() * _spread(scale, codes.shape, block or [128, 128])  # transformers' default
 
 
-def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
+def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute (codes − zero) · scale of float8 or int8 (compressed-tensors)."""
-    codes, zero = parts[""], parts.get("_zero_point")
-    if codes.dtype not in (*FLOAT8, torch.int8) or "_g_idx" in parts:
-        raise CodesError(f"its codes are {codes.dtype}")
-    groups = _weight_groups(settings)
+    codes, groups = parts[""], _weight_groups(settings)
     group = groups[0] if len(groups) == 1 else {}
-    if codes.dtype == torch.int8 and group.get("num_bits", 8) != 8:
-        raise CodesError(f"its codes are int8, but num_bits is {group['num_bits']}")
-    _check_symmetry(zero, group)
-    size = group.get("group_size")
+    bits, size = group.get("num_bits", 8), group.get("group_size")
+    is_known = codes.dtype in FLOAT8 or (codes.dtype == torch.int8 and bits == 8)
+    require(is_known and "_g_idx" not in parts, f"its codes are {codes.dtype} of {bits} bits (num_bits), or reordered")
     block = group.get("block_structure") or ([1, size] if isinstance(size, int) and size > 0 else None)
     numbers = codes.float()
-    if zero is not None:
-        numbers = numbers - _spread(zero.float(), codes.shape, block)
+    if "_zero_point" in parts:
+        _check_symmetry(parts["_zero_point"], group)
+        numbers -= _spread(parts["_zero_point"].float(), codes.shape, block)
     return numbers * _spread(_scale(parts), codes.shape, block)
 
 
-def _scale(parts: Parts) -> Tensor:
-    scale = next((parts[part] for part in SCALES if part in parts), None)
-    if scale is None:
-        raise CodesError("it has no scale")
-    return scale.float()
+def _scale(parts: Parts[Tensor]) -> Tensor:
+    return parts[next((part for part in SCALES if part in parts), "_scale")].float()
 
 
-def _check_symmetry(zero: Tensor | None, group: Settings) -> None:
-    """Raise CodesError for nonzero zeros of compressed-tensors if `symmetric` is true."""
-    if zero is not None and group.get("symmetric") and bool(zero.any()):
-        raise CodesError("it has zeros, but symmetric is true")
+def _check_symmetry(zero: Tensor, group: Settings) -> None:
+    require(not group.get("symmetric") or not bool(zero.any()), "it has zeros, but symmetric is true")
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
@@ -146,16 +147,15 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
     if scale.numel() == 1:
         return scale.reshape(())
     grid = scale[:, None] if scale.dim() == 1 else scale
-    if len(shape) < 2 or grid.dim() != len(shape) or grid.shape[:-2] != shape[:-2]:
-        raise CodesError(f"a scale of shape {tuple(scale.shape)} does not fit codes of shape {tuple(shape)}")
+    fits = len(shape) >= 2 and grid.dim() == len(shape) and grid.shape[:-2] == shape[:-2]
+    require(fits, f"a scale of shape {tuple(scale.shape)} does not fit codes of shape {tuple(shape)}")
     sides = block if isinstance(block, list) and len(block) == 2 else (None, None)
     by_rows = grid.shape[-2:] == (shape[-2], 1)
     for axis, size in zip((-2, -1), sides, strict=True):
         length, count = shape[axis], grid.shape[axis]
-        side = size if isinstance(size, int) and size > 0 and not by_rows else {1: length, length: 1}.get(count)
-        if side is None or ceil(length / side) != count:
-            of = "" if side is None else f" into blocks of {side}"
-            raise CodesError(f"{count} scales do not divide {length} codes{of}")
+        is_side = isinstance(size, int) and size > 0 and not by_rows
+        side = size if is_side else {1: length, length: 1}.get(count, 0)
+        require(side > 0 and ceil(length / side) == count, f"{count} scales do not divide {length} codes into {block}")
         grid = grid.repeat_interleave(min(side, length), axis).narrow(axis, 0, length)
     return grid
 
@@ -172,19 +172,15 @@ def _weight_groups(settings: Settings) -> list[Settings]:
 # --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
 
 
-def decode_packed(parts: Parts, settings: Settings) -> Tensor:
+def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
-    words, scale = parts[""], parts.get("_scale")
-    shape = parts["_shape"].tolist() if "_shape" in parts else []
-    if scale is None or scale.dim() != 2 or len(shape) != 2 or words.dim() != 2 or words.shape[0] != shape[0]:
-        raise CodesError("its codes, scales and shape don't match")
-    groups = _weight_groups(settings)
+    words, scale, shape, groups = parts[""], parts["_scale"], parts["_shape"].tolist(), _weight_groups(settings)
+    is_matrix = len(shape) == words.dim() == scale.dim() == 2 and words.shape[0] == shape[0]
+    require(is_matrix, "its codes, scales and shape don't match")
     declared = {group.get("num_bits") for group in groups}
     fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
-    if len(fitting) != 1:
-        raise CodesError(f"{words.shape[1]} words per row can't contain {shape[1]} codes of 2, 4 or 8 bits")
-    bits = fitting[0]
-    group = groups[0] if len(groups) == 1 else {}
+    require(len(fitting) == 1, f"{words.shape[1]} words per row can't contain {shape[1]} codes of 2, 4 or 8 bits")
+    bits, group = fitting[0], groups[0] if len(groups) == 1 else {}
     codes = _unpack_words(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
     zeros = torch.zeros_like(scale)
     if "_zero_point" in parts:
@@ -193,30 +189,29 @@ def decode_packed(parts: Parts, settings: Settings) -> Tensor:
     return _decode_transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
 
 
-def gptq(parts: Parts, settings: Settings) -> Tensor:
+def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored minus 1, except in gptq_v2."""
     words, zero_words, scale, bits = _matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
-    if settings.get("bits", bits) != bits:
-        raise CodesError(f"its codes have {bits} bits, but bits is {settings['bits']}")
+    declared = settings.get("bits", bits)
+    require(declared == bits, f"its codes have {bits} bits, but bits is {declared}")
     codes = _unpack_words(words.mT, bits).mT
     zeros = _unpack_words(zero_words, bits)[:, : scale.shape[1]]
-    form = settings.get("checkpoint_format") or "gptq"
+    form, middle = settings.get("checkpoint_format") or "gptq", 2 ** (bits - 1)
     if form != "gptq_v2":
         zeros = (zeros + 1) & (2**bits - 1)
-    middle = 2 ** (bits - 1)
-    if settings.get("sym") is True and bool((zeros != middle).any()):
-        raise CodesError(f"sym is true, which implies zeros of {middle}, but in the format {form} its zeros differ")
+    is_symmetric = settings.get("sym") is not True or bool((zeros == middle).all())
+    require(is_symmetric, f"sym is true, which implies zeros of {middle}, but in the format {form} its zeros differ")
     return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
-def awq(parts: Parts, settings: Settings) -> Tensor:
+def decode_awq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
     *words, scale, _ = _matrices(parts)
     codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
-    if settings.get("zero_point") is False and bool((zeros != 8).any()):
-        raise CodesError("zero_point is false, which implies zeros of 8, but its zeros differ")
+    is_symmetric = settings.get("zero_point") is not False or bool((zeros == 8).all())
+    require(is_symmetric, "zero_point is false, which implies zeros of 8, but its zeros differ")
     return _decode_transposed(codes, zeros, scale, settings)
 
 
@@ -228,31 +223,27 @@ def _decode_transposed(
     `index` is the group of each input; None means that groups are consecutive runs of inputs.
     """
     inputs, groups = codes.shape[0], scale.shape[0]
-    if codes.shape[1] != scale.shape[1] or zeros.shape != scale.shape:
-        raise CodesError("its codes, zeros and scales don't match")
+    matches = codes.shape[1] == scale.shape[1] and zeros.shape == scale.shape
+    require(matches, "its codes, zeros and scales don't match")
     size = settings.get("group_size", settings.get("q_group_size"))
-    if isinstance(size, int) and ceil(inputs / (size if size > 0 else inputs)) != groups:
-        raise CodesError(f"it has {groups} groups of {inputs} inputs, but group_size is {size}")
+    is_grouped = not isinstance(size, int) or ceil(inputs / (size if size > 0 else inputs)) == groups
+    require(is_grouped, f"it has {groups} groups of {inputs} inputs, but group_size is {size}")
     ordered = torch.arange(inputs) // ceil(inputs / max(groups, 1))
     index = ordered if index is None else index.long()
-    if index.shape != (inputs,) or not bool(((index >= 0) & (index < groups)).all()):
-        raise CodesError("its groups of inputs don't match its scales")
-    if settings.get("desc_act") is False and not torch.equal(index, ordered):
-        raise CodesError("its inputs are in another order, but desc_act is false")
+    is_index = index.shape == (inputs,) and bool(((index >= 0) & (index < groups)).all())
+    require(is_index, "its groups of inputs don't match its scales")
+    is_ordered = settings.get("desc_act") is not False or torch.equal(index, ordered)
+    require(is_ordered, "its inputs are in another order, but desc_act is false")
     return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
 
 
-def _matrices(parts: Mapping[str, Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
+def _matrices(parts: Parts[Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
     """Return codes, zeros, scales and bits per code of GPTQ or AWQ; a group has as many packed zeros as scales."""
-    suffixes = ("", ".qzeros", ".scales")
-    if any(suffix not in parts or len(parts[suffix].shape) != 2 for suffix in suffixes):
-        raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are not matrices")
-    codes, zeros, scales = (parts[suffix] for suffix in suffixes)
-    if isinstance(codes, Tensor) and codes.dtype != torch.int32:
-        raise CodesError("its codes are not 32-bit words")
+    codes, zeros, scales = matrices = parts[""], parts[".qzeros"], parts[".scales"]
+    require(all(len(matrix.shape) == 2 for matrix in matrices), "its codes, zeros and scales are not matrices")
+    require(not isinstance(codes, Tensor) or codes.dtype == torch.int32, "its codes are not 32-bit words")
     bits = 32 * zeros.shape[1] / max(scales.shape[1], 1)
-    if bits not in (2, 4, 8):
-        raise CodesError(f"its codes have {bits:g} bits, not 2, 4 or 8")
+    require(bits in (2, 4, 8), f"its codes have {bits:g} bits, not 2, 4 or 8")
     return codes, zeros, scales, int(bits)
 
 
@@ -266,55 +257,48 @@ def _unpack_words(words: Tensor, bits: int) -> Tensor:
 # --- bytes: mxfp4, bitsandbytes --------------------------------------------------------------------------------------
 
 
-def decode_mxfp4(parts: Parts, _settings: Settings) -> Tensor:
+def decode_mxfp4(parts: Parts[Tensor], _settings: Settings) -> Tensor:
     """Compute FP4[code] · 2^(scale − 127) by transformers, for two codes per byte and one scale per block (mxfp4)."""
     codes, scales = parts[""], parts["_scales"]
-    if (codes.dtype, scales.dtype) != (torch.uint8, torch.uint8):
-        raise CodesError("its codes and scales are not bytes")
+    require(codes.dtype == scales.dtype == torch.uint8, "its codes and scales are not bytes")
     weight: Tensor = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
     return weight
 
 
-def four_bits(parts: Parts, settings: Settings) -> Tensor:
+def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute map[code] · absmax per block, for two codes per byte, higher bits first (bitsandbytes nf4 and fp4)."""
-    state = _state(parts)
-    if settings.get("load_in_8bit"):
-        raise CodesError("its codes have four bits, but load_in_8bit is true")
-    kind = settings.get("bnb_4bit_quant_type")
-    if kind and f"{QUANT_STATE}{kind}" not in parts:
-        raise CodesError(f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {format_value(kind)}")
-    shape, side = state["shape"], state.get("blocksize")  # read_shape has checked the shape
-    codes, values, count = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map"), prod(shape)
-    if not 0 <= 2 * len(codes) - count <= 1:
-        raise CodesError("its codes don't have the declared shape")
-    if values is None or values.shape != (16,):
-        raise CodesError("it has no table of sixteen values")
+    state, kind = _state(parts), settings.get("bnb_4bit_quant_type")
+    require(not settings.get("load_in_8bit"), "its codes have four bits, but load_in_8bit is true")
+    is_kind = not kind or f"{QUANT_STATE}{kind}" in parts
+    require(is_kind, f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {format_value(kind)}")
+    shape, count = state["shape"], prod(state["shape"])  # read_shape has checked the shape
+    codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts[".quant_map"]
+    require(0 <= 2 * len(codes) - count <= 1, "its codes don't have the declared shape")
+    require(values.shape == (16,), "its table does not have sixteen values")
     mapped = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
-    return (mapped * _by_block(_largest(parts, state), side, count)).reshape(*shape)
+    return (mapped * _by_block(_largest(parts, state), state.get("blocksize"), count)).reshape(*shape)
 
 
-def _state(parts: Parts) -> Json:
+def _state(parts: Mapping[str, Tensor]) -> Json:
     """Parse bitsandbytes' description of the codes: JSON stored as a tensor of bytes. Raises CodesError if it can't."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
-    try:
+    state = None
+    with suppress(ValueError, TypeError, RecursionError):
         state = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
-    except (ValueError, TypeError, RecursionError):
-        state = None
     if not isinstance(state, dict):
         raise CodesError("a description of its codes is missing")
     return state
 
 
-def _largest(parts: Parts, state: Settings) -> Tensor:
+def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
     """Return absmax of each block, decoded if it is itself stored as codes with map, absmax per block and offset."""
-    absmax = parts.get(".absmax")
-    if absmax is not None and absmax.is_floating_point():
+    absmax = parts[".absmax"]
+    if absmax.is_floating_point():
         return absmax.float()
-    values, outer, offset = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_offset")
-    if absmax is None or absmax.dtype != torch.uint8 or values is None or values.shape != (256,):
-        raise CodesError("its absmax is missing or can't be decoded")
-    if outer is None or not isinstance(offset, int | float):
-        raise CodesError("its absmax is missing or can't be decoded")
+    values, outer, offset = parts[".nested_quant_map"], parts[".nested_absmax"], state.get("nested_offset")
+    is_coded = absmax.dtype == torch.uint8 and values.shape == (256,)
+    if not is_coded or not isinstance(offset, int | float):
+        raise CodesError("its absmax can't be decoded")
     return values.float()[absmax.long()] * _by_block(outer.float(), state.get("nested_blocksize"), len(absmax)) + offset
 
 
@@ -325,38 +309,34 @@ def _by_block(largest: Tensor, side: object, count: int) -> Tensor:
     return largest.repeat_interleave(min(side, count))[:count]
 
 
-def eight_bits(parts: Parts, settings: Settings) -> Tensor:
+def decode_eight_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute codes · SCB/127 for each row (bitsandbytes LLM.int8)."""
-    codes, largest = parts[""], parts.get(".SCB")
-    if settings.get("load_in_4bit"):
-        raise CodesError("its codes have eight bits, but load_in_4bit is true")
-    if codes.dtype != torch.int8 or largest is None or largest.shape != codes.shape[:1]:
-        raise CodesError("its codes are not int8 with one SCB per row")
-    order = parts.get(".weight_format")
-    if order is not None and bool(order.any()):
-        raise CodesError("its codes are not stored row by row")
+    codes, largest, order = parts[""], parts[".SCB"], parts.get(".weight_format")
+    require(not settings.get("load_in_4bit"), "its codes have eight bits, but load_in_4bit is true")
+    is_by_row = codes.dtype == torch.int8 and largest.shape == codes.shape[:1]
+    require(is_by_row, "its codes are not int8 with one SCB per row")
+    require(order is None or not bool(order.any()), "its codes are not stored row by row")
     return codes.float() * largest.float()[:, None] / 127
 
 
 # --- shapes, and the table of methods --------------------------------------------------------------------------------
 
 
-def packed_shape(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
+def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the unpacked shape of a GPTQ or AWQ weight; its words pack codes of neighbouring inputs or outputs."""
     words, _, scale, bits = _matrices(parts)
     return scale.shape[1], prod(words.shape) * 32 // (bits * scale.shape[1])
 
 
-def pair_shape(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
+def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the shape of mxfp4 experts: blocks (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
     shape = parts[""].shape
-    if len(shape) != 4 or shape[:3] != parts["_scales"].shape:
-        raise CodesError("its blocks and scales don't match")
+    require(len(shape) == 4 and shape[:3] == parts["_scales"].shape, "its blocks and scales don't match")
     experts, rows, blocks, pairs = shape
     return experts, 2 * blocks * pairs, rows
 
 
-def read_shape(parts: Mapping[str, Stored], read: PartReader) -> tuple[int, ...]:
+def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
     """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
     shape: object = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
@@ -375,28 +355,26 @@ class Scheme:
     """Suffix of the weight's own name after the stem."""
     companions: tuple[str, ...]
     """Suffixes of its other tensors; at least one of them must exist."""
-    decode: Callable[[Parts, Settings], Tensor]
+    decode: Callable[[Parts[Tensor], Settings], Tensor]
     """Function from parts and settings to the weight in float32; raises CodesError."""
-    shape: Callable[[Mapping[str, Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape
+    shape: Callable[[Parts[Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape
     """Function from the parts' shapes, and a reader of parts, to the weight's shape; by default the codes' shape."""
 
 
-_FLOAT8 = (Scheme("", "", SCALES[:2], float8), Scheme(".weight", ".weight", SCALES[2:], float8))
-_STATE = (f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4")
+_FLOAT8 = (Scheme("", "", SCALES[:2], decode_float8), Scheme(".weight", ".weight", SCALES[2:], decode_float8))
+_BLOCKS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4")
 SCHEMES: dict[str, tuple[Scheme, ...]] = {
     "fp8": _FLOAT8,
     "fbgemm_fp8": _FLOAT8,
     "mxfp4": (Scheme("_blocks", "", ("_scales",), decode_mxfp4, pair_shape),),
-    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, packed_shape),),
-    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, packed_shape),),
+    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), decode_gptq, packed_shape),),
+    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), decode_awq, packed_shape),),
     "compressed-tensors": (
         Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), decode_packed, read_shape),
         Scheme("", "", ("_scale", "_zero_point", "_g_idx"), decode_compressed),
     ),
     "bitsandbytes": (
-        Scheme(
-            "", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, read_shape
-        ),
-        Scheme(".weight", ".weight", (".SCB", ".weight_format"), eight_bits),
+        Scheme("", "", _BLOCKS, decode_four_bits, read_shape),
+        Scheme(".weight", ".weight", (".SCB", ".weight_format"), decode_eight_bits),
     ),
 }

@@ -1,0 +1,247 @@
+"""List the tensors of weight files by their headers, and read byte ranges of files on this machine or on a hub."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnlens.errors import ModelError
+from attnlens.files import shorten_text
+from attnlens.models.loading.locate import SAY_AGAIN, first_line, readable
+from attnlens.records import FileInParts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+"""torch's and safetensors' names of the floating-point types of unquantised weights."""
+LENGTH = 8
+"""Bytes before a safetensors header, which give its length."""
+LONGEST = 100 * 2**20
+"""Maximum size of a header in bytes, as in the safetensors library."""
+MOST_DIMENSIONS = 8
+"""Maximum number of a tensor's dimensions: the product of millions of sizes would take hours."""
+SAMPLE = 4096
+"""Bytes sampled at the beginning, in the middle and at the end of a tensor."""
+ATTEMPTS = 5
+"""Number of requests for a range; each asks only for the bytes that have not arrived."""
+WAIT = 0.5
+"""Seconds before the second attempt, doubled before each later one."""
+PATIENCE = 30.0
+"""Seconds without a byte after which a connection counts as dropped."""
+SAY_LATER = "Run the command again: finished work is kept."
+
+
+class Stored(NamedTuple):
+    """Shape, type and position of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    type: str
+    """Name of the type in safetensors; F32 for all tensors of a GGUF file, since they are decoded."""
+    start: int = 0
+    """Offset of its data in a safetensors file, in bytes."""
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes, by the number of bits in the name of its type (BF16, F8_E4M3; BOOL takes a byte)."""
+        bits = re.search(r"\d+", self.type)
+        return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
+    @property
+    def encoded(self) -> bool:
+        """True if the values are codes, integers or truth values instead of floating-point numbers."""
+        return self.type not in FLOATS.values()
+
+
+def numbers_in(tensors: Mapping[str, Stored]) -> int:
+    """Return the total number of values in these tensors."""
+    return sum(prod(tensor.shape) for tensor in tensors.values())
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Format names as `a`, or `a and 3 more`."""
+    first, *more = map(shorten_text, names)
+    return f"{first} and {len(more)} more" if more else first
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class LocalFile:
+    """A weight file on this machine that is read in parts, and must not change after it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+        self._status = changed, self.size, _ = self._read_status()
+        self.stamp = str(changed)
+
+    def read(self, start: int, count: int) -> bytes:
+        """Read `count` bytes from offset `start`. Raises ModelError if the file is gone, or changed since opening."""
+        with readable(self.path), self.path.open("rb") as file:
+            file.seek(start)
+            content = file.read(count)
+        if self._read_status() != self._status:
+            raise ModelError(f"{self.path} changed while it was being read.", "Run it again when the file is complete.")
+        return content
+
+    def sample(self, start: int, count: int) -> bytes:
+        """Read some bytes of a tensor, since a file's modification time can be set to any value."""
+        last = max(0, count - SAMPLE)
+        return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
+
+    def _read_status(self) -> tuple[int, int, int]:
+        with readable(self.path):
+            status = self.path.stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+class RemoteFile:
+    """A weight file in a hub repository at one commit, read by ranges; its stamp (ETag) identifies its content.
+
+    huggingface_hub's own range readers hold a response of any length in memory, even if a server sends the whole
+    file, and request the full range again if the connection drops.
+    """
+
+    def __init__(self, name: str, url: str) -> None:
+        from huggingface_hub import get_hf_file_metadata
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]  # of httpx(2)
+
+        self.name, self._url = name, url
+        try:
+            metadata = get_hf_file_metadata(url)
+        except (HfHubHTTPError, ConnectionFailure) as error:
+            raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
+        if metadata.size is None:
+            raise ModelError(f"The hub does not report the size of {name}.", "Download the model.")
+        self.size, self.stamp = metadata.size, metadata.etag or ""
+
+    def read(self, start: int, count: int) -> bytes:
+        """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
+        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
+        from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+
+        content, problem = bytearray(), ""
+        for attempt in range(ATTEMPTS):
+            time.sleep(WAIT * 2**attempt * (attempt > 0))
+            first = start + len(content)
+            span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
+            headers = build_hf_headers() | span
+            try:
+                with get_session().stream(
+                    "GET", self._url, follow_redirects=True, headers=headers, timeout=PATIENCE
+                ) as answer:
+                    if answer.status_code in (429, 500, 502, 503, 504):  # busy
+                        continue
+                    sent = answer.headers.get("Content-Range", "")
+                    if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
+                        problem = f"The hub answers {answer.status_code} {sent} to a request for a part of {self.name}."
+                        raise ModelError(problem, SAY_LATER)
+                    for part in answer.iter_raw():
+                        content += part[: count - len(content)]
+            except ConnectionFailure as error:
+                problem = first_line(error)
+            if len(content) == count:
+                return bytes(content)
+        problem = problem or f"{len(content)} of {count} bytes arrived"
+        raise ModelError(f"{self.name} can't be read from the hub: {problem}.", SAY_LATER)
+
+    def sample(self, _start: int, _count: int) -> bytes:
+        """Return no bytes, because the stamp already identifies the content."""
+        return b""
+
+
+class TensorFiles(ABC):
+    """The tensors of weight files, each read and decoded only on request."""
+
+    headers: list[FileInParts]
+    """Records of the files for a report."""
+    stored: Mapping[str, Stored]
+    """Shape and type of each tensor: F32 if it is decoded. Those of a GGUF file have the model's names."""
+    ignored: Sequence[str] = ()
+    """Tensors left out because the model lacks them."""
+
+    @abstractmethod
+    def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
+        """Return file, offset and size in bytes of all data that these tensors are made of."""
+
+    @abstractmethod
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read and decode these tensors. Raises ModelError if that fails, or a file changed since it was opened."""
+
+    def size(self, names: Iterable[str]) -> int:
+        """Return the number of bytes read for these tensors."""
+        return sum(size for _, _, size in self.spans(names))
+
+    def sample(self, names: Iterable[str]) -> bytes:
+        """Return some bytes of each of these tensors, as stored."""
+        return b"".join(file.sample(start, size) for file, start, size in self.spans(names))
+
+
+def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
+    """Return the record of a file for a report."""
+    digest = sha256(header).hexdigest()
+    return FileInParts(name=Path(file.name).name, bytes=file.size, header_sha256=digest, stamp=file.stamp)
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+def safetensors_header(file: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file. Raises ModelError if it is truncated or in another format."""
+    return read_header(LocalFile(file))[0]
+
+
+def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
+    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError if it is invalid."""
+    length = int.from_bytes(file.read(0, LENGTH), "little") if file.size >= LENGTH else 0
+    if not 0 < length <= min(LONGEST, file.size - LENGTH):
+        raise ModelError(f"{file.name} is truncated or not a safetensors file.", SAY_AGAIN)
+    header = file.read(LENGTH, length)
+    return parse_header(file.name, header, file.size), record(file, header)
+
+
+def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
+    """Return the tensors in a safetensors header. Raises ModelError if it contradicts the file's `size` in bytes."""
+    begin, tensors = LENGTH + len(header), dict[str, Stored]()
+    try:
+        for name, entry in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            start, end = (begin + int(edge) for edge in entry["data_offsets"])
+            tensors[name] = tensor = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]), start)
+            is_inside = len(tensor.shape) <= MOST_DIMENSIONS and begin <= start <= end <= size
+            if not is_inside or end - start != tensor.bytes:
+                raise ValueError(f"its header gives a wrong size of {shorten_text(name)}")  # noqa: TRY301  # see below
+        if begin + sum(tensor.bytes for tensor in tensors.values()) != size:
+            raise ValueError("its tensors do not fill it")  # noqa: TRY301  # handled with all other invalid headers
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        problem = f"{file} is truncated or not a safetensors file: {first_line(error)}."
+        raise ModelError(problem, SAY_AGAIN) from None
+    return tensors
+
+
+def read_pickle(file: Path) -> dict[str, Stored]:
+    """Return the tensors of an allowed pickle; weights_only builds only those. Raises ModelError for other content."""
+    import torch
+
+    try:
+        content = torch.load(file, map_location="meta", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError):
+        problem = f"{file} is not a pickle of tensors alone, or it is truncated: opening it otherwise could run code."
+        raise ModelError(problem, "Get the model as safetensors.") from None
+    if not isinstance(content, Mapping):
+        raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
+    return {
+        str(name): Stored(tuple(value.shape), FLOATS.get(str(value.dtype), str(value.dtype).removeprefix("torch.")))
+        for name, value in content.items()
+        if isinstance(value, torch.Tensor)
+    }
