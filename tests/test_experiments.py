@@ -14,7 +14,7 @@ from attnlens.lab.experiments.synthetic.tokens import draw, grid, instances, sta
 from attnlens.lab.experiments.synthetic.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
-from attnlens.report.sentences.reports import format_label, setting
+from attnlens.report.sections.experiments import format_label, setting
 from attnlens.requests.experiments import SyntheticRequest
 
 SMALL = {"trials": 3, "iterations": 30}

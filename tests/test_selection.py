@@ -29,8 +29,8 @@ from attnlens.maths.attsvm.head import (
 from attnlens.models import hooks, texts, weights
 from attnlens.records import Site
 from attnlens.report.pictures.maps import page_rows
+from attnlens.report.sections.facts import without_value
 from attnlens.report.sections.layers import layer_rows, measure_columns, reading_help
-from attnlens.report.sentences.reports import without_value
 from attnlens.report.shapes import Shapes
 
 SITE = Site("attention", 0, 0, "encoder")

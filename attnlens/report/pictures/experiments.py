@@ -36,16 +36,8 @@ from attnlens.report.pictures.style import (
     shorten_label,
     thin_ticks,
 )
-from attnlens.report.sentences.reports import (
-    changed_measures,
-    format_label,
-    judgement,
-    measures_of,
-    outcome,
-    ran_on,
-    setting,
-    title,
-)
+from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
+from attnlens.report.sections.facts import ran_on, standing, title
 from attnlens.wording import clean, format_count, source_of
 
 if TYPE_CHECKING:
@@ -71,7 +63,7 @@ def experiment_overview(report: Report) -> Figure:
     rows += [Row([panel], max(0.5, 0.15 * panel.rows)) for panel in panels if panel.stem == COMPARED]
     steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     checkpoints = [format_count(max(steps), "checkpoint")] if steps else []
-    facts = [*model_facts(report), outcome(report)[0], *checkpoints]
+    facts = [*model_facts(report), standing(report)[0], *checkpoints]
     return overview(report, rows, facts, title(report), [ran_on(report), f"seed {report.settings.seed}"])
 
 

@@ -27,7 +27,6 @@ from attnlens.report.pictures.charts import (
     label_layers,
     model_facts,
     overview,
-    panel_figure,
     scale_depth,
     scale_values,
     write_cells,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attnlens.records import Report, Selection
+    from attnlens.records import Selection
     from attnlens.report.pictures.charts import Points
 
 SIDE = 40  # characters of a formula that fit along the side of a picture
@@ -64,6 +63,8 @@ CELL = 0.42  # side of a cell in inches, if the page has room
 SAME = 1e-6  # relative spread up to which all heads get one colour
 STEPS = 64  # samples of a colour map passed to pages that draw their own maps
 THIRDS = 3
+FURTHEST = 1e300
+"""Largest absolute value that an axis can show: float64 ends at 1.8e308, and drawing computes differences."""
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
@@ -162,20 +163,23 @@ def _range(reading: MeasureMap) -> str:
     return f"{shown}."
 
 
-@dataclass(frozen=True)
-class Palette:
-    """Colours of a map, for renderers without matplotlib."""
+def head_panels(shapes: Shapes) -> list[Panel]:
+    """Build the panels with their own files: every measure and curve, and the margins of each selection.
 
-    name: str
-    colours: tuple[str, ...]  # evenly spaced from the low to the high end, or one per category
-    low: float  # value of the low end
-    high: float  # value of the high end
-    cut: str  # ends that also represent all values beyond: neither, min, max, both
-
-
-def map_figure(shapes: Shapes, name: str) -> Figure:
-    """Draw one measure over the whole model, with colour bar, numbers if they fit, and a caption."""
-    return panel_figure(shapes.report, map_panel(shapes, name, source_heading(shapes, name), numbers=True))
+    Raise UsageError if there are none, or if an axis cannot show their values.
+    """
+    if not shapes.readings and not shapes.curves:
+        raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
+    curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
+    for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
+        if np.any(np.abs(values) > FURTHEST):
+            problem = f"{clean(name)} has values beyond {FURTHEST:g}, too large to draw."
+            raise UsageError(problem, "Write them with --csv.")
+    return [
+        *(map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings),
+        *(_fan_file_panel(shapes, name) for name in shapes.curves),
+        *(_margins_panel(shapes, selection) for selection in shapes.report.inspection.selections),
+    ]
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
@@ -230,7 +234,10 @@ def scale(reading: MeasureMap) -> Colours:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [CATEGORIES[number % len(CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
-    low, high, extend = _limits(reading)
+    least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
+    cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
+    extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
+    low, high = low if cut_low else least, high if cut_high else most
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
         return DIVERGING, CenteredNorm(0, half), extend
@@ -240,20 +247,17 @@ def scale(reading: MeasureMap) -> Colours:
     return SEQUENTIAL, Normalize(low, high), extend
 
 
-def palette(reading: MeasureMap) -> Palette:
-    """Return the colours and limits of `scale` as a Palette."""
+def palette(reading: MeasureMap) -> dict[str, object]:
+    """Return the colours and limits of `scale` for renderers without matplotlib.
+
+    `colours` are evenly spaced from `low` to `high`, or one per category; `cut`: ends that also represent all values
+    beyond.
+    """
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
-    samples = tuple(to_hex(colour) for colour in colours(np.linspace(0, 1, steps)))
-    return Palette(colours.name, samples, float(norm.vmin or 0), float(norm.vmax or 0), extend)
-
-
-def _limits(reading: MeasureMap) -> tuple[float, float, str]:
-    values = reading.present
-    least, low, high, most = map(float, np.percentile(values, [0, 1, 99, 100]))
-    cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
-    extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
-    return (low if cut_low else least), (high if cut_high else most), extend
+    samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
+    ends = {"low": float(norm.vmin or 0), "high": float(norm.vmax or 0)}
+    return {"name": colours.name, "colours": samples, **ends, "cut": extend}
 
 
 @dataclass(frozen=True)
@@ -312,17 +316,15 @@ def first_step(info: MeasureInfo) -> int:
     return 1 if info.steps == "index" else 0
 
 
-def fan_figure(shapes: Shapes, name: str) -> Figure:
-    """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
+def _fan_file_panel(shapes: Shapes, name: str) -> Panel:
+    """Build the panel of a curve's own file, with one pair of axes per part of the model."""
     panel, groups = fan_panel(shapes, name, source_heading(shapes, name)), groups_by_part(shapes, name)
-    if len(groups) > 1:
-        draw = partial(draw_fan, shapes=shapes, name=name)
-        parts = [
-            replace(panel, title=f"{panel.title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
-            for group in groups
-        ]
-        panel = replace(panel, parts=parts)
-    return panel_figure(shapes.report, panel)
+    draw = partial(draw_fan, shapes=shapes, name=name)
+    parts = [
+        replace(panel, title=f"{panel.title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
+        for group in groups
+    ]
+    return replace(panel, parts=parts) if len(groups) > 1 else panel
 
 
 def fan_panel(shapes: Shapes, name: str, note: str) -> Panel:
@@ -528,16 +530,15 @@ def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
     return all(layer.size for layer in _complete_heads(shapes, names))
 
 
-def margins_figure(report: Report, selection: Selection) -> Figure:
-    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
+def _margins_panel(shapes: Shapes, selection: Selection) -> Panel:
     title = f"layer {selection.layer} head {selection.head}: margins of its selection"
-    caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(Shapes(report))}"
+    caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(shapes)}"
     draw = partial(draw_margins, selection=selection)
-    return panel_figure(report, Panel("margins", title, "", caption, draw, rows=14, width=5.4))
+    return Panel(f"selection-{selection.layer}.{selection.head}", title, "", caption, draw, rows=14, width=5.4)
 
 
 def draw_margins(axes: Axes, selection: Selection) -> None:
-    """Draw one line per head: its margins, sorted, over the share of queries with at most that margin."""
+    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))

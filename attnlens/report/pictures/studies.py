@@ -22,7 +22,8 @@ from attnlens.report.pictures.style import (
     legend_above,
     scale_logarithmically,
 )
-from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, rank_distances, title
+from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
+from attnlens.report.sections.facts import title
 from attnlens.wording import clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:

@@ -45,21 +45,18 @@ from attnlens.report.pictures.style import (
     thin_ticks,
     typeset,
 )
-from attnlens.report.sentences.plans import UNITS as UNITS_OF
-from attnlens.report.sentences.plans import share
-from attnlens.report.sentences.swaps import (
+from attnlens.report.sections.plans import BUDGETED, share
+from attnlens.report.sections.swaps import (
     EFFECTS,
+    ERROR,
     UNITS,
     cautions,
-    distance,
-    distance_ci95,
+    effect,
     effect_name,
     figures,
+    format_rise,
     formula,
-    is_hybrid,
     loss_decimals,
-    rise_interval,
-    rise_words,
 )
 from attnlens.wording import big, clean, decimals_for
 
@@ -74,7 +71,6 @@ if TYPE_CHECKING:
 OWN, OTHER, GREY = CATEGORIES[0], CATEGORIES[2], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """Quantity shown in a comparison of kernels."""
-ERROR = "‖new − original‖ / ‖original‖ of the site's output on the original model's queries, keys and values"
 CROWDED = 24  # number of layers above which bars touch
 
 
@@ -121,27 +117,20 @@ def _overview_panels(report: Report) -> list[Panel]:
     return panels
 
 
-def _effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return Δ of the loss, or the distance if the swap has no loss, and its 95 % interval."""
-    if swap.judged_by != "loss":
-        return distance(swap, outcome), distance_ci95(swap, outcome)
-    return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
-
-
 def drawn_controls(swap: Swap) -> list[Control]:
     """Return the controls that have a loss to draw; none if the model has no loss."""
     return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
 
 
-MARKS: dict[ControlRole, tuple[str, str, str, str]] = {
-    "same size": ("D", "◆", "sink-window of equal size", ""),
-    "one key": ("v", "▼", "one key", ""),
-    "floor": ("X", "✖", "equal weights", ""),
-    "filter alone": ("<", "◀", "filter alone", "window alone"),
-    "without filter": (">", "▶", "without the filter", "far part alone"),
-    "far part, healed": ("^", "▲", "far part, healed", ""),
+MARKS: dict[ControlRole, tuple[str, str, str]] = {
+    "same size": ("D", "◆", "sink-window of equal size"),
+    "one key": ("v", "▼", "one key"),
+    "floor": ("X", "✖", "equal weights"),
+    "filter alone": ("<", "◀", "filter (or window) alone"),
+    "without filter": (">", "▶", "kernel (or far part) alone"),
+    "far part, healed": ("^", "▲", "far part, healed"),
 }
-"""Marker of each kind of control, the same sign as text, and its description; for hybrids, if different."""
+"""Marker of each kind of control, the same sign as text, and its description."""
 WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
 KERNEL_NAME, CONTROL_NAME = 40, 30  # characters of a name
@@ -155,7 +144,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     intervals = f"Bars: {paired}bootstrap 95 % intervals over {units}."
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. {intervals}"
     caption = " ".join([caption, *cautions(swaps)])
-    measured = any(_effect(swap, swap)[0] is not None for swap in swaps)
+    measured = any(effect(swap, swap)[0] is not None for swap in swaps)
     note = _controls_legend(swaps) if measured else "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
@@ -176,7 +165,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     for swap in swaps:
         # controls are grey markers in the kernel's row, one shape per kind
         dots = [
-            Dot(_effect(swap, control)[0], colour=GREY, marker=MARKS[control.role][0], size=4)
+            Dot(effect(swap, control)[0], colour=GREY, marker=MARKS[control.role][0], size=4)
             for control in drawn_controls(swap)
         ]
         rows.append([*dots, _dot(swap, swap)])
@@ -193,24 +182,21 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> Dot:
-    return Dot(*_effect(swap, outcome), colour, size=size, text="diverged" if outcome.diverged else "no value")
+    return Dot(*effect(swap, outcome), colour, size=size, text="diverged" if outcome.diverged else "no value")
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """Format the rise of the perplexity as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; else nothing."""
     if outcome.perplexity is None or outcome.loss is None:
         return ""
-    ends = rise_interval(outcome.loss)
-    return f"\n{name}{rise_words(outcome.loss)}{f'{gap}({ends})' if ends else ''}"
+    rise, ends = format_rise(outcome.loss)
+    return f"\n{name}{rise}{f'{gap}({ends})' if ends else ''}"
 
 
 def _controls_legend(swaps: Sequence[Swap]) -> str:
     """Describe the grey markers that are drawn; empty if there are none."""
-    of = {swap.kernel: {control.role for control in swap.controls if control.loss is not None} for swap in swaps}
-    drawn = {role for roles in of.values() for role in roles}
-    hybrids = all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel])
-    marks = ((sign, words, hybrid) for role, (_, sign, words, hybrid) in MARKS.items() if role in drawn)
-    entries = ", ".join(f"{sign} {(hybrids and hybrid) or words}" for sign, words, hybrid in marks)
+    drawn = {control.role for swap in swaps for control in swap.controls if control.loss is not None}
+    entries = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     return f"grey: {entries}" if entries else ""
 
 
@@ -341,10 +327,10 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
     axes.axvline(0, color=MUTED, linewidth=0.6, zorder=0)
     size = 4.5 if len(effects) <= 16 else 3.2
     dots = []
-    for effect in effects:
-        quiet = _is_quiet(effect)
+    for unit in effects:
+        quiet = _is_quiet(unit)
         colour = MUTED if quiet else OWN
-        dots.append([Dot(effect.delta, effect.ci95, colour, size=size, hollow=quiet, text="diverged")])
+        dots.append([Dot(unit.delta, unit.ci95, colour, size=size, hollow=quiet, text="diverged")])
     dot_plot(axes, dots)
     axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
     label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects])
@@ -441,7 +427,7 @@ MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for i
 def ranks_panel(plan: Plan) -> Panel:
     """Build the map of the plan's ranks."""
     caption = (
-        f"Ranks chosen to raise the {UNITS_OF[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
+        f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
         + " Promised: on calibration text used neither to fit nor to choose them."
         * (plan.promised is not None)

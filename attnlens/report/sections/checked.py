@@ -8,7 +8,19 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
-from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table, build_columns
+from attnlens.report.sections.section import (
+    SUMMARIES,
+    Cell,
+    Document,
+    Heading,
+    Row,
+    Section,
+    Table,
+    View,
+    build_columns,
+    section,
+)
+from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count
 
 SHOWN = 10
@@ -63,12 +75,14 @@ def document(report: Report) -> Document:
         standing=standing if report.checks else "No rule was checked.",
         sound=not failed,
     )
-    return Document(head, tuple(sections(report)))
+    return Document(head, tuple(rule_sections(Shapes(report), "terminal")))
 
 
-def sections(report: Report) -> Iterator[Section]:
+@section(5, views=("page",))
+@section(55, views=SUMMARIES)
+def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a table with one row per rule, and the list of the worst heads of all rules."""
-    checks = report.checks
+    checks = shapes.report.checks
     if not checks:
         return
     rows = [
@@ -122,8 +136,10 @@ def _heads(check: Check) -> str:
     return f"{heads}, {check.without} without a value" if check.without else heads
 
 
-def site_checks(report: Report) -> Iterator[Section]:
+@section(10, "doctor")
+def site_checks(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
+    report = shapes.report
     shared = _shared_path([clean(check.site) for check in report.doctor])
     notes = [f"… stands for {shared}"] if shared else []
     rows = []

@@ -9,9 +9,9 @@ import numpy as np
 
 from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
-from attnlens.records import AttentionRows, Pick, Report, Selection, Sentence
+from attnlens.records import AttentionRows, Pick, Selection, Sentence
 from attnlens.report.sections.layers import missing_reason, typical_places
-from attnlens.report.sections.section import Passage, Section
+from attnlens.report.sections.section import Passage, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_with_error, group_pairs, join_items, short, source_of, title_of
 
@@ -26,12 +26,13 @@ SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
 LEGEND = "<query> [selected] {support}: support vectors among the other tokens; … unmarked tokens"
 
 
-def selections(report: Report) -> Iterator[Section]:
+@section(70, "inspection", ("terminal",))
+def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield for each selection some sentences of its head, with the query, selected and support tokens marked.
 
     Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
-    for selection in report.inspection.selections:
+    for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
@@ -107,7 +108,7 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
     names = sorted(shapes.readings, key=lambda name: (name != OWN_ROWS, name.split(".")[0] not in COMPARED))
-    sections = zip(report.inspection.selections, selections(report), strict=True)
+    sections = zip(report.inspection.selections, selections(shapes, "page"), strict=True)
     return {
         "layers": list(shapes.layers),  # layer numbers: the rows of the map
         "parts": list(shapes.parts),  # part of each row: encoder, decoder or cross
@@ -124,7 +125,7 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
 
 
 def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
-    from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
+    from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
     heads = shapes.report.heads
     info, cells = reading.info, tuple(np.array([shapes.cell(head.layer, head.head) for head in heads]).T)
@@ -146,7 +147,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "reasons": [clean(reason) for reason in reasons],
         "why": [reasons.index(reason) if reason else -1 for reason in why] if reasons else [],  # index of the reason
         "labels": {number: clean(label) for number, label in reading.labels.items()},  # category number → name
-        "palette": pictures.palette(reading),
+        "palette": maps.palette(reading),
     }
 
 
@@ -155,13 +156,13 @@ def _unless_empty(values: Float[np.ndarray, " heads"], digits: int) -> Numbers:
 
 
 def _curve(shapes: Shapes, name: str) -> dict[str, object]:
-    from attnlens.report import pictures
+    from attnlens.report.pictures import maps
 
     info, curves = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in curves)
     count = min(length, max(24, MOST_STEPS // (len(curves) * len(shapes.curves))))
     indices = sorted({round(step) for step in np.linspace(0, length - 1, count).tolist()})
-    parts = pictures.groups_by_part(shapes, name)
+    parts = maps.groups_by_part(shapes, name)
     medians = [part.quartiles[1] for part in parts]
     return {
         "name": clean(name),
@@ -170,9 +171,9 @@ def _curve(shapes: Shapes, name: str) -> dict[str, object]:
         "meaning": clean(info.meaning),
         "formula": clean(info.formula),
         "axis": "index k" if info.steps == "index" else clean(info.steps),
-        "steps": [int(step) + pictures.first_step(info) for step in indices],  # those that are kept
+        "steps": [int(step) + maps.first_step(info) for step in indices],  # those that are kept
         "length": length,  # number of steps before the selection
-        "logarithmic": pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
+        "logarithmic": maps.falls_far(np.concatenate([curve for _, curve in curves]), medians),
         "quartiles": {part.title: [_line(line, indices) for line in part.quartiles.tolist()] for part in parts},
         "lines": [_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
     }
@@ -190,13 +191,13 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
 
 def _whole(shapes: Shapes, whole: str, names: list[str]) -> dict[str, object]:
     """Describe a set of measures that sum to 1, with the measure, name and colour of each part."""
-    from attnlens.report import pictures
+    from attnlens.report.pictures import maps
 
     unsure = any(shapes.info(name).identified == "nowhere" for name in names)
     return {
         "title": title_of(whole) + " (not identified)" * unsure,
         "group": group_of(shapes.info(names[0])),
-        "parts": [(clean(name), *style) for name, style in zip(names, pictures.named_parts(names), strict=True)],
+        "parts": [(clean(name), *style) for name, style in zip(names, maps.named_parts(names), strict=True)],
     }
 
 

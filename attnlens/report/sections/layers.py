@@ -12,9 +12,17 @@ from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
-from attnlens.report.sections.section import Column, Section, Table, build_table, sort_by_group
-from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import no_errors, null_cell, null_words, population
+from attnlens.report.sections.facts import no_errors, null_cell, null_words, population
+from attnlens.report.sections.section import (
+    SUMMARIES,
+    Column,
+    Section,
+    Table,
+    View,
+    build_table,
+    section,
+    sort_by_group,
+)
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -30,7 +38,22 @@ from attnlens.wording import (
     title_of,
 )
 
+MOST_CELLS = 16_000
+"""Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
+MOST_ROWS = 48
+"""Largest number of layers for which each layer has its own row."""
+MOST_TEXTS = 6
+"""Number of texts that have a row at the foot of the table; further texts are left out."""
+GROUPED_ROWS = 40
+"""Approximate number of rows for a model with more than MOST_ROWS layers."""
+LayerRows = list[list[int]]
+"""For each table row, the indices of its layers in `Shapes.layers`."""
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
+READ_AS = (
+    "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
+    "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
+    "of form, and tokens.* at one window length, each model on its own text."
+)
 
 
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
@@ -77,30 +100,15 @@ def _numbers(values: list[float]) -> list[str]:
     return [format_number(value, decimals).replace("-", "−") for value in values]
 
 
-READ_AS = (
-    "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
-    "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
-    "of form, and tokens.* at one window length, each model on its own text."
-)
-
-
-def typical_line(shapes: Shapes) -> Iterator[Section]:
+@section(20, "inspection", SUMMARIES)
+@section(20, "experiments", ("markdown",))
+def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
     medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
     line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
     if line:
         yield Section(notes=(f"Compared with trained models (not a test): {line}.",))
-
-
-def typical_list(shapes: Shapes) -> Iterator[Section]:
-    """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
-    items = [
-        (clean(name), f"{part}median {text}; their medians: {medians}")
-        for name, part, text, medians in typical_medians(shapes)
-    ]
-    if items:
-        yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
@@ -119,15 +127,20 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return places if any(place is not None for place in places) else []
 
 
-def finding_sections(shapes: Shapes) -> Iterator[Section]:
-    """Yield the headline measures, their places among trained models, and the most extreme heads."""
+@section(10, ("inspection", "swap", "doctor", "experiments"), ("opening",))
+def finding_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the headline measures, and their medians next to those of each comparable model of the atlas."""
     if shapes.readings:
         table = _headlines(shapes)
         compared = table is not None and any(column.title == "chance" for column in table.columns)
         note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
         yield Section("What was found", table=table, notes=[note] * compared)
-    yield from typical_list(shapes)
-    yield from extreme_heads(shapes.report)
+    items = [
+        (clean(name), f"{part}median {text}; their medians: {medians}")
+        for name, part, text, medians in typical_medians(shapes)
+    ]
+    if items:
+        yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
 def _headlines(shapes: Shapes) -> Table | None:
@@ -149,23 +162,32 @@ def _headlines(shapes: Shapes) -> Table | None:
             above, below = (distance > reach).sum(), (distance < -reach).sum()
             row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
         rows.append(row)
-    return build_table(rows, {"measure"}) if rows else None
+    return build_table(rows, {"measure"}, {"measure"}) if rows else None
 
 
-def extreme_heads(report: Report) -> Iterator[Section]:
+@section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))
+@section(40, "inspection", SUMMARIES)
+@section(40, "experiments", ("markdown",))
+def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
-    items = tuple(map(reports.extreme, report.summary.extremes))
+    items = [(f"layer {e.layer} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
-def head_table(shapes: Shapes) -> Section:
-    """Build a table of every scalar measure of every head, with its null; empty without any value.
+@section(35, ("inspection", "experiments"), ("page",))
+@section(10, views=("table",))
+def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield a table of every scalar measure of every head, with its null.
 
     Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; a tooltip says why.
     """
+    if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
+        line = "Too many heads for a table without scripts: --csv writes them all."
+        yield Section("Every head", lines=(line,), instead=True)
+        return
     if not shapes.readings:
-        return Section()
+        return
     nulls = any(reading.null for reading in shapes.readings.values())
     first, *others = place_columns(shapes.report.heads)
     first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
@@ -173,7 +195,8 @@ def head_table(shapes: Shapes) -> Section:
     columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
-    return Section("Every head", table=Table(names, columns), notes=[f"{note}."] if note else [])
+    notes = [f"{note}."] if note else []
+    yield Section("Every head", table=Table(names, columns), notes=notes, instead=view == "page")
 
 
 def place_columns(heads: Sequence[Head]) -> list[Column]:
@@ -206,21 +229,11 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 
-MOST_ROWS = 48
-"""Largest number of layers for which each layer has its own row."""
-
-MOST_TEXTS = 6
-"""Number of texts that have a row at the foot of the table; further texts are left out."""
-GROUPED_ROWS = 40
-"""Approximate number of rows for a model with more than MOST_ROWS layers."""
-
-
-LayerRows = list[list[int]]
-"""For each table row, the indices of its layers in `Shapes.layers`."""
-
-
-def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
-    """Yield medians over heads, one row per layer: the measures that fit on a page, or, if `whole`, a table per source.
+@section(40, ("inspection", "experiments"), ("page",))
+@section(10, "inspection", SUMMARIES)
+@section(10, "experiments", ("markdown",))
+def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield medians over heads, one row per layer: the measures that fit on a page, or in markdown a table per source.
 
     The sources take turns, in the report's order of importance. Above 48 layers, neighbouring layers share a row.
     """
@@ -237,14 +250,21 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
         [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
         for part in (names, measure_columns(shapes, rows))
     )
-    notes = [note for note in (reading_help(rows, shapes), *_constants(shapes)) if note]
-    if not whole:
-        yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
-        return
-    for source in dict.fromkeys(column.group for column in columns):
-        group = [replace(column, group="") for column in columns if column.group == source]
-        yield Section(source, table=Table(names, group))
-    yield Section(notes=notes)
+    constants = [
+        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
+        for reading in shapes.readings.values()
+        if reading.constant
+    ]
+    same = f"The same for every head: {join_items(constants, 8)}." if constants else ""
+    notes = [*filter(None, [reading_help(rows, shapes), same])]
+    if view == "markdown":
+        for source in dict.fromkeys(column.group for column in columns):
+            group = [replace(column, group="") for column in columns if column.group == source]
+            yield Section(source, table=Table(names, group))
+        yield Section(notes=notes)
+    elif columns or view == "terminal":
+        table = Table(names, columns, fit="first") if columns else None
+        yield Section("By layer" * (view == "page"), table=table, notes=notes)
 
 
 def layer_rows(shapes: Shapes) -> LayerRows:
@@ -306,17 +326,6 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     unsure = [reading.name for reading in readings if reading.info.identified == "nowhere"]
     sentences += [f"{join_items(unsure)}: {NOT_IDENTIFIED}"] if unsure else []
     return " ".join(sentences)
-
-
-def _constants(shapes: Shapes) -> Iterator[str]:
-    """Yield a note of the measures that have the same value in every head, and these values; none if there are none."""
-    same = [
-        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
-        for reading in shapes.readings.values()
-        if reading.constant
-    ]
-    if same:
-        yield f"The same for every head: {join_items(same, 8)}."
 
 
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:

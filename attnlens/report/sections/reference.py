@@ -23,6 +23,9 @@ from attnlens.records.architectures import Architecture
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean
 
+NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}
+"""Titles of the columns that name the rows."""
+
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
     """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
@@ -112,7 +115,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
     """Build a table of words, except for the columns of numbers; None without rows."""
-    return build_table(rows, set(rows[0]).difference(numbers), fit="folded") if rows else None
+    return build_table(rows, {*rows[0]} & NAMED, {*rows[0]} - {*numbers}, fit="folded") if rows else None
 
 
 def _join_lines(first: str, *others: str) -> str:

@@ -7,17 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
-from attnlens.report.sections.section import Column, Row, Section, Table, build_table
-from attnlens.report.sentences.reports import (
-    changed_measures,
-    format_label,
-    heads_of,
-    is_main_measure,
-    judgement,
-    null_cell,
-    null_words,
-    setting,
-)
+from attnlens.report.sections.facts import null_cell, null_words
+from attnlens.report.sections.section import SUMMARIES, Column, Row, Section, Table, View, build_table, section
+from attnlens.report.shapes import Shapes, by_turns
 from attnlens.wording import (
     NO_VALUE,
     SCIENTIFIC,
@@ -30,16 +22,62 @@ from attnlens.wording import (
     short,
 )
 
+
+def format_label(experiment: Experiment, name: str) -> str:
+    """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
+    return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
+
+
+def setting(experiment: Experiment, name: str) -> str:
+    """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
+
+    def format_value(value: object) -> str:
+        if isinstance(value, list):
+            return " ".join(map(format_value, value))
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    label = format_label(experiment, name)
+    return f"{label}{':' * (' = ' in label)} {format_value(experiment.settings[name])}"
+
+
+def judgement(experiment: Experiment, figure: str) -> str:
+    """Return `pass`, `FAIL`, or `–` if nothing was published."""
+    met = experiment.meets(figure)
+    return NO_VALUE if met is None else "pass" if met else "FAIL"
+
+
+def heads_of(experiment: Experiment) -> int:
+    """Count the heads whose values the experiment tracks over its steps."""
+    return len({(trajectory.layer, trajectory.head) for trajectory in experiment.trajectories})
+
+
+def measures_of(experiment: Experiment) -> list[str]:
+    """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
+    names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
+    main = sorted((name for name in names if _place(name) < math.inf), key=_place)
+    return [*main, *by_turns(name for name in names if name not in main)]
+
+
+def changed_measures(experiment: Experiment) -> list[str]:
+    """List the measures of a series whose median changes between checkpoints."""
+    return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
+
+
+def _place(name: str) -> float:
+    """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
+    return 0 if name == "loss" else find_measure(name).series or math.inf
+
+
 MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+def _series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
-    shown = measures if whole else [name for name in measures if is_main_measure(name)] or measures
+    shown = measures if whole else [name for name in measures if _place(name) < math.inf] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
@@ -102,17 +140,20 @@ def _quartiles(curve: Curve, at: int, decimals: int) -> str:
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
-def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
-    """Yield the sections of `converge` and `reproduce` below the model; `whole` adds every measure of a series."""
+@section(10, "experiments", ("page",))
+@section(50, "experiments", SUMMARIES)
+def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the sections of `converge` and `reproduce` below the model; on a terminal the main measures of a series."""
+    report = shapes.report
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain:
-        table = figure_table(plain) if any(experiment.final for experiment in plain) else None
+        table = _figure_table(plain) if any(experiment.final for experiment in plain) else None
         yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from series_sections(experiment, whole=whole)
+            yield from _series_sections(experiment, whole=view != "terminal")
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():
             missing.append(f"{clean(experiment.name)}: {join_items(names, 5)}, because {reason}")
@@ -120,7 +161,15 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
         yield Section("No value", items=missing)
 
 
-def figure_table(experiments: Sequence[Experiment]) -> Table:
+@section(50, "experiments", ("verbose",))
+def every_measure(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield every measure of each series of checkpoints."""
+    for experiment in shapes.report.experiments:
+        if experiment.trajectories:
+            yield from _series_sections(experiment, whole=True)
+
+
+def _figure_table(experiments: Sequence[Experiment]) -> Table:
     """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
     compared = any(experiment.published for experiment in experiments)
     rows = []
@@ -128,7 +177,7 @@ def figure_table(experiments: Sequence[Experiment]) -> Table:
         for place, figure in enumerate(experiment.final):
             row = {"experiment": "" if place else clean(experiment.name), "figure": format_label(experiment, figure)}
             rows.append(row | _figure_cells(experiment, figure, compared))
-    return build_table(rows, {"experiment", "figure", "verdict"}, names=2)
+    return build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"})
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:

@@ -1,15 +1,15 @@
-"""Sentences of a report: subject, findings, missing values, whether experiments meet the published figures."""
+"""Facts of any report in words: its model, how much was read, notes, missing values, and what its errors refer to."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from attnlens.analyzers.registry import NULLS, MeasureInfo, find_measure
-from attnlens.records import Experiment, Extreme, Report, Skipped, Text
-from attnlens.report.shapes import Shapes, by_turns
+from attnlens.analyzers.registry import NULLS, MeasureInfo
+from attnlens.records import Report, Text
+from attnlens.records.report import KINDS
+from attnlens.report.sections.section import SUMMARIES, Heading, Section, View, section
+from attnlens.report.shapes import Shapes
 from attnlens.wording import (
-    NO_VALUE,
     big,
     clean,
     decimals_for,
@@ -22,70 +22,38 @@ from attnlens.wording import (
 )
 
 
-def format_label(experiment: Experiment, name: str) -> str:
-    """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
-    return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
+def title(report: Report) -> str:
+    """Return the title: names of the models compared, of the studies, or of the model and others of experiments."""
+    if report.comparison is not None:
+        return f"{report.comparison.base.title} → {report.model.title}"
+    if report.studies:
+        return clean("kernel study: " + ", ".join(study.name for study in report.studies))
+    others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
+    return " + ".join([report.model.title, *map(clean, others)])
 
 
-def setting(experiment: Experiment, name: str) -> str:
-    """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
-    label = format_label(experiment, name)
-    return f"{label}{':' * (' = ' in label)} {_value(experiment.settings[name])}"
+def standing(report: Report) -> tuple[str, bool]:
+    """Return how much of the model was read, or the verdict on experiments without a model or on studies.
 
-
-def _value(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_value, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def outcome(report: Report) -> tuple[str, bool]:
-    """Return the verdict on the experiments, or, if they read a model, how much of it was read.
-
-    The flag is True if nothing is missing, or no experiment misses its published figures.
+    The flag is True if that is all of it, no experiment misses its published figures, or all cells of the studies
+    converged or failed to converge in the papers too.
     """
-    if report.coverage.heads:
-        return standing(report)
+    if report.studies:
+        cells = [cell for study in report.studies for cell in study.cells]
+        failed = [cell for cell in cells if cell.problem]
+        names = join_items((cell.name for cell in failed), between="; ")
+        verdict = f"did not converge: {names}" if failed else "all converged"
+        trained = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+        return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
+    if report.coverage.heads or report.kind != "experiments":
+        return clean(report.coverage.sentence), report.coverage.complete
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
-    failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
+    missed = [clean(experiment.name) for experiment in judged if not experiment.passed]
     total = format_count(len(report.experiments), "experiment")
     if not judged:
         return f"{total}; nothing published to compare with.", True
-    some = f"{len(judged)} of {total} compared with published figures"
-    return f"{some}; {f'missed by {join_items(failed)}' if failed else 'all agree'}.", not failed
-
-
-def judgement(experiment: Experiment, figure: str) -> str:
-    """Return `pass`, `FAIL`, or `–` if nothing was published."""
-    met = experiment.meets(figure)
-    return NO_VALUE if met is None else "pass" if met else "FAIL"
-
-
-def heads_of(experiment: Experiment) -> int:
-    """Count the heads whose values the experiment tracks over its steps."""
-    return len({(trajectory.layer, trajectory.head) for trajectory in experiment.trajectories})
-
-
-def is_main_measure(name: str) -> bool:
-    """Return True if a measure is one of the main measures of a series of checkpoints."""
-    return _place(name) < math.inf
-
-
-def measures_of(experiment: Experiment) -> list[str]:
-    """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
-    names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
-    main = sorted(filter(is_main_measure, names), key=_place)
-    return [*main, *by_turns(name for name in names if name not in main)]
-
-
-def changed_measures(experiment: Experiment) -> list[str]:
-    """List the measures of a series whose median changes between checkpoints."""
-    return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
-
-
-def _place(name: str) -> float:
-    """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
-    return 0 if name == "loss" else find_measure(name).series or math.inf
+    verdict = f"missed by {join_items(missed)}" if missed else "all agree"
+    return f"{len(judged)} of {total} compared with published figures; {verdict}.", not missed
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
@@ -142,12 +110,6 @@ def _texts_in_windows(report: Report) -> list[Text]:
     return [text for text in report.settings.texts if text.available is not None]
 
 
-def title(report: Report) -> str:
-    """Join the names of the model and of others that experiments ran on: `one-layer attention (synthetic) + demo`."""
-    others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
-    return " + ".join([report.model.title, *map(clean, others)])
-
-
 def ran_on(report: Report) -> str:
     """State which experiments ran on which model; empty if all ran on the report's model."""
     by_model = group_pairs((experiment.model, clean(experiment.name)) for experiment in report.experiments)
@@ -156,9 +118,9 @@ def ran_on(report: Report) -> str:
     return "; ".join([*texts, f"all others: {model_name(report.model.id)}"] if texts and default else texts)
 
 
-def header(report: Report) -> str:
-    """Format architecture, number of parameters, quantisation, adapter, revision and settings on one line."""
-    model, settings = report.model, report.settings
+def build_heading(report: Report, whole: bool) -> Heading:
+    """Build the head of a document; `whole`: with all caveats for reading the numbers."""
+    model, settings, record = report.model, report.settings, report.model.conventions
     facts = [
         model.architecture,
         f"{big(model.parameters)} parameters",
@@ -168,40 +130,27 @@ def header(report: Report) -> str:
         settings.fed,
         f"{settings.dtype} on {settings.device}",
     ]
-    return " · ".join(clean(fact) for fact in facts if fact)
-
-
-def standing(report: Report) -> tuple[str, bool]:
-    """Return how much of the model was read, and whether that is all of it."""
-    return clean(report.coverage.sentence), report.coverage.complete
-
-
-def conventions(report: Report) -> str:
-    """Describe positions, QK-norm and biases of the model's attention, which affect the measures; empty if unknown."""
-    if (record := report.model.conventions) is None:
-        return ""
-    facts = [f"positions: {record.position}"]
-    facts += ["queries and keys are normalised per token"] if record.qk_norm else []
-    facts += ["biases are left out of weights.*"] if record.bias == "excluded" else []
-    return "; ".join(facts)
+    conventions = [f"positions: {record.position}"] if record else []
+    conventions += ["queries and keys are normalised per token"] * bool(record and record.qk_norm)
+    conventions += ["biases are left out of weights.*"] * bool(record and record.bias == "excluded")
+    error = report.summary.identity_error
+    exact = "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
+    verdict, sound = standing(report)
+    return Heading(
+        title=title(report),
+        command=report.command,
+        facts=" · ".join(clean(fact) for fact in facts if fact),
+        asides=[*filter(None, [ran_on(report), "; ".join(conventions), exact])],
+        notes=notes(report) if whole else [*settings.notes, *other_base(report)],
+        standing=verdict,
+        sound=sound,
+    )
 
 
 def notes(report: Report) -> list[str]:
     """List the caveats of a report, one sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *state_unexpected(report))]
-
-
-def adapter(report: Report) -> str:
-    """Describe the adapter and the model it was merged into; empty without an adapter."""
-    record = report.model.adapter
-    if record is None:
-        return ""
-    replaced = f"; {format_count(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
-    return clean(
-        f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
-        f"{format_count(record.modules, 'module')} of {report.model.id}{replaced}."
-    )
 
 
 def other_base(report: Report) -> list[str]:
@@ -223,24 +172,17 @@ def state_unexpected(report: Report) -> list[str]:
     return [f"{unused}: {join_items(names)}."] if names else []
 
 
-def identity(report: Report) -> str:
-    """State how closely recomputed attention agrees with the model's; empty if that was not measured."""
-    error = report.summary.identity_error
-    return "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
-
-
-def extreme(head: Extreme) -> tuple[str, str]:
-    """Return the name of an extreme head (`layer 3 head 7`) and its text with rank, value and median."""
-    return f"layer {head.layer} head {head.head}", clean(head.text)
-
-
-def list_skipped(entries: Iterable[Skipped]) -> list[str]:
-    """List what was skipped, one line per reason with the sites and heads."""
+@section(60, views=(*SUMMARIES, "opening"))
+def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield what was skipped and which measures have no value, one line per reason."""
     places = []
-    for entry in entries:
+    for entry in shapes.report.coverage.skipped:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
         places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
-    return [f"{clean(reason)}: {join_items(sites, 4)}" for reason, sites in group_pairs(places).items()]
+    skipped = [f"{clean(reason)}: {join_items(sites, 4)}" for reason, sites in group_pairs(places).items()]
+    for heading, lines in (("Skipped", skipped), ("No value", without_value(shapes))):
+        if lines:
+            yield Section(heading, items=lines)
 
 
 def without_value(shapes: Shapes) -> list[str]:
@@ -255,3 +197,25 @@ def without_value(shapes: Shapes) -> list[str]:
             pairs.append(((first.reason or "", "all heads"), name))
     groups = group_pairs(pairs).items()
     return [f"{join_items(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]
+
+
+@section(90, [kind for kind in KINDS if kind != "doctor"], ("verbose",))
+@section(95, views=("page",))
+def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield how a report was made: tool, environment, settings, checksums; on a terminal also notes and costs."""
+    report, versions, settings = shapes.report, shapes.report.environment, shapes.report.settings
+    files = [("text", settings.text), ("noise", settings.noise), *(("file", file) for file in report.model.files)]
+    items = [
+        ("tool", f"{report.tool.name} {report.tool.version}"),
+        ("python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"),
+        ("platform", versions.platform),
+        ("source", settings.source),
+        ("seed", str(settings.seed)),
+        *([("analyzers", join_items(settings.analyzers, 20))] if settings.analyzers else []),
+        *((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None),
+    ]
+    if view == "verbose":
+        items += [("note", note) for note in notes(report)]
+        items += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
+        items.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
+    yield Section("Details" if view == "verbose" else "How it was made", items=items)
