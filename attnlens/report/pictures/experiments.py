@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -107,26 +107,20 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     info, curve, lines = find_measure(name), experiment.curves[name], _trajectories(experiment, name)
     layers = {line.layer for line in experiment.trajectories}
     rows_of_layers = range(max(layers) + 1) if len(layers) > 1 and lines else ()
-    has_null = experiment.null(name) is not None
-    note = clean(shorten_label(curve.quantity or source_of(name), 30)) + "; grey: null ± sd" * has_null
-    heads = "One number per step"
-    if len(lines) == 1:
-        heads = f"Layer {lines[0].layer} head {lines[0].head}"
-    elif lines:
-        heads = f"{format_count(len(lines), 'head')}{', coloured by layer' * bool(rows_of_layers)}. Black: their median"
-    sentences = [f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}."] if info.meaning else []
-    sentences.append(f"{heads}{'; grey: null, mean ± sd' * has_null}.")
+    null = "; grey: null ± sd" * (experiment.null(name) is not None)
+    note = clean(shorten_label(curve.quantity or source_of(name), 30)) + null
+    caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. " if info.meaning else ""
+    coloured = ", coloured by layer" * bool(rows_of_layers)
+    caption += f"{format_count(len(lines), 'head')}{coloured}. Black: median over heads{null}."
     limits = _limits(experiment, name)
     if limits is not None and not limits[2]:
         low, high, _ = limits
         room = 0.05 * (high - low)  # the frame is wider by so much on each side
         rows = [as_array(line.values) for line in lines]
         beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
-        if beyond:
-            note += f"; {format_count(beyond, 'head')} cut"
-            sentences.append(f"{format_count(beyond, 'head')} of {len(lines)} extend beyond the frame.")
+        note += f"; {format_count(beyond, 'head')} cut" * bool(beyond)
     draw = partial(draw_trajectories, experiment=experiment, name=name)
-    return Panel(name, heading(info), note, " ".join(sentences), draw, layers=rows_of_layers)
+    return Panel(name, heading(info), note, caption, draw, layers=rows_of_layers)
 
 
 def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
@@ -187,12 +181,11 @@ def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
 
 
 def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
+    facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
     for picture, curves in groups(experiment).items():
-        names = [experiment.name, picture] if len(experiment.curves) > 1 and picture else [experiment.name]
+        names = [experiment.name, *([picture] if len(experiment.curves) > 1 and picture else [])]
         banded = any(curve.low is not None for curve in curves.values())
-        _, cut = _least_shown(list(curves.values()))
-        below = "Not shown: values of 0 or below 1e−16 of the largest." * cut
-        facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
+        below = "Not shown: values of 0 or below 1e−16 of the largest." * _least_shown(curves)[1]
         sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, below]
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
         note = "median, quartiles" if banded and len(curves) == 1 else ""
@@ -203,8 +196,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
     """Draw a line and a band of quartiles for each curve."""
-    shown = list(curves.values())
-    floor, cut = _least_shown(shown)
+    floor, cut = _least_shown(curves)
     for colour, (name, curve) in zip(cycle(COLOURS), curves.items(), strict=False):
         steps, middle = as_array(curve.steps), as_array(curve.median)
         order = np.argsort(steps, kind="stable")
@@ -222,9 +214,9 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             clip_on=cut,  # a line to a value that a logarithmic axis lacks would leave the frame
             label=shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
-    scale_steps(axes, [step for curve in shown for step in curve.steps], experiment.axis)
-    axes.set_ylabel(shorten_label(clean(shown[0].quantity or ""), 30))
-    values = _finite_values(shown)
+    scale_steps(axes, [step for curve in curves.values() for step in curve.steps], experiment.axis)
+    axes.set_ylabel(shorten_label(clean(next(iter(curves.values())).quantity or ""), 30))
+    values = _finite_values(curves)
     if values.size:
         least, most = float(values.min()), float(values.max())
         bottom = min(0.0, least) if least < 0.5 * most else least  # the axis includes 0 if that is near
@@ -236,14 +228,14 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
         legend_above(axes, 46)
 
 
-def _least_shown(curves: list[Curve]) -> tuple[float | None, bool]:
+def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
     """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear.
 
     The axis is logarithmic if positive values span a factor of 100 and no curve is bounded by 1.
     """
     values = _finite_values(curves)
     above = values[values > 0]
-    if any(curve.bounded for curve in curves) or 2 * above.size <= values.size or np.any(values < 0):
+    if any(curve.bounded for curve in curves.values()) or 2 * above.size <= values.size or np.any(values < 0):
         return None, False
     least, most = float(above.min()), float(above.max())
     if most < 100 * least:
@@ -252,9 +244,10 @@ def _least_shown(curves: list[Curve]) -> tuple[float | None, bool]:
     return floor, bool(values.min() < floor)
 
 
-def _finite_values(curves: list[Curve]) -> Float[np.ndarray, " values"]:
+def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
     """Collect all finite values of all curves and their quartiles."""
-    values = np.concatenate([as_array(part) for c in curves for part in (c.median, c.low, c.high) if part is not None])
+    parts = (part for curve in curves.values() for part in (curve.median, curve.low, curve.high))
+    values = np.concatenate([as_array(part) for part in parts if part is not None])
     return np.asarray(values[np.isfinite(values)])
 
 
@@ -264,8 +257,7 @@ def _compared_panels(report: Report) -> list[Panel]:
     if not figures:
         return []
     worst = sorted(
-        range(len(figures)),
-        key=lambda number: (figures[number][0].meets(figures[number][1]), -abs(deviation(*figures[number]))),
+        range(len(figures)), key=lambda n: (figures[n][0].meets(figures[n][1]), -abs(deviation(*figures[n])))
     )
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
@@ -273,9 +265,8 @@ def _compared_panels(report: Report) -> list[Panel]:
         "side for bounds; a line allows only the published value. At the edge: three tolerances or more."
     )
     left_out = f"; {len(rows)} of {len(figures)} with the largest deviations" * (len(rows) < len(figures))
-    draw = partial(draw_compared, rows=rows)
-    title, note = "ours against published values", f"shaded: allowed range{left_out}"
-    return [Panel(COMPARED, title, note, caption, draw, len(rows), width=6.0)]
+    draw, note = partial(draw_compared, rows=rows), f"shaded: allowed range{left_out}"
+    return [Panel(COMPARED, "ours against published values", note, caption, draw, len(rows), width=6.0)]
 
 
 def deviation(experiment: Experiment, figure: str) -> float:

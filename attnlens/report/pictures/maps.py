@@ -44,6 +44,7 @@ from attnlens.report.pictures.style import (
     shorten_label,
     typeset,
 )
+from attnlens.report.sections.facts import bounds
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
 
@@ -69,9 +70,15 @@ FURTHEST = 1e300
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
-    notes = ", ".join(filter(None, [short_caption(reading), null_mark(reading)]))
-    missing = [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
-    return _caption(shapes, reading.info, [_range(reading), _capitalise(notes), *missing])
+    present, lines = reading.present, []
+    if not reading.labels:
+        least, most = (typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
+        shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
+        lines.append(f"{shown}; possible: {bounds(reading.info)}.")
+    mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
+    lines.append(_capitalise(f"{short_caption(reading)}{mark}"))
+    lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
+    return _caption(shapes, reading.info, lines)
 
 
 def curve_caption(shapes: Shapes, name: str) -> str:
@@ -91,6 +98,10 @@ def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
     """Put the measure's meaning and caveat before the lines, and the coverage after them."""
     meaning = _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
     return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
@@ -117,16 +128,6 @@ def short_caption(reading: MeasureMap) -> str:
     return "; ".join(texts)
 
 
-def null_mark(reading: MeasureMap) -> str:
-    """Describe where the null's mean is on the colour bar; empty without a null."""
-    norm = scale(reading)[1]
-    if reading.null is None or norm.vmin is None or norm.vmax is None:
-        return ""
-    if norm.vmin <= reading.null[0] <= norm.vmax:
-        return "the black mark on the colour bar"
-    return f"{'below' if reading.null[0] < norm.vmin else 'above'} the colour bar's range"
-
-
 def layout_line(shapes: Shapes) -> str:
     """Format the numbers of layers and heads, and the coverage: `4 layers × 8 heads · COMPLETE: 32 of 32 heads`."""
     layers, heads = format_count(len(shapes.layers), "layer"), format_count(len(shapes.heads), "head")
@@ -144,25 +145,6 @@ def source_heading(shapes: Shapes, name: str) -> str:
     return f"{group} – {clean(settings.fed)}" if group == "tokens" and settings.fed else group
 
 
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _range(reading: MeasureMap) -> str:
-    """Format the least and the largest value, and the possible ones."""
-    if reading.labels:
-        return ""
-    info, values = reading.info, reading.present
-    least, most = (typeset(float(bound), decimals_for(values)) for bound in (values.min(), values.max()))
-    shown = f"Here {least} to {most}" if values.min() < values.max() else f"Here {least} for every head"
-    low, high = ("" if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
-    if low and high:
-        return f"{shown}; possible: {low} to {high}."
-    if low or high:
-        return f"{shown}; possible: at {'least' if low else 'most'} {low or high}."
-    return f"{shown}."
-
-
 def head_panels(shapes: Shapes) -> list[Panel]:
     """Build the panels with their own files: every measure and curve, and the margins of each selection.
 
@@ -177,7 +159,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
             raise UsageError(problem, "Write them with --csv.")
     return [
         *(map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings),
-        *(_fan_file_panel(shapes, name) for name in shapes.curves),
+        *(fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves),
         *(_margins_panel(shapes, selection) for selection in shapes.report.inspection.selections),
     ]
 
@@ -313,25 +295,20 @@ def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> 
 
 def first_step(info: MeasureInfo) -> int:
     """Return a curve's first step: an index k starts at 1, as in the formulas, a distance at 0."""
-    return 1 if info.steps == "index" else 0
+    return int(info.steps == "index")
 
 
-def _fan_file_panel(shapes: Shapes, name: str) -> Panel:
-    """Build the panel of a curve's own file, with one pair of axes per part of the model."""
-    panel, groups = fan_panel(shapes, name, source_heading(shapes, name)), groups_by_part(shapes, name)
-    draw = partial(draw_fan, shapes=shapes, name=name)
+def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
+    """Build the panel of a curve, with one line per head; `split`: with one pair of axes per part of the model."""
+    groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
+    title, caption = heading(shapes.info(name)), curve_caption(shapes, name)
+    drawn = partial(draw, groups=groups)
+    panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
     parts = [
-        replace(panel, title=f"{panel.title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
+        replace(panel, title=f"{title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
         for group in groups
     ]
-    return replace(panel, parts=parts) if len(groups) > 1 else panel
-
-
-def fan_panel(shapes: Shapes, name: str, note: str) -> Panel:
-    """Build the panel of a curve, with one line per head."""
-    draw = partial(draw_fan, shapes=shapes, name=name, groups=groups_by_part(shapes, name))
-    title, caption = heading(shapes.info(name)), curve_caption(shapes, name)
-    return Panel(name, title, note, caption, draw, rows=18, width=4.9, layers=shapes.layers)
+    return replace(panel, parts=parts) if split and len(parts) > 1 else panel
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:

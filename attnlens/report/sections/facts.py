@@ -56,6 +56,15 @@ def standing(report: Report) -> tuple[str, bool]:
     return f"{len(judged)} of {total} compared with published figures; {verdict}.", not missed
 
 
+def bounds(info: MeasureInfo) -> str:
+    """Return the least and the largest value of a measure in words; `any` if neither is known."""
+    if info.low is None and info.high is None:
+        return "any"
+    low = "−∞" if info.low is None else f"{info.low:g}"
+    high = "∞" if info.high is None else f"{info.high:g}"
+    return f"{low} to {high}"
+
+
 def null_words(measures: Iterable[MeasureInfo]) -> str:
     """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
     kinds = {source_of(info.name): info.null for info in measures}

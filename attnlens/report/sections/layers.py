@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,16 +39,13 @@ from attnlens.wording import (
     title_of,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
-MOST_ROWS = 48
-"""Largest number of layers for which each layer has its own row."""
 MOST_TEXTS = 6
 """Number of texts that have a row at the foot of the table; further texts are left out."""
-GROUPED_ROWS = 40
-"""Approximate number of rows for a model with more than MOST_ROWS layers."""
-LayerRows = list[list[int]]
-"""For each table row, the indices of its layers in `Shapes.layers`."""
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 READ_AS = (
     "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
@@ -235,20 +233,21 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
 def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield medians over heads, one row per layer: the measures that fit on a page, or in markdown a table per source.
 
-    The sources take turns, in the report's order of importance. Above 48 layers, neighbouring layers share a row.
+    The sources take turns, in the report's order of importance.
     """
     if not shapes.readings:
         return
-    rows = layer_rows(shapes)
-    foot = _foot_names(shapes, rows)
-    several, firsts = len(set(shapes.parts)) > 1, [group[0] for group in rows]
-    ends = [(shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows]
-    names = [Column("layer", [str(low) if low == high else f"{low}–{high}" for low, high in ends], foot=foot)]
-    names += [Column("part", [shapes.parts[row] for row in firsts], words=True)] if several else []
+    summary = shapes.report.summary
+    texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
+    # the rows of the foot: all heads, each text, their sd, the null of the median
+    foot = ["all"] * (len(shapes.layers) > 1) + texts + ["between texts"] * bool(summary.between_texts)
+    foot += ["null", "± sd"] * bool(summary.median_nulls)
+    names = [Column("layer", [*map(str, shapes.layers)], foot=foot)]
+    names += [Column("part", shapes.parts, words=True)] if len(set(shapes.parts)) > 1 else []
     # a foot ends with the last of its values that exists; renderers expect all of equal length
     names, columns = (
         [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
-        for part in (names, measure_columns(shapes, rows))
+        for part in (names, measure_columns(shapes))
     )
     constants = [
         f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
@@ -256,7 +255,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         if reading.constant
     ]
     same = f"The same for every head: {join_items(constants, 8)}." if constants else ""
-    notes = [*filter(None, [reading_help(rows, shapes), same])]
+    notes = [*filter(None, [reading_help(shapes), same])]
     if view == "markdown":
         for source in dict.fromkeys(column.group for column in columns):
             group = [replace(column, group="") for column in columns if column.group == source]
@@ -267,51 +266,32 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("By layer" * (view == "page"), table=table, notes=notes)
 
 
-def layer_rows(shapes: Shapes) -> LayerRows:
-    """Assign layers to rows: one each up to 48 layers; beyond, neighbours of one part share one of about 40 rows."""
-    count = len(shapes.layers)
-    size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
-    parts = group_pairs((part, row) for row, part in enumerate(shapes.parts)).values()  # layers are sorted by part
-    return [rows[start : start + size] for rows in parts for start in range(0, len(rows), size)]
-
-
-def _foot_names(shapes: Shapes, rows: LayerRows) -> list[str]:
-    """Name the rows of the foot: all heads (if there are several rows), each text, their sd, the null of the median."""
-    summary = shapes.report.summary
-    texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
-    between = ["between texts"] * bool(summary.between_texts)
-    return ["all"] * (len(rows) > 1) + texts + between + ["null", "± sd"] * bool(summary.median_nulls)
-
-
-def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
+def measure_columns(shapes: Shapes) -> list[Column]:
     """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
-    columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
+    columns = [_layer_column(varying[name], shapes) for name in [*by_turns(headlines), *by_turns(others)]]
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
     symmetry = {layer: value for layer, value in pairs if value is not None}
     if symmetry:
-        values = np.array([symmetry.get(layer, np.nan) for layer in shapes.layers])
-        groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
         decimals = decimals_for([*symmetry.values()])
-        texts = [format_number(middle(values[group]), decimals) for group in groups]
-        columns.append(Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :]))
+        cells = [format_number(symmetry.get(layer), decimals) for layer in shapes.layers]
+        foot = [format_number(float(np.median([*symmetry.values()])), decimals)] * (len(cells) > 1)
+        columns.append(Column("layer symmetry", cells, "weights", foot))
     return columns
 
 
-def reading_help(rows: LayerRows, shapes: Shapes) -> str:
+def reading_help(shapes: Shapes) -> str:
     """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
-    summary, readings = shapes.report.summary, shapes.readings.values()
-    alone, size = len(shapes.report.heads) == 1, max(map(len, rows))
+    summary, readings, alone = shapes.report.summary, shapes.readings.values(), len(shapes.report.heads) == 1
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
     nulls = [reading.info for reading in readings if reading.null]
     chance = f"null is {null_words(nulls)},{' for a median of as many heads,' * (not alone)} mean ± sd"
-    over = "heads" if size == 1 else f"the heads of {size} neighbouring layers"
     parts = [
-        "" if alone else f"rows are medians over {over}",
+        "" if alone else "rows are medians over heads",
         error if summary.median_errors else no_errors(shapes.report),
         "a text with a single window has no errors in its row" * any(text.reasons for text in summary.texts),
         chance if nulls else "",
@@ -328,35 +308,30 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     return " ".join(sentences)
 
 
-def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
-    summary, everything = shapes.report.summary, list(range(len(reading.values)))
-    groups = [*rows, everything] if len(rows) > 1 else rows  # with the row of all heads, in the foot
-    title, over, count = title_of(reading.name), group_of(reading.info), len(rows)
+def _layer_column(reading: MeasureMap, shapes: Shapes) -> Column:
+    summary, name, count = shapes.report.summary, reading.name, len(shapes.layers)
+    title, group = title_of(name), group_of(reading.info)
+    rows = [*reading.values, reading.values] if count > 1 else [*reading.values]  # with the row of all heads, in the foot
     if reading.labels:
-        texts = [_commonest(reading, group) for group in groups]
-        return Column(title, texts[:count], over, texts[count:])
-    medians = [middle(reading.values[group]) for group in groups]
+        texts = [_commonest(reading, values) for values in rows]
+        return Column(title, texts[:count], group, texts[count:])
+    medians = [middle(values) for values in rows]
     by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
-    errors = [
-        by_layer.get(shapes.layers[group[0]], {}).get(reading.name) if len(group) == 1 else None for group in rows
-    ]
-    error, null = summary.median_errors.get(reading.name), summary.median_nulls.get(reading.name)
-    total = middle(reading.values)
-    shown = [*medians, total, *((null.mean, null.sd) if null else ())]
+    error, null = summary.median_errors.get(name), summary.median_nulls.get(name)
+    errors = [*(by_layer.get(layer, {}).get(name) for layer in shapes.layers), error]
+    shown = [*medians, middle(reading.values), *((null.mean, null.sd) if null else ())]
     decimals = decimals_with_error([number for number in shown if not np.isnan(number)], error)
-    pairs = zip(medians, [*errors, error][: len(groups)], strict=True)
-    texts = [_with_error(median, each, decimals) for median, each in pairs]
+    texts = [_with_error(median, each, decimals) for median, each in zip(medians, errors, strict=False)]
     foot = texts[count:]
     for text in summary.texts[:MOST_TEXTS]:
-        middle_of_text = text.medians.get(reading.name)
-        text_error = text.median_errors.get(reading.name)
-        foot.append("" if middle_of_text is None else _with_error(middle_of_text, text_error, decimals))
+        median = text.medians.get(name)
+        foot.append("" if median is None else _with_error(median, text.median_errors.get(name), decimals))
     if summary.between_texts:
-        between = summary.between_texts.get(reading.name)
+        between = summary.between_texts.get(name)
         foot.append("" if between is None else format_error(between, decimals))
     if null is not None:
         foot += [format_number(null.mean, decimals), f"±{format_error(null.sd, decimals)}"]
-    return Column(title, texts[:count], over, foot)
+    return Column(title, texts[:count], group, foot)
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
@@ -364,8 +339,8 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
     return number if error is None or np.isnan(median) else f"{number}±{format_error(error, decimals)}"
 
 
-def _commonest(reading: MeasureMap, group: list[int]) -> str:
-    values = reading.values[group]
+def _commonest(reading: MeasureMap, values: Float[np.ndarray, "*heads"]) -> str:
+    """Format the most frequent category with its count, `positive 5/8`."""
     counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not counts:
         return NO_VALUE

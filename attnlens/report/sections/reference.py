@@ -20,6 +20,7 @@ from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.records.architectures import Architecture
+from attnlens.report.sections.facts import bounds
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean
 
@@ -45,7 +46,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
     rows = []
     for analyzer in analyzers:
         prefixes = f"{analyzer.source}.", f"{analyzer.name}."
-        names = [_remove_prefix(info.name, prefixes) for info in analyzer.measures]
+        names = [info.name.removeprefix(prefixes[0]).removeprefix(prefixes[1]) for info in analyzer.measures]
         only = "" if analyzer.by_default else f"Runs only with --analyzer {analyzer.name}"
         question = _join_lines(analyzer.question, only, ", ".join(names))
         row = {"analyzer": analyzer.name, "source": analyzer.source, "question": question}
@@ -123,10 +124,6 @@ def _join_lines(first: str, *others: str) -> str:
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
-def _remove_prefix(name: str, prefixes: Iterable[str]) -> str:
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
-
-
 def describe_fit(info: KernelInfo) -> str:
     """Describe what the kernel's fit chooses, and whether it is required; empty for a kernel without a fit."""
     if info.fit is None:
@@ -165,15 +162,6 @@ def range_of(info: MeasureInfo) -> str:
     if info.curve:
         return f"curve over {info.steps}"
     return " | ".join(info.labels) or bounds(info)
-
-
-def bounds(info: MeasureInfo) -> str:
-    """Return the least and the largest value of a measure in words; `any` if neither is known."""
-    if info.low is None and info.high is None:
-        return "any"
-    low = "−∞" if info.low is None else f"{info.low:g}"
-    high = "∞" if info.high is None else f"{info.high:g}"
-    return f"{low} to {high}"
 
 
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
