@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
@@ -99,11 +98,6 @@ def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = 
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
-
-
-def rasterize_if_crowded(figure: Figure) -> bool:
-    """Check whether the figure has too many lines and rasterizes them."""
-    return any(lines.get_rasterized() for lines in figure.findobj(LineCollection))
 
 
 def shorten_label(text: str, width: int) -> str:

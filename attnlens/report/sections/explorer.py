@@ -130,6 +130,10 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
     heads = shapes.report.heads
     info, cells = reading.info, tuple(np.array([shapes.cell(head.layer, head.head) for head in heads]).T)
     why = [missing_reason(head, reading.name) for head in heads]
+
+    def pack(values: Float[np.ndarray, "layers heads"], digits: int) -> Numbers:
+        return [] if np.isnan(values).all() else round_significant(values[cells], digits)
+
     reasons = list(dict.fromkeys(filter(None, why)))
     return {
         "name": clean(reading.name),
@@ -140,19 +144,15 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "caution": clean(info.caution),
         "decimals": decimals_with_error(reading.present.tolist(), reading.error),  # −1: scientific notation
         "values": round_significant(reading.values[cells], VALUE_DIGITS),
-        "errors": _unless_empty(reading.errors[cells], ERROR_DIGITS),  # empty if no head has any
-        "null_means": _unless_empty(reading.null_means[cells], VALUE_DIGITS),
-        "null_sds": _unless_empty(reading.null_sds[cells], ERROR_DIGITS),
+        "errors": pack(reading.errors, ERROR_DIGITS),  # empty if no head has any
+        "null_means": pack(reading.null_means, VALUE_DIGITS),
+        "null_sds": pack(reading.null_sds, ERROR_DIGITS),
         "typical": typical_places(shapes.report, reading.name),  # percentiles among heads of other trained models
         "reasons": [clean(reason) for reason in reasons],
         "why": [reasons.index(reason) if reason else -1 for reason in why] if reasons else [],  # index of the reason
         "labels": {number: clean(label) for number, label in reading.labels.items()},  # category number → name
         "palette": maps.palette(reading),
     }
-
-
-def _unless_empty(values: Float[np.ndarray, " heads"], digits: int) -> Numbers:
-    return [] if np.isnan(values).all() else round_significant(values, digits)
 
 
 def _curve(shapes: Shapes, name: str) -> dict[str, object]:

@@ -311,7 +311,9 @@ def reading_help(shapes: Shapes) -> str:
 def _layer_column(reading: MeasureMap, shapes: Shapes) -> Column:
     summary, name, count = shapes.report.summary, reading.name, len(shapes.layers)
     title, group = title_of(name), group_of(reading.info)
-    rows = [*reading.values, reading.values] if count > 1 else [*reading.values]  # with the row of all heads, in the foot
+    rows = (
+        [*reading.values, reading.values] if count > 1 else [*reading.values]
+    )  # with the row of all heads, in the foot
     if reading.labels:
         texts = [_commonest(reading, values) for values in rows]
         return Column(title, texts[:count], group, texts[count:])

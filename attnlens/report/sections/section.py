@@ -29,7 +29,6 @@ class Column:
     foot: Sequence[str] = ()  # formatted texts of the rows below the rule
     words: bool = False  # True if the cells are words, which are aligned to the left; False for numbers
     hints: Sequence[str] = ()  # tooltip of each cell, for the HTML page
-    alarms: Sequence[bool] = ()  # for each cell, True if it reports a problem; empty if none does
 
 
 @dataclass(frozen=True)
