@@ -146,10 +146,7 @@ def source_heading(shapes: Shapes, name: str) -> str:
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:
-    """Build the panels with their own files: every measure and curve, and the margins of each selection.
-
-    Raise UsageError if there are none, or if an axis cannot show their values.
-    """
+    """Build the panels with their own files. Raise UsageError if there are none, or if an axis cannot show a value."""
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
     curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
@@ -230,11 +227,7 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return the colours and limits of `scale` for renderers without matplotlib.
-
-    `colours` are evenly spaced from `low` to `high`, or one per category; `cut`: ends that also represent all values
-    beyond.
-    """
+    """Return the limits of `scale` and colours, evenly spaced or one per category, for renderers without matplotlib."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
@@ -312,10 +305,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves in their layers' colours, over axes that have room for all curves of that name.
-
-    A single group also gets its median (black) and quartiles (dashed); several groups get only their medians.
-    """
+    """Draw the heads' curves on axes for all of that name, with the median, and of a single group the quartiles."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -350,15 +340,6 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
     """Check whether these values with these medians need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
-
-
-def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
-    """Build one panel per third of the layers, or per part."""
-    groups = groups_by_depth(shapes, name)
-    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
-    return [
-        Panel(name, group.title, group.note, "", partial(draw, group=group), layers=shapes.layers) for group in groups
-    ]
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
@@ -419,13 +400,20 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     elif deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         parts = {name for names in shapes.shares.values() for name in names}
         maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
-        rows = [depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
+        rows = [_depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
         rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
     else:
         panels = _choose_panels(shapes, groups[0][0], 2 * ACROSS)
         rows = [panels[:ACROSS], panels[ACROSS:]]
     return [row for row in rows if row]
+
+
+def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
+    """Build one panel per third of the layers, or per part."""
+    groups = groups_by_depth(shapes, name)
+    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
+    return [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in groups]
 
 
 def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
@@ -447,8 +435,13 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
     maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
+    unsure = any(shapes.info(name).identified == "nowhere" for name in parts)
+    suffix = " (not identified)" * unsure
     return [
-        *(_shares_panel(shapes, whole) for whole in wholes),
+        *(
+            Panel(whole, heading(shapes.info(whole)) + suffix, "", "", partial(draw_shares, shapes=shapes, whole=whole))
+            for whole in wholes
+        ),
         *(_noted_map(shapes, name) for name in maps),
         *(fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves),
     ]
@@ -457,12 +450,6 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
     return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
-
-
-def _shares_panel(shapes: Shapes, whole: str) -> Panel:
-    unidentified = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
-    title = heading(shapes.info(whole)) + " (not identified)" * unidentified
-    return Panel(whole, title, "", "", partial(draw_shares, shapes=shapes, whole=whole))
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -194,8 +193,6 @@ def _head_section(
         row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
         rows.append(row)
     columns = build_columns(rows, {"head", "form M", largest})
-    hints = {title: [_hint(changes.get(name)) for _, changes in heads] for name, title in titles.items()}
-    columns = [replace(column, hints=hints.get(column.title, ())) for column in columns]
     notes = [EXPLAINED] if OWN_ROWS in titles else []
     notes.append("*: named.")
     if more > 0:
@@ -209,12 +206,6 @@ def _distance(row: MeasureChange | None) -> str:
     if row.named or row.delta > (row.rounding or 0.0):
         return f"{short(row.delta)}{'*' * row.named}"
     return "0" if row.delta == 0 else "rounding"
-
-
-def _hint(row: MeasureChange | None) -> str:
-    if row is None or row.q is None:
-        return "" if row is None else clean(row.reason or "")
-    return f"q {row.q:.2g}; rounding alone {short(row.rounding or 0.0)}"
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:

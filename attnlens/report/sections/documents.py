@@ -73,10 +73,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview, or the margins of the selection if there is exactly one.
-
-    Raises UsageError if there is nothing to draw.
-    """
+    """Return the overview, or the margins of the only selection. Raises UsageError if there is nothing to draw."""
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
@@ -72,8 +72,8 @@ MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def _series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
-    """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
+def _series_section(experiment: Experiment, *, whole: bool) -> Section:
+    """Build the section of a series of checkpoints: its main measures, or, if `whole`, every one."""
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
@@ -83,41 +83,30 @@ def _series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
-    yield Section(experiment.question, lines=lines, table=_series_table(experiment, shown), notes=(help_, *more))
-    if whole and heads > 1:
-        spread = [name for name in measures if experiment.curves[name].low is not None]
-        names = [Column("measure", [*map(clean, spread)], words=True)]
-        yield Section("Quartiles over heads", table=Table(names, _by_step(experiment, spread, _quartiles)))
+    return Section(experiment.question, lines=lines, table=_series_table(experiment, shown), notes=(help_, *more))
 
 
 def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
     """Build a table with one row per measure: medians over heads by checkpoint (at most 8), last quartiles, null."""
-    columns = _by_step(experiment, measures, lambda curve, at, decimals: format_number(curve.median[at], decimals))
+    curves = [experiment.curves[name] for name in measures]
+    decimals = [decimals_for([value for value in curve.median if value is not None]) for curve in curves]
+    steps = curves[0].steps if curves else []
+    columns = [
+        Column(
+            format_number(steps[at], decimals_for(steps)),
+            [format_number(curve.median[at], places) for curve, places in zip(curves, decimals, strict=True)],
+            group=clean(experiment.axis),
+        )
+        for at in _select_columns(len(steps))
+    ]
     if heads_of(experiment) > 1:
-        curves = [experiment.curves[name] for name in measures]
-        columns.append(Column("quartiles", [_quartiles(curve, -1, _decimals_of(curve)) for curve in curves], "last"))
+        columns.append(Column("quartiles", [*map(_quartiles, curves, decimals)], "last"))
     nulls = [experiment.null(name) for name in measures]
     if any(nulls):
         ends = [(null.median[-1], null.high[-1]) if null and null.high else (None, None) for null in nulls]
         cells = ["" if mean is None or high is None else null_cell(mean, high - mean) for mean, high in ends]
         columns.append(Column("null", cells, "chance"))
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
-
-
-def _by_step(
-    experiment: Experiment, measures: Sequence[str], format_cell: Callable[[Curve, int, int], str]
-) -> list[Column]:
-    """Build a column per checkpoint (at most 8) with a cell per measure: `format_cell(curve, checkpoint, decimals)`."""
-    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
-    steps = curves[0][0].steps if curves else []
-    return [
-        Column(
-            format_number(steps[at], decimals_for(steps)),
-            [format_cell(curve, at, decimals) for curve, decimals in curves],
-            group=clean(experiment.axis),
-        )
-        for at in _select_columns(len(steps))
-    ]
 
 
 def _select_columns(count: int) -> list[int]:
@@ -127,57 +116,44 @@ def _select_columns(count: int) -> list[int]:
     return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
 
 
-def _decimals_of(curve: Curve) -> int:
-    return decimals_for([value for value in curve.median if value is not None])
-
-
-def _quartiles(curve: Curve, at: int, decimals: int) -> str:
-    if curve.low is None or curve.high is None or curve.low[at] is None:
+def _quartiles(curve: Curve, decimals: int) -> str:
+    """Format the quartiles over heads at the last checkpoint."""
+    if curve.low is None or curve.high is None or curve.low[-1] is None:
         return NO_VALUE
-    return f"{format_number(curve.low[at], decimals)} … {format_number(curve.high[at], decimals)}"
+    return f"{format_number(curve.low[-1], decimals)} … {format_number(curve.high[-1], decimals)}"
 
 
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
 @section(10, "experiments", ("page",))
-@section(50, "experiments", SUMMARIES)
+@section(50, "experiments", (*SUMMARIES, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the sections of `converge` and `reproduce` below the model; on a terminal the main measures of a series."""
-    report = shapes.report
+    """Yield the experiments below the model, on a terminal with the main measures of a series; --verbose adds all."""
+    report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
-    if plain:
-        table = _figure_table(plain) if any(experiment.final for experiment in plain) else None
+    if plain and not verbose:
+        rows = [
+            {
+                "experiment": "" if place else clean(experiment.name),
+                "figure": format_label(experiment, figure),
+                **_figure_cells(experiment, figure, any(each.published for each in plain)),
+            }
+            for experiment in plain
+            for place, figure in enumerate(experiment.final)
+        ]
+        table = build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"}) if rows else None
         yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from _series_sections(experiment, whole=view != "terminal")
+            yield _series_section(experiment, whole=view != "terminal")
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():
             missing.append(f"{clean(experiment.name)}: {join_items(names, 5)}, because {reason}")
-    if missing:
+    if missing and not verbose:
         yield Section("No value", items=missing)
-
-
-@section(50, "experiments", ("verbose",))
-def every_measure(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield every measure of each series of checkpoints."""
-    for experiment in shapes.report.experiments:
-        if experiment.trajectories:
-            yield from _series_sections(experiment, whole=True)
-
-
-def _figure_table(experiments: Sequence[Experiment]) -> Table:
-    """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
-    compared = any(experiment.published for experiment in experiments)
-    rows = []
-    for experiment in experiments:
-        for place, figure in enumerate(experiment.final):
-            row = {"experiment": "" if place else clean(experiment.name), "figure": format_label(experiment, figure)}
-            rows.append(row | _figure_cells(experiment, figure, compared))
-    return build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"})
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:

@@ -28,10 +28,7 @@ LEGEND = "<query> [selected] {support}: support vectors among the other tokens; 
 
 @section(70, "inspection", ("terminal",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each selection some sentences of its head, with the query, selected and support tokens marked.
-
-    Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
-    """
+    """Yield for each selection some sentences of its head, with marked tokens: signs, and kinds for colours."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         yield Section(
@@ -99,10 +96,7 @@ COMPARED = ("compare", "change")
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the interactive page; return None if no head has a value of any measure.
-
-    The page's script reads it as JSON. Lists of all heads have the order of `places`.
-    """
+    """Build the data of the interactive page, with lists in the order of `places`; None if no measure has a value."""
     report = shapes.report
     if not shapes.readings:
         return None

@@ -33,10 +33,9 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return how much of the model was read, or the verdict on experiments without a model or on studies.
+    """Return how much was read, or the verdict on studies or on experiments without a model; True if sound.
 
-    The flag is True if that is all of it, no experiment misses its published figures, or all cells of the studies
-    converged or failed to converge in the papers too.
+    Cells of a study may fail to converge if those of the paper did too.
     """
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
@@ -88,8 +87,7 @@ def no_errors(report: Report) -> str:
 def population(report: Report, counted: str = "") -> str:
     """State the population that the errors refer to: windows of the named texts, or similar texts; empty without text.
 
-    Consecutive windows from the beginning do not represent the rest of their text. Several texts are weighted by their
-    windows, or by the unit in `counted`.
+    Consecutive windows from the beginning do not represent the rest of their text.
     """
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:

@@ -57,8 +57,7 @@ READ_AS = (
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
     """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
 
-    One for each part, named if there are several, and each headline measure that varies. Yields nothing unless the
-    report is of `inspect` and covers all heads; otherwise the median is not the model's.
+    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -176,10 +175,7 @@ def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(35, ("inspection", "experiments"), ("page",))
 @section(10, views=("table",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of every scalar measure of every head, with its null.
-
-    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; a tooltip says why.
-    """
+    """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips give reasons."""
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
         line = "Too many heads for a table without scripts: --csv writes them all."
         yield Section("Every head", lines=(line,), instead=True)
@@ -231,10 +227,7 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
 @section(10, "inspection", SUMMARIES)
 @section(10, "experiments", ("markdown",))
 def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield medians over heads, one row per layer: the measures that fit on a page, or in markdown a table per source.
-
-    The sources take turns, in the report's order of importance.
-    """
+    """Yield medians over heads, one row per layer: the measures that fit on a page; in markdown a table per source."""
     if not shapes.readings:
         return
     summary = shapes.report.summary

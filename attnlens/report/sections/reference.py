@@ -57,10 +57,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
 def kernel_list(
     infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
 ) -> list[Section]:
-    """List every kernel as it is typed: log k, meaning, parameters, fit, fast implementation and source.
-
-    Also whether k ≥ 0, is symmetric, has finitely many features. A second table lists ties, filters and hybrids.
-    """
+    """List every kernel as it is typed, with its properties; a second table lists ties, filters and hybrids."""
     kernels = []
     for info in infos:
         facts = (info.meaning, *describe_parameters(info.parameters), describe_fit(info))
@@ -194,10 +191,7 @@ def kernel_pages() -> dict[str, Section]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure or kernel; a measure's source can be omitted if its name is unique without it.
-
-    Raises UsageError for an unknown name, with the nearest known one, and for an ambiguous name.
-    """
+    """Return the page of a measure, whose source can be omitted, or kernel. Raise UsageError unless one fits."""
     pages = measure_pages() | kernel_pages()
     ends = [full for full in pages if full.endswith(f".{name}")]
     if name not in pages and len(ends) > 1:

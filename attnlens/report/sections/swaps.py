@@ -248,8 +248,8 @@ def _beyond(swap: Swap) -> str:
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """List (name, outcome) of each stage or, of several kernels, of each kernel, followed by its controls.
 
-    Controls that several kernels share come last. None is shared if the report uses several windows for the loss on
-    tokens beyond a window, because a control's loss beyond the window then differs between kernels.
+    Controls that several kernels share come last. None is shared if the loss beyond a window uses several windows,
+    because it then differs between kernels.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
