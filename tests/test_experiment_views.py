@@ -177,7 +177,7 @@ def test_markdown_and_html_hold_the_same_tables() -> None:
     assert "2 of 2 experiments compared with published figures; missed by" in page
     followed = series_report()
     assert "tokens.share&#95;key" in views.markdown(followed) or "tokens.share_key" in views.markdown(followed)
-    assert "Quartiles over heads" in views.page(followed)
+    assert "quartiles over heads at the last checkpoint" in views.page(followed)
 
 
 def test_what_strangers_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:

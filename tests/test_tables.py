@@ -27,7 +27,6 @@ from attnlens.report.report import Report
 from attnlens.report.sections import documents
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections.checked import site_checks
-from attnlens.report.shapes import Shapes
 from attnlens.wording import format_error
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
@@ -283,7 +282,7 @@ def test_doctor_says_its_verdict_in_words(width: int) -> None:
     ]
     settings = Settings(notes=["Computed in float32."])
     report = SimpleNamespace(doctor=rows, settings=settings)
-    text = views.printed(views.alone(*site_checks(Shapes(report), "terminal")), width)
+    text = views.printed(views.alone(*site_checks(SimpleNamespace(report=report), "terminal")), width)
     assert "Computed in float32." in text
     assert max(map(len, text.splitlines())) <= width
     for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):

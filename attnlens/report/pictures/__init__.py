@@ -1,8 +1,8 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
 
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
-of panels), and the pictures of one subject: `maps` (heads, with their overview), `experiments`, `studies` (and
-comparisons), `swaps`. Each has a function that draws the overview, and one that lists the panels with their own files.
+of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
+Each has a function that draws the overview, and one that lists the panels with their own files.
 Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, and
 `report.render` and `report.export`, which encode the pictures.
 """
@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING
 from attnlens.errors import UsageError
 from attnlens.records import Kind, Report
 from attnlens.report.pictures.charts import Panel, panel_figure
-from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
+from attnlens.report.pictures.experiments import (
+    comparison_overview,
+    comparison_panels,
+    experiment_overview,
+    experiment_panels,
+    study_overview,
+    study_panels,
+)
 from attnlens.report.pictures.maps import head_panels, overview_figure
-from attnlens.report.pictures.studies import comparison_overview, comparison_panels, study_overview, study_panels
 from attnlens.report.pictures.swaps import swap_overview, swap_panels
 from attnlens.report.sections.section import Picture
 

@@ -9,12 +9,11 @@ from pkgutil import iter_modules
 
 from attnlens.errors import UsageError
 from attnlens.records import Kind, Report
-from attnlens.report.sections.comparisons import comparison_rows
+from attnlens.report.sections.comparisons import comparison_rows, study_rows
 from attnlens.report.sections.experiments import changed_measures, experiment_rows
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.sections.facts import build_heading
 from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, build_table, section
-from attnlens.report.sections.studies import study_rows
 from attnlens.report.sections.swaps import swap_rows
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean

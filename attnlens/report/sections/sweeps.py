@@ -50,9 +50,8 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
             cells[most:-most] = [{title: None if cell is None else "…" for title, cell in cells[0].items()}]
         rows += cells
     noun, windows = "head" if heads else "layer", shapes.report.settings.windows or 0
-    test = (
-        "; * significant at a false discovery rate of 5 %." if tested else ", a distance: never negative, not tested."
-    )
+    untested = ", a distance: never negative, and not tested."
+    test = "; * significant at a false discovery rate of 5 %." if tested else untested
     note = f"Δ of the {effect_name(swaps[0])}{test}"
     note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
     kernels = [f"{clean(swap.kernel)}: " * several for swap in swaps]
