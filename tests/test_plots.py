@@ -372,7 +372,7 @@ def test_hatching_is_explained_where_a_cell_of_this_page_is_hatched() -> None:
     [
         (0, None, "Here 0.00 to 3.00; possible: 0 to ∞."),
         (None, 5, "Here 0.00 to 3.00; possible: −∞ to 5."),
-        (-1, 5, "Here 0.00 to 3.00; possible: -1 to 5."),
+        (-1, 5, "Here 0.00 to 3.00; possible: −1 to 5."),
         (None, None, "Here 0.00 to 3.00; possible: any."),
     ],
 )

@@ -271,7 +271,8 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     note = clean(shorten_label(curve.quantity or source_of(name), 30)) + null
     caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. " if info.meaning else ""
     coloured = ", coloured by layer" * bool(rows_of_layers)
-    caption += f"{format_count(len(lines), 'head')}{coloured}. Black: median over heads{null}."
+    heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
+    caption += f"{heads}{null}."
     limits = _limits(experiment, name)
     if limits is not None and not limits[2]:
         low, high, _ = limits

@@ -74,7 +74,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     if not reading.labels:
         least, most = (typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
         shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
-        lines.append(f"{shown}; possible: {bounds(reading.info)}.")
+        lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
     mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
     lines.append(_capitalise(f"{short_caption(reading)}{mark}"))
     lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -85,6 +86,8 @@ FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic a
 KERNEL_NAME, CONTROL_NAME, LEGEND_NAME = 40, 30, 22  # characters of a name
 LINES = {"color": [*(CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), INK, "#999999"], "marker": list("osD^vPX*")}
 """Kernels differ in marker as well as in colour."""
+PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
+"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
 OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Measures that are always drawn if the model has them."""
@@ -262,10 +265,12 @@ def draw_sites(axes: Axes, swap: Swap) -> None:
 
 def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
     """Draw one line per kernel over the layers, with gaps for missing values, and a line at 0."""
+    bare = [clean(PARAMETERS.sub("", name)) for name, _ in lines]
+    names = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     axes.set_prop_cycle(**LINES)
-    for name, values in lines:
-        axes.plot(values, markersize=3, linewidth=1, label=shorten_label(clean(name), LEGEND_NAME))
+    for name, (_, values) in zip(names, lines, strict=True):
+        axes.plot(values, markersize=3, linewidth=1, label=shorten_label(name, LEGEND_NAME))
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -426,13 +431,12 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
 
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     """Build the picture of perplexity and distance while the swapped heads are trained."""
-    note = "dotted: best step; hollow: attention transfer"
-    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
+    note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best step; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}. Perplexity: of the "
-        f"evaluation text; the other quantity, in {UNITS[swap.task]}: on held-out calibration text. Dotted line: best "
-        f"step, {healing.best}. Hollow: attention transfer."
+        f"evaluation text. Loss, KL (in {UNITS[swap.task]}) or 1 − cosine of the last hidden states: on held-out "
+        f"calibration text. Dotted line: best step, {healing.best}. Hollow: attention transfer."
     )
     return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
 
