@@ -279,11 +279,6 @@ class Panel:
     layers: Sequence[int] = ()  # the layers that colours stand for; the last such panel of a row gets a colour bar
     parts: Sequence[Panel] = ()  # panels that are drawn instead of it, three per row
 
-    @property
-    def height(self) -> float:
-        """Height of its axes in inches if it has its own file."""
-        return float(np.clip(0.2 * self.rows, 2.0, 8.0))
-
 
 @dataclass(frozen=True)
 class Row:
@@ -343,7 +338,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     """Draw one panel, or its parts, with its caption and the model's name, size and input below it."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
-    rows = arrange(parts, min(3, len(parts)), parts[0].height)
+    rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
     width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
     characters = int((width - 2 * SIDE) * CAPTION_PER_INCH)
     lines = filter(None, [*panel.caption.splitlines(), " · ".join(facts)])

@@ -139,6 +139,12 @@ def heading(info: MeasureInfo) -> str:
     return shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
+def heading_of_shares(shapes: Shapes, whole: str) -> str:
+    """Format the name of a set of measures that sum to 1, and whether one of them is not identified."""
+    unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
+    return title_of(whole) + " (not identified)" * unsure
+
+
 def source_heading(shapes: Shapes, name: str) -> str:
     """Format the source of a measure: `weights`, `tokens – 8 × 32 tokens of …`."""
     settings, group = shapes.report.settings, group_of(shapes.info(name))
@@ -435,11 +441,9 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
     maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
-    unsure = any(shapes.info(name).identified == "nowhere" for name in parts)
-    suffix = " (not identified)" * unsure
     return [
         *(
-            Panel(whole, heading(shapes.info(whole)) + suffix, "", "", partial(draw_shares, shapes=shapes, whole=whole))
+            Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw_shares, shapes=shapes, whole=whole))
             for whole in wholes
         ),
         *(_noted_map(shapes, name) for name in maps),

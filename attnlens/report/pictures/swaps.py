@@ -135,7 +135,10 @@ def _overview_panels(report: Report) -> list[Panel]:
     panels = [_stages_panel(swap), sites]
     panels += [_ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
-    panels += [_predictor_panel(swap)] if swap.predictors else []
+    if swap.predictors:  # the measure with the largest |ρ| among those that hold, or among all if none holds
+        holding = [predictor for predictor in swap.predictors if predictor.holds]
+        strongest = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
+        panels.append(replace(_scatter_panel(swap, strongest), stem="predictor", title="what predicts harm"))
     panels += [_healing_panel(swap, swap.healing)] if swap.healing is not None else []
     return panels
 
@@ -347,13 +350,6 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
         return most or 1.0, "neither"
     over, under = bool((present > usual).any()), bool((present < -usual).any())
     return usual, "both" if over and under else "max" if over else "min"
-
-
-def _predictor_panel(swap: Swap) -> Panel:
-    """Build the panel of the measure with the largest |ρ| among those that hold, or among all if none holds."""
-    holding = [predictor for predictor in swap.predictors if predictor.holds]
-    panel = _scatter_panel(swap, max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho)))
-    return replace(panel, stem="predictor", title="what predicts harm")
 
 
 def _predictors_panel(swap: Swap, stem: str) -> Panel:

@@ -91,7 +91,9 @@ def html(document: Document) -> str:
 @cache
 def _template() -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
-    page = Environment(loader=loader, autoescape=True, finalize=_clean_value, undefined=StrictUndefined)
+    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    # clean every plain string; Markup that the template itself produced stays as it is
+    page.finalize = lambda value: clean(value) if type(value) is str else value
     page.globals |= {"data_url": embed_picture, "sort_by_group": sort_by_group, "runs": _runs}
     return page.get_template("page.html.jinja")
 
@@ -104,11 +106,6 @@ def _file(name: str) -> str:
 def _hash(text: str) -> str:
     """Return the source expression of a script or style for the content security policy: its SHA-256."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _clean_value(value: object) -> object:
-    """Replace control characters in plain strings; Markup that the template itself produced stays as it is."""
-    return clean(value) if type(value) is str else value
 
 
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:

@@ -77,15 +77,17 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     checks = shapes.report.checks
     if not checks:
         return
-    rows = [
-        {
+    rows = []
+    for check in checks:
+        heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
+        without = f", {check.without} without a value" if check.without else ""
+        row = {
             "rule": clean(check.rule),
             "found": NO_VALUE if check.value is None else number(check.value),
-            "heads": _count_heads(check),
+            "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "holds" if check.passed else "FAILS",
         }
-        for check in checks
-    ]
+        rows.append(row)
     yield Section("Rules", table=build_table(rows, {"rule"}, {"rule", "verdict"}, fit="folded"))
     cases = worst(checks)
     if cases:
@@ -112,13 +114,6 @@ def rows(report: Report) -> list[Row]:
         names = ("site", "layer", "head", "part", "value", "base", "p")
         rows += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
     return rows
-
-
-def _count_heads(check: Check) -> str:
-    if check.heads is None:
-        return NO_VALUE
-    heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
-    return f"{heads}, {check.without} without a value" if check.without else heads
 
 
 @section(10, "doctor")

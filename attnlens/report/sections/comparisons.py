@@ -85,18 +85,17 @@ def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = [f"{clean(cell.name)}: {clean(cell.problem)}." for cell in cells if cell.problem]
             notes += [ERRORS, SPEED] if any(cell.se is not None for cell in cells) else [SPEED]
-            if task.published and any(map(_published, cells)):
+            compared = any(cell.published is not None or cell.published_diverged for cell in cells)
+            if task.published and compared:
                 notes.append(PUBLISHED.format(clean(task.published)))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
             title = clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better")
-            yield Section(title, lines=[*_task_lines(study, task, cells)], table=_cell_table(task, cells), notes=notes)
+            yield Section(
+                title, lines=[*_task_lines(study, task, cells)], table=_cell_table(task, cells, compared), notes=notes
+            )
             if any(cell.heads for cell in cells):
                 yield Section(f"{clean(task.name)}: heads", table=_head_table(cells), notes=(HEADS,))
-
-
-def _published(cell: StudyCell) -> bool:
-    return cell.published is not None or cell.published_diverged
 
 
 def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
@@ -170,11 +169,11 @@ def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Se
     return [pair for pair in of_measure if pair.p_holm is not None and pair.p_holm <= LEVEL]
 
 
-def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
-    """Build a table with one row per cell, in the order of the paper."""
+def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Table:
+    """Build a table with one row per cell, in the order of the paper; `compared`: with the published numbers."""
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
-    factor, compared = 100 if task.metric == "accuracy" else 1, any(map(_published, cells))
+    factor = 100 if task.metric == "accuracy" else 1
     rows: list[dict[str, str | None]] = []
     for cell in cells:
         error = None if cell.se is None else cell.se * factor

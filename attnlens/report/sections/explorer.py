@@ -11,7 +11,7 @@ from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
 from attnlens.records import AttentionRows, Pick, Selection, Sentence
 from attnlens.report.sections.layers import missing_reason, typical_places
-from attnlens.report.sections.section import Passage, Section, View, section
+from attnlens.report.sections.section import Passage, Piece, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_with_error, group_pairs, join_items, short, source_of, title_of
 
@@ -50,10 +50,6 @@ def _passages(selection: Selection) -> Iterator[Passage]:
     for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
         fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
         yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
-
-
-Piece = tuple[str, tuple[str, ...]]
-"""Text and the kinds of its marks."""
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
@@ -97,6 +93,8 @@ COMPARED = ("compare", "change")
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
     """Build the data of the interactive page, with lists in the order of `places`; None if no measure has a value."""
+    from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
+
     report = shapes.report
     if not shapes.readings:
         return None
@@ -112,14 +110,21 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
         "sites": {row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
         "measures": [_measure(shapes, shapes.readings[name]) for name in names],  # the most informative first
         "curves": [_curve(shapes, name) for name in shapes.curves],
-        "wholes": [_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
+        "wholes": [  # sets of measures that sum to 1, with the name and colour of each part
+            {
+                "title": maps.heading_of_shares(shapes, whole),
+                "group": group_of(shapes.info(names[0])),
+                "parts": [(clean(name), *style) for name, style in zip(names, maps.named_parts(names), strict=True)],
+            }
+            for whole, names in shapes.shares.items()
+        ],
         "selections": {f"{entry.layer}.{entry.head}": section for entry, section in sections},
         "attention": {f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
     }
 
 
 def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
-    from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
+    from attnlens.report.pictures import maps
 
     heads = shapes.report.heads
     info, cells = reading.info, tuple(np.array([shapes.cell(head.layer, head.head) for head in heads]).T)
@@ -181,18 +186,6 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
     """Round to so many significant digits; NaN becomes None, and whole numbers become int, which is shorter in JSON."""
     short_numbers = (None if number != number else float(f"{number:.{digits}g}") for number in numbers)
     return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]
-
-
-def _whole(shapes: Shapes, whole: str, names: list[str]) -> dict[str, object]:
-    """Describe a set of measures that sum to 1, with the measure, name and colour of each part."""
-    from attnlens.report.pictures import maps
-
-    unsure = any(shapes.info(name).identified == "nowhere" for name in names)
-    return {
-        "title": title_of(whole) + " (not identified)" * unsure,
-        "group": group_of(shapes.info(names[0])),
-        "parts": [(clean(name), *style) for name, style in zip(names, maps.named_parts(names), strict=True)],
-    }
 
 
 def _rows(rows: AttentionRows) -> dict[str, object]:

@@ -202,21 +202,18 @@ def explanation(name: str) -> Section:
 
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
-    if analyzer.source == "weights":
-        error = EXACT
-    elif info.curve:
-        error = CURVE
-    else:
-        error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
+    error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
+    error = EXACT if analyzer.source == "weights" else CURVE if info.curve else error
     wholes = [
         [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
         for whole in info.wholes
     ]
+    has_null = info.null == "rotations" or (analyzer.source == "weights" and info.has_null)
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
     runs = f"{'if the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
         "error": error,
-        "null": _null(info, analyzer.source),
+        "null": NULLS[info.null] if has_null and not info.curve else "none",
         "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
         "analyzer": f"{analyzer.name}: {analyzer.question}",
         "runs": "in a plain inspect" if analyzer.by_default else runs,
@@ -247,12 +244,6 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
     }
     last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
-
-
-def _null(info: MeasureInfo, source: str) -> str:
-    if info.curve or not (info.null == "rotations" or (source == "weights" and info.has_null)):
-        return "none"
-    return NULLS[info.null]
 
 
 def _kernel(info: KernelInfo) -> Section:

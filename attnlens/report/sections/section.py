@@ -75,8 +75,10 @@ def sort_by_group(columns: Sequence[Column]) -> list[Column]:
     return sorted(columns, key=lambda column: order.index(column.group))
 
 
-Passage = tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]
-"""Caption and text, the text in pieces that each have the kinds of their marks: `query`, `selected`, `support`."""
+Piece = tuple[str, tuple[str, ...]]
+"""Part of a text, and the kinds of its marks: `query`, `selected`, `support`."""
+Passage = tuple[str, Sequence[Piece]]
+"""Caption, and the pieces of a text."""
 
 
 @dataclass(frozen=True)
