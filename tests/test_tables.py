@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import views
+from experiment_reports import series_report
 from reports import CROSS, synthetic_report
 from rich.console import Console
 
@@ -26,7 +28,9 @@ from attnlens.report.render.markdown import escape_text
 from attnlens.report.report import Report
 from attnlens.report.sections import documents
 from attnlens.report.sections import reference as lists
+from attnlens.report.sections import section as sections
 from attnlens.report.sections.checked import site_checks
+from attnlens.report.shapes import Shapes
 from attnlens.wording import format_error
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
@@ -288,6 +292,20 @@ def test_doctor_says_its_verdict_in_words(width: int) -> None:
     for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
         assert fact in text
     assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
+
+
+def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "_BUILDERS", {key: [*entries] for key, entries in sections._BUILDERS.items()})
+
+    @sections.section(45, "inspection")
+    def extra(shapes: Shapes, view: sections.View) -> Iterator[sections.Section]:
+        yield sections.Section(f"{view}: {len(shapes.layers)} layers")
+
+    report = synthetic_report(3, 4)
+    texts = {"terminal": views.summary(report), "markdown": views.markdown(report), "page": views.page(report)}
+    for view, text in texts.items():
+        assert f"{view}: 3 layers" in text.replace("&#58;", ":")
+    assert "3 layers" not in views.summary(series_report(3, 4))  # the control: another kind
 
 
 def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:

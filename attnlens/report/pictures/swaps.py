@@ -427,7 +427,7 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
 
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     """Build the picture of perplexity and distance while the swapped heads are trained."""
-    note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best step; hollow: transfer"
+    note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}. Perplexity: of the "

@@ -43,7 +43,7 @@ CONTROLS = {
     "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
     "floor": "equal weights (uniform)",
-    "filter alone": "a filter, or a hybrid's window, and its kernel alone",
+    "filter alone": "a filter and its kernel alone, or a hybrid's window and far part alone",
     "far part, healed": "its far part alone after healing",
 }
 """Explanation of the controls, by role."""
