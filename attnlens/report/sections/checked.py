@@ -7,17 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
-from attnlens.report.sections.section import (
-    SUMMARIES,
-    Cell,
-    Document,
-    Heading,
-    Row,
-    Section,
-    View,
-    build_table,
-    section,
-)
+from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count
 
@@ -71,7 +61,7 @@ def document(report: Report) -> Document:
 
 
 @section(5, views=("page",))
-@section(55, views=SUMMARIES)
+@section(55, views=TEXTS)
 def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a table with one row per rule, and the list of the worst heads of all rules."""
     checks = shapes.report.checks

@@ -8,15 +8,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from attnlens.analyzers.registry import (
-    FORMS,
-    KEY_ANGLE,
-    OWN_ROWS,
-    QUERY_ANGLE,
-    ROWS,
-    find_measure,
-    select_adapter_analyzers,
-)
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, select_adapter_analyzers
 from attnlens.records import (
     Comparison,
     Head,
@@ -32,18 +24,7 @@ from attnlens.records import (
 )
 from attnlens.records.studies import LEVEL
 from attnlens.report.sections.layers import place_columns
-from attnlens.report.sections.section import (
-    SUMMARIES,
-    Cell,
-    Column,
-    Row,
-    Section,
-    Table,
-    View,
-    build_columns,
-    build_table,
-    section,
-)
+from attnlens.report.sections.section import TEXTS, Cell, Column, Row, Section, Table, View, build_table, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import (
     NO_VALUE,
@@ -260,7 +241,7 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
     return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
 
 
-@section(10, "comparison", (*SUMMARIES, "opening"))
+@section(10, "comparison", (*TEXTS, "opening"))
 def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield how the models as wholes differ, and how many heads changed."""
     comparison = shapes.report.comparison
@@ -383,12 +364,12 @@ def _head_section(
         distances = [(title, _distance(changes.get(name))) for name, title in titles.items()]
         row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
         rows.append(row)
-    columns = build_columns(rows, {"head", "form M", largest})
+    table = build_table(rows, {"layer", "head"}, {"head", "form M", largest}, "first")
     notes = [EXPLAINED] if OWN_ROWS in titles else []
     notes.append("*: named.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
-    return Section("Heads that changed, worst first", table=Table(columns[:2], columns[2:], "first"), notes=notes)
+    return Section("Heads that changed, worst first", table=table, notes=notes)
 
 
 def _distance(row: MeasureChange | None) -> str:
@@ -468,15 +449,15 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
             f"largest {short(sizes[0])}."
         )
     top = [head for head in ranked[:12] if _value(head, first)]
-    yield Section("Adapter", lines=lines, table=_adapter_table(top, (first, *others)) if top else None)
+    yield Section("Adapter", lines=lines, table=_adapter_table(shapes, top, (first, *others)) if top else None)
 
 
-def _adapter_table(heads: Sequence[Head], names: Sequence[str]) -> Table:
+def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
     """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
     columns = [_number_column(title_of(name), [_value(head, name) for head in heads]) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
         base = [getattr(head.measures.get(name), "base", None) for head in heads]
-        if find_measure(name).headline and any(value is not None for value in base):
+        if shapes.info(name).headline and any(value is not None for value in base):
             adapted = [_value(head, name) for head in heads]
             pairs = zip(base, adapted, strict=True)
             differences = [None if old is None or new is None else new - old for old, new in pairs]

@@ -8,19 +8,9 @@ from collections.abc import Iterator, Sequence
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.facts import null_cell, null_words
-from attnlens.report.sections.section import SUMMARIES, Column, Row, Section, Table, View, build_table, section
+from attnlens.report.sections.section import TEXTS, Column, Row, Section, Table, View, build_table, section
 from attnlens.report.shapes import Shapes, by_turns
-from attnlens.wording import (
-    NO_VALUE,
-    SCIENTIFIC,
-    clean,
-    decimals_for,
-    format_count,
-    format_number,
-    group_pairs,
-    join_items,
-    short,
-)
+from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items, short
 
 
 def format_label(experiment: Experiment, name: str) -> str:
@@ -127,7 +117,7 @@ SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
 @section(10, "experiments", ("page",))
-@section(50, "experiments", (*SUMMARIES, "verbose"))
+@section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield the experiments below the model, on a terminal with the main measures of a series; --verbose adds all."""
     report, verbose = shapes.report, view == "verbose"
@@ -170,7 +160,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
         least = max(decimals, decimals_for([published], figures=2))
         small = abs(published) < 1e-4 and published != 0
         sign = SIGNS[experiment.bounds.get(figure, "within")]
-        shown = sign + format_number(published, SCIENTIFIC if small else least)
+        shown = sign + format_number(published, decimals_for([published]) if small else least)
         slack = (experiment.tolerance or {}).get(figure, 0.0)
         tolerance = short(slack) if slack else "exact"
     return {"ours": ours, "published": shown, "tolerance": tolerance, "verdict": judgement(experiment, figure)}
@@ -181,7 +171,7 @@ def _decimals(experiment: Experiment, figure: str) -> int:
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
-        return SCIENTIFIC
+        return decimals_for([value])
     if slack and math.isfinite(slack) and slack < 1:
         return min(9, 1 - math.floor(math.log10(slack)))
     return decimals_for([value or 0.0], figures=4)

@@ -7,19 +7,9 @@ from collections.abc import Iterable, Iterator
 from attnlens.analyzers.registry import NULLS, MeasureInfo
 from attnlens.records import Report, Text
 from attnlens.records.report import KINDS
-from attnlens.report.sections.section import SUMMARIES, Heading, Section, View, section
+from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
 from attnlens.report.shapes import Shapes
-from attnlens.wording import (
-    big,
-    clean,
-    decimals_for,
-    format_count,
-    format_number,
-    group_pairs,
-    join_items,
-    model_name,
-    source_of,
-)
+from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items, source_of
 
 
 def title(report: Report) -> str:
@@ -122,7 +112,7 @@ def ran_on(report: Report) -> str:
     by_model = group_pairs((experiment.model, clean(experiment.name)) for experiment in report.experiments)
     default = by_model.pop(None, [])
     texts = [f"{join_items(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
-    return "; ".join([*texts, f"all others: {model_name(report.model.id)}"] if texts and default else texts)
+    return "; ".join([*texts, f"all others: {report.model.title}"] if texts and default else texts)
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
@@ -179,7 +169,7 @@ def state_unexpected(report: Report) -> list[str]:
     return [f"{unused}: {join_items(names)}."] if names else []
 
 
-@section(60, views=(*SUMMARIES, "opening"))
+@section(60, views=(*TEXTS, "opening"))
 def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield what was skipped and which measures have no value, one line per reason."""
     places = []

@@ -14,16 +14,7 @@ from attnlens.records import Head, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
 from attnlens.report.sections.facts import no_errors, null_cell, null_words, population
-from attnlens.report.sections.section import (
-    SUMMARIES,
-    Column,
-    Section,
-    Table,
-    View,
-    build_table,
-    section,
-    sort_by_group,
-)
+from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, build_table, section, sort_by_group
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -97,7 +88,7 @@ def _numbers(values: list[float]) -> list[str]:
     return [format_number(value, decimals).replace("-", "−") for value in values]
 
 
-@section(20, "inspection", SUMMARIES)
+@section(20, "inspection", TEXTS)
 @section(20, "experiments", ("markdown",))
 def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
@@ -163,7 +154,7 @@ def _headlines(shapes: Shapes) -> Table | None:
 
 
 @section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))
-@section(40, "inspection", SUMMARIES)
+@section(40, "inspection", TEXTS)
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
@@ -224,7 +215,7 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
 
 
 @section(40, ("inspection", "experiments"), ("page",))
-@section(10, "inspection", SUMMARIES)
+@section(10, "inspection", TEXTS)
 @section(10, "experiments", ("markdown",))
 def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield medians over heads, one row per layer: the measures that fit on a page; in markdown a table per source."""

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from attnlens.analyzers.registry import (
-    BETWEEN_FORMS,
-    BETWEEN_ROWS,
-    NULLS,
-    Analyzer,
-    Gathering,
-    MeasureInfo,
-    list_analyzers,
-)
+from attnlens.analyzers.registry import BETWEEN_FORMS, BETWEEN_ROWS, Analyzer, Gathering, MeasureInfo, list_analyzers
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.records.architectures import Architecture
-from attnlens.report.sections.facts import bounds
+from attnlens.report.sections.facts import bounds, null_words
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean
 
@@ -213,7 +205,7 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
     runs = f"{'if the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
         "error": error,
-        "null": NULLS[info.null] if has_null and not info.curve else "none",
+        "null": null_words([info]) if has_null and not info.curve else "none",
         "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
         "analyzer": f"{analyzer.name}: {analyzer.question}",
         "runs": "in a plain inspect" if analyzer.by_default else runs,

@@ -132,14 +132,15 @@ class Document:
 View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
 """Where sections go: the summary on a terminal or as markdown; what --verbose and --table add to it; the first sections
 of the HTML page, above its interactive part; and those below it."""
-SUMMARIES: tuple[View, ...] = ("terminal", "markdown")
+TEXTS: tuple[View, ...] = ("terminal", "markdown")
+"""Views of the summary."""
 Builder = Callable[["Shapes", View], Iterable[Section]]
 """Function that yields sections of a report, whose arrays are computed once, for a view; none if they do not apply."""
 _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}
 
 
 def section(
-    order: int, kinds: Kind | Sequence[Kind] = KINDS, views: Sequence[View] = (*SUMMARIES, "page")
+    order: int, kinds: Kind | Sequence[Kind] = KINDS, views: Sequence[View] = (*TEXTS, "page")
 ) -> Callable[[Builder], Builder]:
     """Register a builder for some kinds of report in some views; a module of this package needs no other entry.
 

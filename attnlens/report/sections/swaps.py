@@ -7,19 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from attnlens.kernels import TIES
-from attnlens.records import (
-    Agreement,
-    Change,
-    Control,
-    Effect,
-    Outcome,
-    Pair,
-    Report,
-    Stage,
-    Swap,
-    TextChange,
-    TextCosine,
-)
+from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
 from attnlens.report.sections.facts import no_errors, population
 from attnlens.report.sections.section import Cell, Column, Section, Table, View, build_columns, build_table, section
 from attnlens.report.shapes import Shapes
@@ -432,7 +420,7 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
         kernel, stages = swap.kernel * (len(swaps) > 1), len(swap.stages) > 1
         places += [(f"{kernel} {stage.name * stages}".strip(), stage.reasons) for stage in swap.stages]
         # the fields that only the swap has come after those of its stages
-        fields = Stage.model_fields if swap.stages else {}
+        fields = type(swap.stages[0]).model_fields if swap.stages else {}
         places.append((kernel, {name: why for name, why in swap.reasons.items() if name.split(".")[0] not in fields}))
     labels: dict[tuple[str, str], dict[str, None]] = {}  # (fields, reason) → kernels and stages, in order
     for place, reasons in places:
