@@ -21,20 +21,7 @@ from matplotlib.ticker import FuncFormatter
 
 from attnlens.choices import Part
 from attnlens.records import PARTS
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    CROWD,
-    DEPTH,
-    DPI,
-    INK,
-    MISSING,
-    MUTED,
-    IndexTicks,
-    Style,
-    new_figure,
-    scale_logarithmically,
-    shorten_label,
-)
+from attnlens.report.pictures.style import CATEGORIES, DEPTH, INK, MUTED, IndexTicks, Style, new_figure, shorten_label
 from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
@@ -52,6 +39,8 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
     return np.array(list(values), dtype=float)
 
 
+MISSING = "#dddddd"
+CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 Colours = tuple[Colormap, Normalize, str]
 """Colour map, norm, and the ends of the colour bar that also represent all values beyond."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
@@ -212,16 +201,6 @@ def show_depths(axes: Axes, layers: Sequence[int]) -> None:
     label_indices(bar.ax.yaxis, layers)
 
 
-def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
-    """Set the y axis slightly wider than the values."""
-    if logarithmic:
-        scale_logarithmically(axes, "y")
-        axes.set_ylim(least / 1.25, most * 1.25)
-    else:
-        room = 0.05 * (most - least) or 0.5
-        axes.set_ylim(least - room, most + room)
-
-
 @dataclass(frozen=True)
 class Dot:
     """One estimate in a row of a dot plot."""
@@ -345,7 +324,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     words = "\n".join(textwrap.fill(clean(line), characters) for line in lines)
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
-    figure = new_figure(width, height, DPI)
+    figure = new_figure(width, height)
     look: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
     figure.text(SIDE / width, (below - 0.05) / height, words, **look)
     _draw_rows(figure, rows, MARGIN, below)

@@ -27,7 +27,6 @@ from attnlens.report.pictures.charts import (
     mark_cells,
     model_facts,
     overview,
-    scale_values,
 )
 from attnlens.report.pictures.maps import heading
 from attnlens.report.pictures.style import (
@@ -39,6 +38,7 @@ from attnlens.report.pictures.style import (
     Style,
     legend_above,
     scale_logarithmically,
+    scale_values,
     shorten_label,
     thin_ticks,
 )

@@ -28,7 +28,6 @@ from attnlens.report.pictures.charts import (
     model_facts,
     overview,
     scale_depth,
-    scale_values,
     write_cells,
 )
 from attnlens.report.pictures.style import (
@@ -41,6 +40,7 @@ from attnlens.report.pictures.style import (
     IndexTicks,
     legend_above,
     scale_logarithmically,
+    scale_values,
     shorten_label,
     typeset,
 )

@@ -57,7 +57,6 @@ FORMATS: dict[str, dict[str, None]] = {
 
 INK = "#222222"
 MUTED = "#666666"
-MISSING = "#dddddd"
 CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
 """Okabe and Ito's colour-blind-safe colours, ordered so that neighbours differ clearly."""
 SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
@@ -72,7 +71,6 @@ PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
 DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as superscripts
-CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 
 
 @contextmanager
@@ -176,6 +174,16 @@ def scale_logarithmically(axes: Axes, which: Literal["x", "y"], subs: Sequence[f
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(Powers())
     axis.set_minor_formatter(NullFormatter())
+
+
+def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
+    """Set the y axis slightly wider than the values."""
+    if logarithmic:
+        scale_logarithmically(axes, "y")
+        axes.set_ylim(least / 1.25, most * 1.25)
+    else:
+        room = 0.05 * (most - least) or 0.5
+        axes.set_ylim(least - room, most + room)
 
 
 LEGEND_LINE = 9.4  # points per line of a legend in small print
