@@ -46,18 +46,7 @@ from attnlens.report.pictures.style import (
     typeset,
 )
 from attnlens.report.sections.plans import BUDGETED, share
-from attnlens.report.sections.swaps import (
-    EFFECTS,
-    ERROR,
-    UNITS,
-    cautions,
-    effect,
-    effect_name,
-    figures,
-    format_rise,
-    formula,
-    loss_decimals,
-)
+from attnlens.report.sections.swaps import EFFECTS, cautions, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -131,7 +120,7 @@ def _overview_panels(report: Report) -> list[Panel]:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
     note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap)
-    sites = Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
+    sites = Panel("sites", "output error by layer", note, "", draw, len(swap.sites))
     panels = [_stages_panel(swap), sites]
     panels += [_ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
@@ -162,7 +151,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
     draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
-    yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw)
+    yield Panel("sites", "output error by layer", "", "On the original model's queries, keys and values.", draw)
     if any(swap.sweep for swap in swaps) and not any(map(_of_heads, swaps)):
         by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda unit: unit.layer)) for swap in swaps]
         harms = [(kernel, as_array(unit.delta for unit in units)) for kernel, units in by_layer]
@@ -234,7 +223,9 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
-    known = f"\nperplexity {figures(perplexity)}" if perplexity is not None and lossy else ""
+    known = ""
+    if perplexity is not None and lossy:
+        known = f"\nperplexity {typeset(perplexity, decimals_for([perplexity]))}"
     dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
     for label in axes.get_yticklabels()[1 + stages :]:
         label.set_color(MUTED)
@@ -431,8 +422,8 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}. Perplexity: of the "
-        f"evaluation text. Loss, KL (in {UNITS[swap.task]}) or 1 − cosine of the last hidden states: on held-out "
-        f"calibration text. Dotted line: best step, {healing.best}. Hollow: attention transfer."
+        f"evaluation text. Loss, KL or 1 − cosine of the last hidden states: on held-out calibration text. Dotted "
+        f"line: best step, {healing.best}. Hollow: attention transfer."
     )
     return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
 

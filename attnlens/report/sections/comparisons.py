@@ -9,19 +9,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, select_adapter_analyzers
-from attnlens.records import (
-    Comparison,
-    Head,
-    HeadChange,
-    MeasureChange,
-    Outcome,
-    Report,
-    Spread,
-    StudyCell,
-    StudyColumn,
-    StudyPair,
-    StudyTable,
-)
+from attnlens.records import Comparison, Head, MeasureChange, Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
 from attnlens.report.sections.layers import place_columns
 from attnlens.report.sections.section import TEXTS, Cell, Column, Row, Section, Table, View, build_table, section
@@ -246,7 +234,7 @@ def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield how the models as wholes differ, and how many heads changed."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
-    changes = () if comparison.shifts else (*change_sentences(comparison), *_predictions(comparison.outcome))
+    changes = () if comparison.shifts else (*change_sentences(comparison), *_predictions(comparison))
     lines = [clean(line) for line in (*comparison.notes, *changes)]
     yield Section("What changed", items=lines) if view == "opening" else Section(lines=lines)
 
@@ -298,9 +286,9 @@ def _places(heads: set[tuple[int, int]]) -> str:
     return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
-def _predictions(outcome: Outcome | None) -> Iterator[str]:
+def _predictions(comparison: Comparison) -> Iterator[str]:
     """Yield one sentence per known difference between the models' predictions."""
-    if outcome is None:
+    if (outcome := comparison.outcome) is None:
         return
     loss = outcome.loss
     if loss is not None:
@@ -320,40 +308,39 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
         rows = [
-            {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}
+            {
+                "measure": shift.measure,
+                "first model": _quartiles(shift.before.quartiles),
+                "second model": _quartiles(shift.after.quartiles),
+            }
             for shift in comparison.shifts
         ]
         note = "Medians over heads, with quartiles. The heads do not correspond, so nothing is tested."
         yield Section("Distributions over heads", table=build_table(rows, {"measure"}, {"measure"}), notes=[note])
         return
-    heads = _list_changed_heads(comparison)
-    if heads:
-        shown = heads[:16] if view == "terminal" else heads  # as many as fit on a page of a terminal
-        yield _head_section(shown, comparison, len(heads) - len(shown))
+    yield from _head_sections(comparison, 16 if view == "terminal" else None)  # as many as fit on a page of a terminal
     least = tuple(_least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
-def _quartiles(part: Spread) -> str:
-    low, middle, high = map(short, part.quartiles)
+def _quartiles(quartiles: Sequence[float]) -> str:
+    low, middle, high = map(short, quartiles)
     return f"{middle} ({low} to {high})"
 
 
-def _list_changed_heads(comparison: Comparison) -> list[tuple[HeadChange, dict[str, MeasureChange]]]:
-    """List the heads with a named change and all of their changes, by `rank_distances`, largest first."""
-    rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
-    for row in comparison.rows:
-        rows[row.layer, row.head][row.measure] = row
-    heads = [(head, rows[head.layer, head.head]) for head in comparison.heads]
-    changed = [(head, changes) for head, changes in heads if any(row.named for row in changes.values())]
+def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
+    """Yield at most so many heads with a named change, by `rank_distances`, largest first."""
+    by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
+    for change in comparison.rows:
+        by_head[change.layer, change.head][change.measure] = change
+    pairs = [(head, by_head[head.layer, head.head]) for head in comparison.heads]
+    pairs = [(head, changes) for head, changes in pairs if any(change.named for change in changes.values())]
     names = rank_distances(comparison)
-    return sorted(changed, key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
-
-
-def _head_section(
-    heads: Sequence[tuple[HeadChange, dict[str, MeasureChange]]], comparison: Comparison, more: int
-) -> Section:
+    pairs.sort(key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
+    heads, more = pairs[:most], len(pairs[most:]) if most else 0
+    if not heads:
+        return
     sizes, largest = effect_sizes(comparison), "largest change of a measure"
     titles = {name: title for name, title in LOCAL.items() if any(name in changes for _, changes in heads)}
     rows = []
@@ -369,7 +356,7 @@ def _head_section(
     notes.append("*: named.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
-    return Section("Heads that changed, worst first", table=table, notes=notes)
+    yield Section("Heads that changed, worst first", table=table, notes=notes)
 
 
 def _distance(row: MeasureChange | None) -> str:
