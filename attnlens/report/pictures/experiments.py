@@ -279,7 +279,9 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
         room = 0.05 * (high - low)  # the frame is wider by so much on each side
         rows = [as_array(line.values) for line in lines]
         beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
-        note += f"; {format_count(beyond, 'head')} cut" * bool(beyond)
+        if beyond:
+            note += f"; {format_count(beyond, 'head')} cut"
+            caption += f" {format_count(beyond, 'head')} of {len(lines)} extend beyond the frame."
     draw = partial(draw_trajectories, experiment=experiment, name=name)
     return Panel(name, heading(info), note, caption, draw, layers=rows_of_layers)
 
