@@ -160,11 +160,14 @@ def head_panels(shapes: Shapes) -> list[Panel]:
         if np.any(np.abs(values) > FURTHEST):
             problem = f"{clean(name)} has values beyond {FURTHEST:g}, too large to draw."
             raise UsageError(problem, "Write them with --csv.")
-    return [
-        *(map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings),
-        *(fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves),
-        *(_margins_panel(shapes, selection) for selection in shapes.report.inspection.selections),
-    ]
+    panels = [map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings]
+    panels += [fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves]
+    for selection in shapes.report.inspection.selections:
+        title = f"layer {selection.layer} head {selection.head}: margins of its selection"
+        caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(shapes)}"
+        draw, stem = partial(draw_margins, selection=selection), f"selection-{selection.layer}.{selection.head}"
+        panels.append(Panel(stem, title, "", caption, draw, rows=14, width=5.4))
+    return panels
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
@@ -496,13 +499,6 @@ def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarr
 def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
     """Check whether every layer has a head with all of these parts."""
     return all(layer.size for layer in _complete_heads(shapes, names))
-
-
-def _margins_panel(shapes: Shapes, selection: Selection) -> Panel:
-    title = f"layer {selection.layer} head {selection.head}: margins of its selection"
-    caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(shapes)}"
-    draw = partial(draw_margins, selection=selection)
-    return Panel(f"selection-{selection.layer}.{selection.head}", title, "", caption, draw, rows=14, width=5.4)
 
 
 def draw_margins(axes: Axes, selection: Selection) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
-from attnlens.records import AttentionRows, Pick, Selection, Sentence
+from attnlens.records import AttentionRows, Pick, Sentence
 from attnlens.report.sections.layers import missing_reason, typical_places
 from attnlens.report.sections.section import Passage, Piece, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
@@ -31,6 +31,13 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield for each selection some sentences of its head, with marked tokens: signs, and kinds for colours."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
+        sentences = {sentence.sequence: sentence for sentence in selection.sentences}
+        first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
+        passages: list[Passage] = []  # of five queries; the report's JSON contains all
+        for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
+            place = f"sequence {pick.sequence}, token {pick.query}"
+            caption = f"{place}: weight {short(pick.weight)}, margin {short(pick.margin)}"
+            passages.append((caption, [*_pieces(pick, sentences.get(pick.sequence))]))
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
             notes=(
@@ -39,17 +46,8 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
                 "a head's least margin is at most 1; a single query's can exceed 1",
                 LEGEND,
             ),
-            passages=tuple(_passages(selection)),
+            passages=passages,
         )
-
-
-def _passages(selection: Selection) -> Iterator[Passage]:
-    """Yield the marked sentences of five queries; the report's JSON contains all."""
-    sentences = {sentence.sequence: sentence for sentence in selection.sentences}
-    first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
-    for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
-        fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
-        yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
