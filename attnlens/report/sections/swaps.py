@@ -14,7 +14,6 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 DIVERGED = "diverged"
-ERROR = "‖new − original‖ / ‖original‖ of the site's output on the original model's queries, keys and values"
 SHARED = ("one key", "floor")
 """Roles of the controls that do not depend on the kernel."""
 UNITS = {
@@ -453,7 +452,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             }
             for site in swap.sites
         ]
-        error = f"output error: {ERROR}."
+        error = "output error: ‖new − original‖ / ‖original‖ of the site's output on the original's queries, keys, values."
         table = build_table(sites, {"layer", "part"}, {"part", "path", "site"})
         yield Section(f"Sites{name}", table=table, notes=(error,))
         if swap.loss_by_position:
