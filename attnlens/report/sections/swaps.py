@@ -452,7 +452,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             }
             for site in swap.sites
         ]
-        error = "output error: ‖new − original‖ / ‖original‖ of the site's output on the original's queries, keys, values."
+        error = "output error: ‖new − original‖ / ‖original‖ of the output on the original's queries, keys, values."
         table = build_table(sites, {"layer", "part"}, {"part", "path", "site"})
         yield Section(f"Sites{name}", table=table, notes=(error,))
         if swap.loss_by_position:
