@@ -21,7 +21,7 @@ from subjects import describe_machine, find_models
 
 import attnlens
 from attnlens.models import loading
-from attnlens.report.pictures import style
+from attnlens.report.pictures import charts, style
 
 if TYPE_CHECKING:
     from attnlens.records import Swap
@@ -123,7 +123,7 @@ def draw_figure(results: list[dict[str, Any]], path: str) -> None:
             for column, place in ((c, p) for p, c in np.argwhere(np.isnan(table))):
                 corner = (column - 0.5, place - 0.5)
                 axes.add_patch(
-                    Rectangle(corner, 1, 1, facecolor=style.MISSING, edgecolor=style.MUTED, hatch="/////", lw=0)
+                    Rectangle(corner, 1, 1, facecolor=charts.MISSING, edgecolor=style.MUTED, hatch="/////", lw=0)
                 )
             image = axes.imshow(table, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
             under = [f"{words}\n({math.sqrt(rows['reliability']):.2f})" for words, rows in result["kernels"].items()]

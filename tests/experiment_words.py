@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnlens.records import Experiment
 from attnlens.report.pictures.experiments import groups
-from attnlens.report.sentences.reports import format_label
+from attnlens.report.sections.experiments import format_label
 
 SIZES = [*((5, 5, d) for d in (1, 2, 3, 4, 5)), *((10, 5, d) for d in (1, 2, 3, 4, 5, 10))]
 SIZES += [(5, 10, d) for d in (1, 2, 3, 4, 5, 9)]

@@ -35,8 +35,7 @@ from attnlens.models.texts.targets import feed
 from attnlens.records import Pair, Plan, Rise, read_plan
 from attnlens.report.pictures.swaps import budget_note
 from attnlens.report.report import read_report
-from attnlens.report.sections.swaps import numbers_kept, plan_rows
-from attnlens.report.sentences.plans import plan_lines
+from attnlens.report.sections.plans import numbers_kept, plan_lines, plan_rows
 from attnlens.runs.swap import fit as fit_module
 from attnlens.runs.swap.fit import output_metrics
 from attnlens.runs.swap.pipeline import swap_kernel

@@ -1,6 +1,7 @@
 """Tests that `attnlens inspect` poses, shows and draws a head's selection, and refuses what makes no sense."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import views
@@ -120,7 +121,7 @@ def test_a_strangers_tokens_are_no_markup_and_steer_no_terminal(capsys):
     class Shown:
         inspection = InspectionBody(selections=[found])
 
-    print(views.printed(views.alone(*selections(Shown()))))
+    print(views.printed(views.alone(*selections(SimpleNamespace(report=Shown()), "terminal"))))
     printed = capsys.readouterr().out
     assert "[[red]�[31m] {{x}} <[/]>" in printed
     assert "\x1b" not in printed

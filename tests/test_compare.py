@@ -23,7 +23,7 @@ from attnlens.errors import UsageError
 from attnlens.models import loading, texts
 from attnlens.records import Comparison
 from attnlens.report.report import Report
-from attnlens.report.sentences.comparisons import change_sentences
+from attnlens.report.sections.comparisons import change_sentences
 
 SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}
 KEPT = {"smollm2": 5, "minilm": 5, "two layers of smollm2": 2, "two layers of minilm": 2}

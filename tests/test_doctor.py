@@ -14,6 +14,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.models import hooks, weights
 from attnlens.models.weights import rebuild
 from attnlens.report.sections.checked import site_checks
+from attnlens.report.shapes import Shapes
 from attnlens.runs.doctor import TOLERANCE, check_sites
 
 REACHED = families.REACHED
@@ -126,7 +127,7 @@ def test_a_model_that_can_not_be_read_in_float64_is_compared_in_float32():
     assert note.startswith("Computed in float32, whose rounding counts as error, because in float64: ")
     assert "can't run on input_ids" in note
     assert report.settings.dtype == "float32"
-    assert any(note in section.notes for section in site_checks(report)), "shown beside the table"
+    assert any(note in section.notes for section in site_checks(Shapes(report), "terminal")), "shown beside the table"
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
 
 

@@ -21,7 +21,7 @@ from attnlens.report.render import terminal
 from attnlens.report.render.terminal import console
 from attnlens.report.report import Report
 from attnlens.report.sections import documents
-from attnlens.report.sentences.reports import format_label, setting
+from attnlens.report.sections.experiments import format_label, setting
 
 
 def of_curves(curves: dict[str, list[float]], **shown: Any) -> Experiment:

@@ -21,8 +21,8 @@ from attnlens.report.pictures import experiment_overview, panel_figure
 from attnlens.report.pictures.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.report import Report, read_report
-from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import changed_measures, measures_of
+from attnlens.report.sections import facts as reports
+from attnlens.report.sections.experiments import changed_measures, measures_of
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -177,7 +177,7 @@ def test_markdown_and_html_hold_the_same_tables() -> None:
     assert "2 of 2 experiments compared with published figures; missed by" in page
     followed = series_report()
     assert "tokens.share&#95;key" in views.markdown(followed) or "tokens.share_key" in views.markdown(followed)
-    assert "Quartiles over heads" in views.page(followed)
+    assert "quartiles over heads at the last checkpoint" in views.page(followed)
 
 
 def test_what_strangers_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:

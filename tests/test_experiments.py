@@ -15,7 +15,7 @@ from attnlens.lab.experiments.tokens import draw, grid, instances, starts
 from attnlens.lab.experiments.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
-from attnlens.report.sentences.reports import format_label, setting
+from attnlens.report.sections.experiments import format_label, setting
 from attnlens.requests.experiments import USES, SyntheticRequest
 
 SMALL = {"trials": 3, "iterations": 30}

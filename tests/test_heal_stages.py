@@ -26,7 +26,7 @@ from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate
 from attnlens.report.report import read_report
-from attnlens.report.sentences.plans import healing as healing_sentences
+from attnlens.report.sections.plans import healing_lines as healing_sentences
 from attnlens.requests.swap import Amount, HealOptions
 from attnlens.runs.swap.fit import fit
 

@@ -15,7 +15,7 @@ from attnlens.analyzers.selection import Selector
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading, texts
 from attnlens.report.pictures.maps import full_caption, page_rows, short_caption
-from attnlens.report.sections.layers import layer_rows, reading_help
+from attnlens.report.sections.layers import reading_help
 from attnlens.report.shapes import Shapes
 from attnlens.runs.inspect.sequences import split_batch
 
@@ -221,7 +221,7 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
 
 def test_the_sentence_stands_wherever_the_numbers_do(demo):
     shapes = Shapes(attnlens.inspect(demo, windows=1, length=16, analyzers=("extended", "ksvd", "symmetry")))
-    said = reading_help(layer_rows(shapes), shapes)
+    said = reading_help(shapes)
     assert said.endswith(registry.NOT_IDENTIFIED)
     assert "extended.share_skew" in said
     assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"])

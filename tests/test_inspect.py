@@ -19,8 +19,8 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Coverage, Head, Measure, Skipped
 from attnlens.report.report import read_report
-from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import population
+from attnlens.report.sections import facts as reports
+from attnlens.report.sections.facts import population
 from attnlens.runs import checks
 from attnlens.runs.inspect import pipeline
 from attnlens.runs.inspect.inspection import scale_null
@@ -395,7 +395,7 @@ def test_settings_say_what_was_fed(demo, tmp_path):
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
     lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, length=40)
     assert (lines.settings.windows, lines.settings.length, lines.settings.pack) == (6, 40, False)
-    assert "6 lines of at most 40 tokens spread over lines.txt" in reports.header(lines)
+    assert "6 lines of at most 40 tokens spread over lines.txt" in reports.build_heading(lines, whole=False).facts
     assert (lines.settings.windows_requested, lines.settings.placement, lines.settings.intervals) == (
         32,
         "spread",
@@ -468,7 +468,7 @@ def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(t
     report = attnlens.inspect(tmp_path, windows=3)
     settings = report.settings
     assert (settings.text, settings.pack, settings.windows, settings.length) == (None, None, 3, 10)
-    assert "random pixels, 3 images of 10 tokens each" in reports.header(report)
+    assert "random pixels, 3 images of 10 tokens each" in reports.build_heading(report, whole=False).facts
     (tmp_path / "text.txt").write_text("In the beginning. " * 50)
     for words in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
         with pytest.raises(UsageError, match="takes pixels but no text"):

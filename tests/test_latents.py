@@ -21,7 +21,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
 from attnlens.models.texts.targets import feed
 from attnlens.records import Call
-from attnlens.report.sentences.swaps import formula
+from attnlens.report.sections.swaps import formula
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
 

@@ -16,7 +16,7 @@ from attnlens.errors import UsageError
 from attnlens.lab.ranks import search as calibration
 from attnlens.lab.ranks import search as room
 from attnlens.records import Plan
-from attnlens.report.sentences.plans import plan_lines
+from attnlens.report.sections.plans import plan_lines
 
 READ = {"windows": 8, "length": 32, "batch_size": 4} | BARE
 

@@ -14,20 +14,21 @@ from matplotlib.colors import BoundaryNorm, CenteredNorm
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from reports import KINDS, planted, synthetic_report
+from views import draw_panel
 
 from attnlens.analyzers import registry
 from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
-from attnlens.records import Measure, Null
-from attnlens.report.pictures import fan_figure, map_figure, overview_figure
-from attnlens.report.pictures.maps import full_caption, groups_by_part, null_mark, page_rows, scale, short_curve_caption
+from attnlens.records import Measure
+from attnlens.report.pictures import overview_figure
+from attnlens.report.pictures.maps import full_caption, groups_by_part, page_rows, scale, short_curve_caption
 from attnlens.report.pictures.style import house_style, tick_positions
 from attnlens.report.shapes import Shapes
 
 
 def image_of(shapes: Shapes, name: str) -> AxesImage:
     with house_style():
-        return map_figure(shapes, name).axes[0].images[0]
+        return draw_panel(shapes, name).axes[0].images[0]
 
 
 def test_the_map_holds_each_heads_value_at_its_layer_and_head() -> None:
@@ -43,7 +44,7 @@ def test_layer_0_is_at_the_top_and_axes_carry_the_models_numbers() -> None:
     settings = report.settings.model_copy(update={"layers": [1, 4], "heads": [0, 3]})
     shapes = Shapes(report.model_copy(update={"heads": kept, "settings": settings}))
     with house_style():
-        axes = map_figure(shapes, "weights.symmetry").axes[0]
+        axes = draw_panel(shapes, "weights.symmetry").axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "4"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "3"]
     assert axes.get_ylim()[0] > axes.get_ylim()[1]
@@ -54,7 +55,7 @@ def test_one_layer_needs_no_bar_of_layers_and_every_curve_has_a_name() -> None:
     for layers, bars in ((1, 0), (2, 1)):
         shapes = Shapes(synthetic_report(layers, 8))
         with house_style():
-            figure = fan_figure(shapes, "weights.singular_values")
+            figure = draw_panel(shapes, "weights.singular_values")
             page = overview_figure(shapes)
         assert len(figure.axes[0].child_axes) == bars
         titles = [axes.get_title(loc="left") for axes in page.axes]
@@ -80,7 +81,7 @@ def test_heads_without_a_value_are_masked_hatched_and_explained() -> None:
     missing = [(0, 1), (0, 2), (2, 0)]
     shapes = Shapes(synthetic_report(3, 4, missing=missing))
     with house_style():
-        figure = map_figure(shapes, "weights.symmetry")
+        figure = draw_panel(shapes, "weights.symmetry")
     axes = figure.axes[0]
     masked = np.ma.getmaskarray(axes.images[0].get_array())
     assert sorted(map(tuple, np.argwhere(masked).tolist())) == missing
@@ -88,7 +89,7 @@ def test_heads_without_a_value_are_masked_hatched_and_explained() -> None:
     assert sorted((patch.get_y() + 0.5, patch.get_width()) for patch in hatched) == [(0, 2), (2, 1)]
     assert "No value for 3 heads (hatched): the weights are not finite" in figure.texts[-1].get_text()
     with house_style():
-        full = map_figure(Shapes(synthetic_report(3, 4)), "weights.symmetry")
+        full = draw_panel(Shapes(synthetic_report(3, 4)), "weights.symmetry")
     assert "No value" not in full.texts[-1].get_text()
 
 
@@ -127,7 +128,7 @@ def test_one_outlier_does_not_bleach_the_others_and_an_arrow_says_so() -> None:
 def test_categories_have_a_colour_each_and_their_names_at_the_bar() -> None:
     shapes = Shapes(synthetic_report(12, 12))
     with house_style():
-        axes = map_figure(shapes, "weights.kind").axes[0]
+        axes = draw_panel(shapes, "weights.kind").axes[0]
     assert isinstance(axes.images[0].norm, BoundaryNorm)
     bar = axes.child_axes[0]
     assert [label.get_text().replace("\n", " ") for label in bar.get_yticklabels()] == list(KINDS)
@@ -139,7 +140,7 @@ def test_parts_stand_in_labelled_groups_with_running_numbers() -> None:
     shapes = Shapes(report)
     assert shapes.layers == (0, 1, 2, 4, 3, 5)
     with house_style():
-        axes = map_figure(shapes, "weights.norm").axes[0]
+        axes = draw_panel(shapes, "weights.norm").axes[0]
     _note, *labels = [text.get_text() for text in axes.texts]
     assert [label for label in labels if label.isalpha()] == ["layer", "encoder", "decoder", "cross"]
     value = next(head for head in report.heads if (head.layer, head.head) == (4, 1)).measures["weights.norm"].value
@@ -148,8 +149,8 @@ def test_parts_stand_in_labelled_groups_with_running_numbers() -> None:
 
 def test_cells_carry_numbers_only_where_they_fit() -> None:
     with house_style():
-        small = map_figure(Shapes(planted(np.linspace(0, 1, 32).reshape(4, 8))), "weights.planted").axes[0]
-        large = map_figure(Shapes(planted(np.linspace(0, 1, 5120).reshape(80, 64))), "weights.planted").axes[0]
+        small = draw_panel(Shapes(planted(np.linspace(0, 1, 32).reshape(4, 8))), "weights.planted").axes[0]
+        large = draw_panel(Shapes(planted(np.linspace(0, 1, 5120).reshape(80, 64))), "weights.planted").axes[0]
     assert [text.get_text() for text in small.texts][:3] == ["weights", "0.000", "0.032"]
     assert len(small.texts) == 1 + 32
     assert [text.get_text() for text in large.texts] == ["weights"]
@@ -158,8 +159,8 @@ def test_cells_carry_numbers_only_where_they_fit() -> None:
 def test_the_caption_gives_null_error_count_model_and_coverage() -> None:
     shapes = Shapes(synthetic_report(4, 4, sequences=7))
     with house_style():
-        weights = map_figure(shapes, "weights.symmetry").texts[-1].get_text()
-        tokens = map_figure(shapes, "tokens.entropy").texts[-1].get_text()
+        weights = draw_panel(shapes, "weights.symmetry").texts[-1].get_text()
+        tokens = draw_panel(shapes, "tokens.entropy").texts[-1].get_text()
     assert "Null 0.0013 ± 0.0018 (mean ± sd)" in weights
     assert "bert-base-uncased · BertForMaskedLM · 110 M parameters" in weights
     assert "4 layers × 4 heads · COMPLETE: 16 of 16 heads" in weights
@@ -176,7 +177,7 @@ def test_the_fan_shows_every_head_with_median_and_quartiles() -> None:
     report = synthetic_report(5, 7)
     curves = np.array([head.curves["weights.singular_values"] for head in report.heads])
     with house_style():
-        axes = fan_figure(Shapes(report), "weights.singular_values").axes[0]
+        axes = draw_panel(Shapes(report), "weights.singular_values").axes[0]
     segments = axes.collections[0].get_segments()
     assert sorted(segment[0, 1] for segment in segments) == sorted(curves[:, 0])
     black = [line.get_ydata() for line in axes.lines if line.get_color() == "black"]
@@ -188,7 +189,7 @@ def test_the_fan_shows_every_head_with_median_and_quartiles() -> None:
 @pytest.mark.parametrize("name", [info.name for info in registry.measure_infos().values() if info.curve] + ["c"])
 def test_every_curve_has_a_name_along_its_side(name: str) -> None:
     with house_style():
-        figure = fan_figure(with_curves([[0.2, 0.5, 1.0], [0.4, 0.6, 1.0]], name=name), name)
+        figure = draw_panel(with_curves([[0.2, 0.5, 1.0], [0.4, 0.6, 1.0]], name=name), name)
         figure.draw_without_rendering()
     label, axes = figure.axes[0].yaxis.label, figure.axes[0]
     assert label.get_text()
@@ -210,7 +211,7 @@ def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_
     np.testing.assert_array_equal(group.complete, [[1] * 3, [3] * 3, [5] * 3])
     np.testing.assert_array_equal(group.quartiles[1], [3, 3, 3])
     with house_style():
-        caption = fan_figure(shapes, "c").texts[-1].get_text()
+        caption = draw_panel(shapes, "c").texts[-1].get_text()
     assert "Encoder: median and quartiles over 3 of 4 heads with 3 steps or more." in caption
     assert "of 3 of 4 heads, ≥ 3 steps" in short_curve_caption(shapes, "c")
     assert "steps" not in short_curve_caption(with_curves([[1.0, 2.0]] * 3), "c")
@@ -225,7 +226,7 @@ def test_parts_have_their_own_quartiles() -> None:
         ("cross", [7, 7]),
     ]
     with house_style():
-        figure = fan_figure(shapes, "c")
+        figure = draw_panel(shapes, "c")
     titled = [axes for axes in figure.axes if axes.get_title(loc="left") in [f"c: {part}" for part in parts]]
     assert [len(axes.collections[0].get_segments()) for axes in titled] == [2, 1, 1]
     assert "separately for each part" in figure.texts[-1].get_text()
@@ -239,7 +240,7 @@ def test_an_index_counts_from_1_and_a_distance_from_0(
     entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
     monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
     with house_style():
-        axes = fan_figure(with_curves([[1.0, 0.5, 0.2]] * 2, name="weights.c"), "weights.c").axes[0]
+        axes = draw_panel(with_curves([[1.0, 0.5, 0.2]] * 2, name="weights.c"), "weights.c").axes[0]
     assert axes.collections[0].get_segments()[0][:, 0].tolist() == [first, first + 1, first + 2]
     assert axes.get_xlim() == (first, first + 2)
     assert axes.get_xticks()[0] == first
@@ -251,8 +252,8 @@ def test_a_steep_fall_is_drawn_on_a_logarithmic_axis_and_a_rise_is_not() -> None
     heads = [head.model_copy(update={"curves": {"c": [1.0, 0.1, 0.001], "d": [0.001, 0.1, 1.0]}}) for head in falling]
     shapes = Shapes(falling.model_copy(update={"heads": heads}))
     with house_style():
-        assert fan_figure(shapes, "c").axes[0].get_yscale() == "log"
-        assert fan_figure(shapes, "d").axes[0].get_yscale() == "linear"
+        assert draw_panel(shapes, "c").axes[0].get_yscale() == "log"
+        assert draw_panel(shapes, "d").axes[0].get_yscale() == "linear"
 
 
 @pytest.mark.parametrize(("source", "expected"), [("both", [3, 3]), ("weights", [3, 3]), ("tokens", [3, 3])])
@@ -350,7 +351,7 @@ def test_heads_that_differ_by_rounding_alone_have_one_colour() -> None:
     _, norm, _ = scale(Shapes(planted(0.7 + 1e-3 * np.arange(6.0).reshape(2, 3))).readings["weights.planted"])
     assert norm(0.7) == 0  # the control
     with house_style():
-        bar = map_figure(Shapes(planted(np.full((2, 3), 0.7))), "weights.planted").axes[0].child_axes[0]
+        bar = draw_panel(Shapes(planted(np.full((2, 3), 0.7))), "weights.planted").axes[0].child_axes[0]
     assert [label.get_text() for label in bar.get_yticklabels()] == ["0.7"]
 
 
@@ -369,10 +370,10 @@ def test_hatching_is_explained_where_a_cell_of_this_page_is_hatched() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (0, None, "Here 0.00 to 3.00; possible: at least 0."),
-        (None, 5, "Here 0.00 to 3.00; possible: at most 5."),
+        (0, None, "Here 0.00 to 3.00; possible: 0 to ∞."),
+        (None, 5, "Here 0.00 to 3.00; possible: −∞ to 5."),
         (-1, 5, "Here 0.00 to 3.00; possible: −1 to 5."),
-        (None, None, "Here 0.00 to 3.00."),
+        (None, None, "Here 0.00 to 3.00; possible: any."),
     ],
 )
 def test_the_caption_says_what_is_possible(
@@ -385,19 +386,8 @@ def test_the_caption_says_what_is_possible(
     assert expected in full_caption(shapes, shapes.readings["weights.planted"]).splitlines()
 
 
-def test_the_null_is_said_to_be_on_the_colour_bar_only_where_it_is() -> None:
-    report = synthetic_report(3, 3)
-
-    def mark(mean: float) -> str:
-        null = Null(mean=mean, sd=0.1)
-        heads = [
-            head.model_copy(update={"measures": {"m": head.measures["weights.norm"].model_copy(update={"null": null})}})
-            for head in report
-        ]
-        return null_mark(Shapes(report.model_copy(update={"heads": heads})).readings["m"])
-
-    values = [head.measures["weights.norm"].value or 0.0 for head in report]
-    assert mark(sum(values) / 9) == "the black mark on the colour bar"
-    assert mark(-1.0) == "below the colour bar's range"
-    assert mark(1e3) == "above the colour bar's range"
-    assert null_mark(Shapes(report).readings["tokens.entropy"]) == ""
+def test_the_null_is_said_to_be_on_the_colour_bar_only_if_there_is_one() -> None:
+    shapes = Shapes(synthetic_report(3, 3))
+    marked = {name: "mark on the colour bar" in full_caption(shapes, shapes.readings[name]) for name in shapes.readings}
+    assert marked == {name: reading.null is not None for name, reading in shapes.readings.items()}
+    assert {*marked.values()} == {True, False}

@@ -7,9 +7,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from reports import planted, synthetic_report
+from views import draw_panel
 
 from attnlens.choices import Part
-from attnlens.report.pictures import fan_figure, map_figure, overview_figure
+from attnlens.report.pictures import overview_figure
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.shapes import Shapes
 
@@ -34,9 +35,9 @@ def test_ticks_are_written_out_and_tell_each_other_apart(ticks: list[float], exp
 @pytest.mark.parametrize("values", [1e-3 + 1e-7 * np.arange(6.0), 0.9999 + 1e-6 * np.arange(6.0), np.full(6, 0.7)])
 def test_no_axis_has_an_offset(values: np.ndarray) -> None:
     shapes = Shapes(planted(values.reshape(2, 3), curve="weights.c"))
-    for draw, name in ((map_figure, "weights.planted"), (fan_figure, "weights.c")):
+    for name in ("weights.planted", "weights.c"):
         with house_style():
-            figure = draw(shapes, name)
+            figure = draw_panel(shapes, name)
             figure.draw_without_rendering()
         places = [place for axes in figure.axes for place in (axes, *axes.child_axes)]
         offsets = [axis.get_offset_text().get_text() for place in places for axis in (place.xaxis, place.yaxis)]
@@ -49,9 +50,9 @@ def test_no_two_texts_of_a_page_overlap(parts: list[Part] | None) -> None:
     with house_style():
         for figure in (
             overview_figure(shapes),
-            map_figure(shapes, "weights.kind"),
-            map_figure(shapes, "weights.symmetry"),
-            fan_figure(shapes, "weights.singular_values"),
+            draw_panel(shapes, "weights.kind"),
+            draw_panel(shapes, "weights.symmetry"),
+            draw_panel(shapes, "weights.singular_values"),
         ):
             figure.draw_without_rendering()
             assert overlapping(figure) == []

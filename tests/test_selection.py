@@ -29,8 +29,8 @@ from attnlens.maths.attsvm.head import (
 from attnlens.models import hooks, texts, weights
 from attnlens.records import Site
 from attnlens.report.pictures.maps import page_rows
-from attnlens.report.sections.layers import layer_rows, measure_columns, reading_help
-from attnlens.report.sentences.reports import without_value
+from attnlens.report.sections.facts import without_value
+from attnlens.report.sections.layers import measure_columns, reading_help
 from attnlens.report.shapes import Shapes
 
 SITE = Site("attention", 0, 0, "encoder")
@@ -539,8 +539,7 @@ def test_what_is_shown_is_the_problem_on_inputs_where_there_is_one():
 def test_a_report_never_puts_the_two_spaces_together(family, spaces):
     report = _of_family(family, layers=[0], heads=[0, 1])
     shapes = Shapes(report)
-    rows = layer_rows(shapes)
-    columns = measure_columns(shapes, rows)
+    columns = measure_columns(shapes)
     assert [group for group in dict.fromkeys(column.group for column in columns) if "," in group] == [
         f"selection, {space}" for space in spaces
     ]
@@ -549,7 +548,7 @@ def test_a_report_never_puts_the_two_spaces_together(family, spaces):
     for row in page_rows(shapes)[: len(spaces)]:
         assert len({shapes.info(panel.stem).space for panel in row} - {""}) == 1
     both = len(spaces) == 2
-    assert ("two different problems; compare only within one" in reading_help(rows, shapes)) == both
+    assert ("two different problems; compare only within one" in reading_help(shapes)) == both
     missing = " ".join(without_value(shapes))
     assert ("selection.svm_cosine" in missing and "RoPE" in missing) == (not both)
 

@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import views
+from experiment_reports import series_report
 from reports import CROSS, synthetic_report
 from rich.console import Console
 
@@ -26,7 +28,9 @@ from attnlens.report.render.markdown import escape_text
 from attnlens.report.report import Report
 from attnlens.report.sections import documents
 from attnlens.report.sections import reference as lists
+from attnlens.report.sections import section as sections
 from attnlens.report.sections.checked import site_checks
+from attnlens.report.shapes import Shapes
 from attnlens.wording import format_error
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
@@ -106,23 +110,12 @@ def test_measures_that_all_heads_share_are_one_line_and_no_column() -> None:
     assert "inertia" not in text.split("The same")[0]
 
 
-def test_up_to_48_layers_have_a_row_each_and_more_share_rows_that_say_so() -> None:
-    small = views.summary(synthetic_report(48, 1))
-    assert "47" in rows_of(small)
-    assert "neighbouring" not in small
+def test_every_layer_has_a_row() -> None:
     report = synthetic_report(80, 3)
-    text = views.summary(report)
-    rows = rows_of(text)
-    assert "the heads of 2 neighbouring layers" in text
-    assert len(rows) == 40 + 2  # and `all` and `null`
-    pair = [head.measures["weights.symmetry"].value for head in report.heads if head.layer in (6, 7)]
-    assert rows["6–7"][0] == f"{np.median(pair):.3f}"
-
-
-def test_grouped_rows_never_mix_parts() -> None:
-    rows = rows_of(views.summary(synthetic_report(51, 1, parts=["encoder"] * 25 + ["decoder"] * 26)))
-    assert rows["24"][0] == "encoder"
-    assert rows["25–26"][0] == "decoder"
+    rows = rows_of(views.summary(report))
+    assert len(rows) == 80 + 2  # and `all` and `null`
+    layer = [head.measures["weights.symmetry"].value for head in report.heads if head.layer == 6]
+    assert rows["6"][0] == f"{np.median(layer):.3f}"
 
 
 def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
@@ -293,12 +286,26 @@ def test_doctor_says_its_verdict_in_words(width: int) -> None:
     ]
     settings = Settings(notes=["Computed in float32."])
     report = SimpleNamespace(doctor=rows, settings=settings)
-    text = views.printed(views.alone(*site_checks(report)), width)
+    text = views.printed(views.alone(*site_checks(SimpleNamespace(report=report), "terminal")), width)
     assert "Computed in float32." in text
     assert max(map(len, text.splitlines())) <= width
     for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
         assert fact in text
     assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
+
+
+def test_a_section_is_registered_by_its_decorator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "_BUILDERS", {key: [*entries] for key, entries in sections._BUILDERS.items()})
+
+    @sections.section(45, "inspection")
+    def extra(shapes: Shapes, view: sections.View) -> Iterator[sections.Section]:
+        yield sections.Section(f"{view}: {len(shapes.layers)} layers")
+
+    report = synthetic_report(3, 4)
+    texts = {"terminal": views.summary(report), "markdown": views.markdown(report), "page": views.page(report)}
+    for view, text in texts.items():
+        assert f"{view}: 3 layers" in text.replace("&#58;", ":")
+    assert "3 layers" not in views.summary(series_report(3, 4))  # the control: another kind
 
 
 def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:

@@ -8,10 +8,12 @@ import io
 from html.parser import HTMLParser
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from attnlens.files import make_folder, write_atomically
 from attnlens.report import export
+from attnlens.report.pictures import head_panels, panel_figure
 from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.report import Report
@@ -38,7 +40,7 @@ def summary(report: Report, width: int = 100) -> str:
 
 
 def all_heads(report: Report, width: int = 100) -> str:
-    return printed(alone(head_table(Shapes(report))), width)
+    return printed(alone(*head_table(Shapes(report), "table")), width)
 
 
 def details(report: Report, width: int = 100) -> str:
@@ -90,6 +92,11 @@ def runs_its_own_script_alone(page: str) -> bool:
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in running]
     tags = [tag for tag, _ in found.tags if tag == "script"]
     return len(tags) == len(found.scripts) <= 2 and [own.format(one) in policy for one in hashes] == [True]
+
+
+def draw_panel(shapes: Shapes, stem: str) -> Figure:
+    """Draw the picture of that stem as its own file."""
+    return panel_figure(shapes.report, next(panel for panel in head_panels(shapes) if panel.stem == stem))
 
 
 def save_pictures(report: Report, target: Path) -> list[Path]:

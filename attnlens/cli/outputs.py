@@ -113,7 +113,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
     if written is not None:
         written()
     if params.get("strict") and report.summary.verdict is None:  # `doctor` judges its verdict itself
-        from attnlens.report.sentences.reports import state_unexpected
+        from attnlens.report.sections.facts import state_unexpected
 
         for sentence in state_unexpected(report):
             console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)

@@ -57,12 +57,8 @@ class Distribution:
         return (level * (self.heads - 1) + 50) / self.heads
 
 
-def _read_distribution(entry: Sequence[float]) -> Distribution:
-    return Distribution(int(entry[0]), tuple(entry[1:]))
-
-
-def _read_hashes(files: Sequence[Mapping[str, str]]) -> frozenset[str]:
-    return frozenset(file["sha256"] for file in files)
+ReadDistribution = PlainValidator(lambda entry: Distribution(int(entry[0]), tuple(entry[1:])))
+ReadHashes = PlainValidator(lambda files: frozenset(file["sha256"] for file in files))
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,8 @@ class TrainedModel:
     pack: bool  # True if windows of that length were read, False for lines of different lengths
     heads: int
     parameters: int
-    files: Annotated[frozenset[str], PlainValidator(_read_hashes)]  # SHA-256 of the weight files
-    measures: dict[str, dict[Third, Annotated[Distribution, PlainValidator(_read_distribution)]]]
+    files: Annotated[frozenset[str], ReadHashes]  # SHA-256 of the weight files
+    measures: dict[str, dict[Third, Annotated[Distribution, ReadDistribution]]]
 
 
 @dataclass(frozen=True)

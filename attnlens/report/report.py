@@ -18,9 +18,6 @@ from attnlens.records.provenance import convert_report
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 1px solid #ddd"></iframe>'
-"""Frame of the page in a notebook: sandboxed, so that it runs no scripts and its styles do not affect the notebook."""
-
 
 class Report(records.Report):
     """The report of a command, which can be saved in every format, drawn, and shown in a notebook."""
@@ -59,9 +56,12 @@ class Report(records.Report):
         from attnlens.report.export import build_page
 
         try:
-            return FRAME.format(escape(build_page(self)))
+            page = escape(build_page(self))
         except UsageError:
             return None
+        # sandboxed, so that the page runs no scripts and its styles do not affect the notebook
+        style = "width: 100%; height: 44rem; border: 1px solid #ddd"
+        return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
 
 
 def read_report(path: str | Path) -> Report:

@@ -125,8 +125,8 @@ class Shapes:
     def shares(self) -> dict[str, list[str]]:
         """Sets of measures that are ≥ 0 and sum to 1 in every head that has them all: `tokens.kernel_shares` → names.
 
-        The registry lists the sets of its measures; others are grouped by the stem of their names (`other.share_…`).
-        The sets that most heads have come first, then those with more measures.
+        Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). The sets that
+        most heads have come first, then those with more measures.
         """
         sets: dict[str, list[str]] = {}
         for name in (name for name in self.report.measure_names() if name in self.readings):
@@ -188,8 +188,8 @@ def by_turns(names: Iterable[str]) -> list[str]:
 def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
     """Return the sort key that puts the most informative measures first.
 
-    Last come measures that are constant, no headline, not identified, categories, or proportional to ‖Q‖‖K‖. Among the
-    others, bounded ranges that include negative values come first, then other bounded ranges, then open ones.
+    Last come measures that are constant, no headline, not identified, categories, or proportional to ‖Q‖‖K‖; first
+    bounded ranges with negative values, then other bounded ones.
     """
     info = reading.info
     ends = 2 if info.low is None or info.high is None else int(info.low >= 0)

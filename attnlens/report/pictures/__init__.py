@@ -1,24 +1,56 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
 
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
-of panels), and the pictures of one subject: `maps` (heads, with their overview), `experiments`, `studies` (and
-comparisons), `swaps`.
-Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, which
-names the pictures, and `report.render` and `report.export`, which encode them.
+of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
+Each has a function that draws the overview, and one that lists the panels with their own files.
+Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, and
+`report.render` and `report.export`, which encode the pictures.
 """
 
-from attnlens.report.pictures.charts import panel_figure
-from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
-from attnlens.report.pictures.maps import (
-    falls_far,
-    fan_figure,
-    first_step,
-    groups_by_part,
-    map_figure,
-    margins_figure,
-    named_parts,
-    overview_figure,
-    palette,
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attnlens.errors import UsageError
+from attnlens.records import Kind, Report
+from attnlens.report.pictures.charts import Panel, panel_figure
+from attnlens.report.pictures.experiments import (
+    comparison_overview,
+    comparison_panels,
+    experiment_overview,
+    experiment_panels,
+    study_overview,
+    study_panels,
 )
-from attnlens.report.pictures.studies import comparison_overview, comparison_panels, study_overview, study_panels
+from attnlens.report.pictures.maps import head_panels, overview_figure
 from attnlens.report.pictures.swaps import swap_overview, swap_panels
+from attnlens.report.sections.section import Picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from attnlens.report.shapes import Shapes
+
+KINDS: dict[Kind, tuple[Callable[[Report], Figure], Callable[[Report], list[Panel]], str]] = {
+    "swap": (swap_overview, swap_panels, "effects of the kernel"),
+    "comparison": (comparison_overview, comparison_panels, "which heads changed, and with what certainty"),
+    "experiments": (experiment_overview, experiment_panels, "curves of the experiments"),
+    "studies": (study_overview, study_panels, "results and learning curves"),
+}
+"""Functions that draw the overview and build the panels, and what the overview shows, by kind of report."""
+
+
+def list_pictures(shapes: Shapes) -> list[Picture]:
+    """List all pictures of a report, the overview first. Raise UsageError if there is nothing to draw."""
+    report = shapes.report
+    if report.kind in KINDS:
+        draw, build_panels, shows = KINDS[report.kind]
+        overview, panels = Picture("overview", partial(draw, report), shows), build_panels(report)
+    else:
+        shows = "maps of layers by heads, shares and curves"
+        overview, panels = Picture("overview", partial(overview_figure, shapes), shows), head_panels(shapes)
+    if not panels and report.kind == "experiments":
+        raise UsageError("The experiments have no curves to draw.", "Leave out --figure and --html.")
+    return [overview, *(Picture(panel.stem, partial(panel_figure, report, panel), panel.title) for panel in panels)]

@@ -21,20 +21,7 @@ from matplotlib.ticker import FuncFormatter
 
 from attnlens.choices import Part
 from attnlens.records import PARTS
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    CROWD,
-    DEPTH,
-    DPI,
-    INK,
-    MISSING,
-    MUTED,
-    IndexTicks,
-    Style,
-    new_figure,
-    scale_logarithmically,
-    shorten_label,
-)
+from attnlens.report.pictures.style import CATEGORIES, DEPTH, INK, MUTED, IndexTicks, Style, new_figure, shorten_label
 from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
@@ -52,6 +39,8 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
     return np.array(list(values), dtype=float)
 
 
+MISSING = "#dddddd"
+CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 Colours = tuple[Colormap, Normalize, str]
 """Colour map, norm, and the ends of the colour bar that also represent all values beyond."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
@@ -212,16 +201,6 @@ def show_depths(axes: Axes, layers: Sequence[int]) -> None:
     label_indices(bar.ax.yaxis, layers)
 
 
-def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
-    """Set the y axis slightly wider than the values."""
-    if logarithmic:
-        scale_logarithmically(axes, "y")
-        axes.set_ylim(least / 1.25, most * 1.25)
-    else:
-        room = 0.05 * (most - least) or 0.5
-        axes.set_ylim(least - room, most + room)
-
-
 @dataclass(frozen=True)
 class Dot:
     """One estimate in a row of a dot plot."""
@@ -278,11 +257,6 @@ class Panel:
     width: float = 4.6  # inches of its axes if it has its own file
     layers: Sequence[int] = ()  # the layers that colours stand for; the last such panel of a row gets a colour bar
     parts: Sequence[Panel] = ()  # panels that are drawn instead of it, three per row
-
-    @property
-    def height(self) -> float:
-        """Height of its axes in inches if it has its own file."""
-        return float(np.clip(0.2 * self.rows, 2.0, 8.0))
 
 
 @dataclass(frozen=True)
@@ -343,14 +317,14 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     """Draw one panel, or its parts, with its caption and the model's name, size and input below it."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
-    rows = arrange(parts, min(3, len(parts)), parts[0].height)
+    rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
     width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
     characters = int((width - 2 * SIDE) * CAPTION_PER_INCH)
     lines = filter(None, [*panel.caption.splitlines(), " · ".join(facts)])
     words = "\n".join(textwrap.fill(clean(line), characters) for line in lines)
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
-    figure = new_figure(width, height, DPI)
+    figure = new_figure(width, height)
     look: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
     figure.text(SIDE / width, (below - 0.05) / height, words, **look)
     _draw_rows(figure, rows, MARGIN, below)

@@ -27,9 +27,7 @@ from attnlens.report.pictures.charts import (
     label_layers,
     model_facts,
     overview,
-    panel_figure,
     scale_depth,
-    scale_values,
     write_cells,
 )
 from attnlens.report.pictures.style import (
@@ -42,9 +40,11 @@ from attnlens.report.pictures.style import (
     IndexTicks,
     legend_above,
     scale_logarithmically,
+    scale_values,
     shorten_label,
     typeset,
 )
+from attnlens.report.sections.facts import bounds
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attnlens.records import Report, Selection
+    from attnlens.records import Selection
     from attnlens.report.pictures.charts import Points
 
 SIDE = 40  # characters of a formula that fit along the side of a picture
@@ -64,13 +64,21 @@ CELL = 0.42  # side of a cell in inches, if the page has room
 SAME = 1e-6  # relative spread up to which all heads get one colour
 STEPS = 64  # samples of a colour map passed to pages that draw their own maps
 THIRDS = 3
+FURTHEST = 1e300
+"""Largest absolute value that an axis can show: float64 ends at 1.8e308, and drawing computes differences."""
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
-    notes = ", ".join(filter(None, [short_caption(reading), null_mark(reading)]))
-    missing = [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
-    return _caption(shapes, reading.info, [_range(reading), _capitalise(notes), *missing])
+    present, lines = reading.present, []
+    if not reading.labels:
+        least, most = (typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
+        shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
+        lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
+    mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
+    lines.append(_capitalise(f"{short_caption(reading)}{mark}"))
+    lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
+    return _caption(shapes, reading.info, lines)
 
 
 def curve_caption(shapes: Shapes, name: str) -> str:
@@ -90,6 +98,10 @@ def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
     """Put the measure's meaning and caveat before the lines, and the coverage after them."""
     meaning = _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
     return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
@@ -116,16 +128,6 @@ def short_caption(reading: MeasureMap) -> str:
     return "; ".join(texts)
 
 
-def null_mark(reading: MeasureMap) -> str:
-    """Describe where the null's mean is on the colour bar; empty without a null."""
-    norm = scale(reading)[1]
-    if reading.null is None or norm.vmin is None or norm.vmax is None:
-        return ""
-    if norm.vmin <= reading.null[0] <= norm.vmax:
-        return "the black mark on the colour bar"
-    return f"{'below' if reading.null[0] < norm.vmin else 'above'} the colour bar's range"
-
-
 def layout_line(shapes: Shapes) -> str:
     """Format the numbers of layers and heads, and the coverage: `4 layers × 8 heads · COMPLETE: 32 of 32 heads`."""
     layers, heads = format_count(len(shapes.layers), "layer"), format_count(len(shapes.heads), "head")
@@ -137,45 +139,35 @@ def heading(info: MeasureInfo) -> str:
     return shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
+def heading_of_shares(shapes: Shapes, whole: str) -> str:
+    """Format the name of a set of measures that sum to 1, and whether one of them is not identified."""
+    unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
+    return title_of(whole) + " (not identified)" * unsure
+
+
 def source_heading(shapes: Shapes, name: str) -> str:
     """Format the source of a measure: `weights`, `tokens – 8 × 32 tokens of …`."""
     settings, group = shapes.report.settings, group_of(shapes.info(name))
     return f"{group} – {clean(settings.fed)}" if group == "tokens" and settings.fed else group
 
 
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _range(reading: MeasureMap) -> str:
-    """Format the least and the largest value, and the possible ones."""
-    if reading.labels:
-        return ""
-    info, values = reading.info, reading.present
-    least, most = (typeset(float(bound), decimals_for(values)) for bound in (values.min(), values.max()))
-    shown = f"Here {least} to {most}" if values.min() < values.max() else f"Here {least} for every head"
-    low, high = ("" if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
-    if low and high:
-        return f"{shown}; possible: {low} to {high}."
-    if low or high:
-        return f"{shown}; possible: at {'least' if low else 'most'} {low or high}."
-    return f"{shown}."
-
-
-@dataclass(frozen=True)
-class Palette:
-    """Colours of a map, for renderers without matplotlib."""
-
-    name: str
-    colours: tuple[str, ...]  # evenly spaced from the low to the high end, or one per category
-    low: float  # value of the low end
-    high: float  # value of the high end
-    cut: str  # ends that also represent all values beyond: neither, min, max, both
-
-
-def map_figure(shapes: Shapes, name: str) -> Figure:
-    """Draw one measure over the whole model, with colour bar, numbers if they fit, and a caption."""
-    return panel_figure(shapes.report, map_panel(shapes, name, source_heading(shapes, name), numbers=True))
+def head_panels(shapes: Shapes) -> list[Panel]:
+    """Build the panels with their own files. Raise UsageError if there are none, or if an axis cannot show a value."""
+    if not shapes.readings and not shapes.curves:
+        raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
+    curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
+    for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
+        if np.any(np.abs(values) > FURTHEST):
+            problem = f"{clean(name)} has values beyond {FURTHEST:g}, too large to draw."
+            raise UsageError(problem, "Write them with --csv.")
+    panels = [map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings]
+    panels += [fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves]
+    for selection in shapes.report.inspection.selections:
+        title = f"layer {selection.layer} head {selection.head}: margins of its selection"
+        caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(shapes)}"
+        draw, stem = partial(draw_margins, selection=selection), f"selection-{selection.layer}.{selection.head}"
+        panels.append(Panel(stem, title, "", caption, draw, rows=14, width=5.4))
+    return panels
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
@@ -230,7 +222,10 @@ def scale(reading: MeasureMap) -> Colours:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [CATEGORIES[number % len(CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
-    low, high, extend = _limits(reading)
+    least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
+    cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
+    extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
+    low, high = low if cut_low else least, high if cut_high else most
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
         return DIVERGING, CenteredNorm(0, half), extend
@@ -240,20 +235,13 @@ def scale(reading: MeasureMap) -> Colours:
     return SEQUENTIAL, Normalize(low, high), extend
 
 
-def palette(reading: MeasureMap) -> Palette:
-    """Return the colours and limits of `scale` as a Palette."""
+def palette(reading: MeasureMap) -> dict[str, object]:
+    """Return the limits of `scale` and colours, evenly spaced or one per category, for renderers without matplotlib."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
-    samples = tuple(to_hex(colour) for colour in colours(np.linspace(0, 1, steps)))
-    return Palette(colours.name, samples, float(norm.vmin or 0), float(norm.vmax or 0), extend)
-
-
-def _limits(reading: MeasureMap) -> tuple[float, float, str]:
-    values = reading.present
-    least, low, high, most = map(float, np.percentile(values, [0, 1, 99, 100]))
-    cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
-    extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
-    return (low if cut_low else least), (high if cut_high else most), extend
+    samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
+    ends = {"low": float(norm.vmin or 0), "high": float(norm.vmax or 0)}
+    return {"name": colours.name, "colours": samples, **ends, "cut": extend}
 
 
 @dataclass(frozen=True)
@@ -309,34 +297,24 @@ def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> 
 
 def first_step(info: MeasureInfo) -> int:
     """Return a curve's first step: an index k starts at 1, as in the formulas, a distance at 0."""
-    return 1 if info.steps == "index" else 0
+    return int(info.steps == "index")
 
 
-def fan_figure(shapes: Shapes, name: str) -> Figure:
-    """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
-    panel, groups = fan_panel(shapes, name, source_heading(shapes, name)), groups_by_part(shapes, name)
-    if len(groups) > 1:
-        draw = partial(draw_fan, shapes=shapes, name=name)
-        parts = [
-            replace(panel, title=f"{panel.title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
-            for group in groups
-        ]
-        panel = replace(panel, parts=parts)
-    return panel_figure(shapes.report, panel)
-
-
-def fan_panel(shapes: Shapes, name: str, note: str) -> Panel:
-    """Build the panel of a curve, with one line per head."""
-    draw = partial(draw_fan, shapes=shapes, name=name, groups=groups_by_part(shapes, name))
+def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
+    """Build the panel of a curve, with one line per head; `split`: with one pair of axes per part of the model."""
+    groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
     title, caption = heading(shapes.info(name)), curve_caption(shapes, name)
-    return Panel(name, title, note, caption, draw, rows=18, width=4.9, layers=shapes.layers)
+    drawn = partial(draw, groups=groups)
+    panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
+    parts = [
+        replace(panel, title=f"{title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
+        for group in groups
+    ]
+    return replace(panel, parts=parts) if split and len(parts) > 1 else panel
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves in their layers' colours, over axes that have room for all curves of that name.
-
-    A single group also gets its median (black) and quartiles (dashed); several groups get only their medians.
-    """
+    """Draw the heads' curves on axes for all of that name, with the median, and of a single group the quartiles."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -371,15 +349,6 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
     """Check whether these values with these medians need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
-
-
-def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
-    """Build one panel per third of the layers, or per part."""
-    groups = groups_by_depth(shapes, name)
-    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
-    return [
-        Panel(name, group.title, group.note, "", partial(draw, group=group), layers=shapes.layers) for group in groups
-    ]
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
@@ -440,13 +409,20 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     elif deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         parts = {name for names in shapes.shares.values() for name in names}
         maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
-        rows = [depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
+        rows = [_depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
         rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
     else:
         panels = _choose_panels(shapes, groups[0][0], 2 * ACROSS)
         rows = [panels[:ACROSS], panels[ACROSS:]]
     return [row for row in rows if row]
+
+
+def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
+    """Build one panel per third of the layers, or per part."""
+    groups = groups_by_depth(shapes, name)
+    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
+    return [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in groups]
 
 
 def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
@@ -469,7 +445,10 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
     maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
     return [
-        *(_shares_panel(shapes, whole) for whole in wholes),
+        *(
+            Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw_shares, shapes=shapes, whole=whole))
+            for whole in wholes
+        ),
         *(_noted_map(shapes, name) for name in maps),
         *(fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves),
     ]
@@ -478,12 +457,6 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
     return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
-
-
-def _shares_panel(shapes: Shapes, whole: str) -> Panel:
-    unidentified = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
-    title = heading(shapes.info(whole)) + " (not identified)" * unidentified
-    return Panel(whole, title, "", "", partial(draw_shares, shapes=shapes, whole=whole))
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
@@ -528,16 +501,8 @@ def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
     return all(layer.size for layer in _complete_heads(shapes, names))
 
 
-def margins_figure(report: Report, selection: Selection) -> Figure:
-    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
-    title = f"layer {selection.layer} head {selection.head}: margins of its selection"
-    caption = f"{SELECTION_CAPTION.format(where=WHERE_POSED[selection.space])}\n{layout_line(Shapes(report))}"
-    draw = partial(draw_margins, selection=selection)
-    return panel_figure(report, Panel("margins", title, "", caption, draw, rows=14, width=5.4))
-
-
 def draw_margins(axes: Axes, selection: Selection) -> None:
-    """Draw one line per head: its margins, sorted, over the share of queries with at most that margin."""
+    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))

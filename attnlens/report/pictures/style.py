@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
@@ -58,7 +57,6 @@ FORMATS: dict[str, dict[str, None]] = {
 
 INK = "#222222"
 MUTED = "#666666"
-MISSING = "#dddddd"
 CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
 """Okabe and Ito's colour-blind-safe colours, ordered so that neighbours differ clearly."""
 SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
@@ -73,7 +71,6 @@ PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
 DPI = 200  # dots per inch of a picture on its own; the overview, meant for print, has 300
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as superscripts
-CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 
 
 @contextmanager
@@ -99,11 +96,6 @@ def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = 
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
-
-
-def rasterize_if_crowded(figure: Figure) -> bool:
-    """Check whether the figure has too many lines and rasterizes them."""
-    return any(lines.get_rasterized() for lines in figure.findobj(LineCollection))
 
 
 def shorten_label(text: str, width: int) -> str:
@@ -182,6 +174,16 @@ def scale_logarithmically(axes: Axes, which: Literal["x", "y"], subs: Sequence[f
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(Powers())
     axis.set_minor_formatter(NullFormatter())
+
+
+def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
+    """Set the y axis slightly wider than the values."""
+    if logarithmic:
+        scale_logarithmically(axes, "y")
+        axes.set_ylim(least / 1.25, most * 1.25)
+    else:
+        room = 0.05 * (most - least) or 0.5
+        axes.set_ylim(least - room, most + room)
 
 
 LEGEND_LINE = 9.4  # points per line of a legend in small print

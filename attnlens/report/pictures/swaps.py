@@ -45,22 +45,8 @@ from attnlens.report.pictures.style import (
     thin_ticks,
     typeset,
 )
-from attnlens.report.sentences.plans import UNITS as UNITS_OF
-from attnlens.report.sentences.plans import share
-from attnlens.report.sentences.swaps import (
-    EFFECTS,
-    UNITS,
-    cautions,
-    distance,
-    distance_ci95,
-    effect_name,
-    figures,
-    formula,
-    is_hybrid,
-    loss_decimals,
-    rise_interval,
-    rise_words,
-)
+from attnlens.report.sections.plans import BUDGETED, share
+from attnlens.report.sections.swaps import EFFECTS, cautions, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -71,39 +57,61 @@ if TYPE_CHECKING:
     from attnlens.choices import ControlRole
     from attnlens.records import Control, Predictor
 
-OWN, OTHER, GREY = CATEGORIES[0], CATEGORIES[2], "#8c8c8c"
+OWN, GREY = CATEGORIES[0], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """Quantity shown in a comparison of kernels."""
-ERROR = "‖new − original‖ / ‖original‖ of the site's output on the original model's queries, keys and values"
+MARKS: dict[ControlRole, tuple[str, str, str]] = {
+    "same size": ("D", "◆", "sink-window of equal size"),
+    "one key": ("v", "▼", "one key"),
+    "floor": ("X", "✖", "equal weights"),
+    "filter alone": ("<", "◀", "filter (or window) alone"),
+    "without filter": (">", "▶", "kernel (or far part) alone"),
+    "far part, healed": ("^", "▲", "far part, healed"),
+}
+"""Marker of each kind of control, the same sign as text, and its description."""
 CROWDED = 24  # number of layers above which bars touch
+WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
+FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
+KERNEL_NAME, CONTROL_NAME, LEGEND_NAME = 40, 30, 22  # characters of a name
+LINES = {"color": [*(CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), INK, "#999999"], "marker": list("osD^vPX*")}
+"""Kernels differ in marker as well as in colour."""
+PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
+"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
+OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
+ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
+"""Measures that are always drawn if the model has them."""
+PICTURES = 6  # number of drawn measures, filled up with the strongest others
+SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
+MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
+STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
+DASHED: Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
 
 
 def swap_overview(report: Report) -> Figure:
     """Draw all panels on a page; a comparison of kernels is placed above the others."""
-    swap, several = report.swaps[0], len(report.swaps) > 1
-    panels = _overview_panels(report)
+    swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
     if several:
         rows = [row for row in (panels[:1], panels[1:]) if row]
-    what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
-    # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
-    facts = [*model_facts(report), what, clean(report.coverage.sentence), how]
     page = []
     for row in rows:
         lines = max(panel.rows for panel in row)  # more height for many layers, less for few kernels
         low = 2.6 if len(rows) == 1 else 2.3
         page.append(Row(row, 0.19 * lines if len(row) == 1 else float(np.clip(0.115 * lines, low, 3.4))))
-    return overview(report, page, facts)
+    what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
+    # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
+    return overview(report, page, [*model_facts(report), what, clean(report.coverage.sentence), how])
 
 
 def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
-    several = len(report.swaps) > 1
     swept = [swap for swap in report.swaps if swap.sweep]
-    panels += [_sweep_panel(swap, f"sweep-{clean(swap.kernel)}" if several else "sweep") for swap in swept]
-    return panels + [_predictors_panel(swap, several=several) for swap in swept if swap.predictors]
+    suffixes = [f"-{clean(swap.kernel)}" * (len(report.swaps) > 1) for swap in swept]
+    panels += [_sweep_panel(swap, f"sweep{suffix}") for swap, suffix in zip(swept, suffixes, strict=True)]
+    pairs = zip(swept, suffixes, strict=True)
+    return panels + [_predictors_panel(swap, f"predictors{suffix}") for swap, suffix in pairs if swap.predictors]
 
 
 def _overview_panels(report: Report) -> list[Panel]:
@@ -112,72 +120,54 @@ def _overview_panels(report: Report) -> list[Panel]:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
     note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap)
-    sites = Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
+    sites = Panel("sites", "output error by layer", note, "", draw, len(swap.sites))
     panels = [_stages_panel(swap), sites]
-    panels += [ranks_panel(plan)] if plan is not None else []
+    panels += [_ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
-    panels += [_predictor_panel(swap)] if swap.predictors else []
-    panels += [healing_panel(swap, swap.healing)] if swap.healing is not None else []
+    if swap.predictors:  # the measure with the largest |ρ| among those that hold, or among all if none holds
+        holding = [predictor for predictor in swap.predictors if predictor.holds]
+        strongest = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
+        panels.append(replace(_scatter_panel(swap, strongest), stem="predictor", title="what predicts harm"))
+    panels += [_healing_panel(swap, swap.healing)] if swap.healing is not None else []
     return panels
 
 
-def _effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return Δ of the loss, or the distance if the swap has no loss, and its 95 % interval."""
-    if swap.judged_by != "loss":
-        return distance(swap, outcome), distance_ci95(swap, outcome)
-    return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
-
-
-def drawn_controls(swap: Swap) -> list[Control]:
+def _drawn_controls(swap: Swap) -> list[Control]:
     """Return the controls that have a loss to draw; none if the model has no loss."""
     return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
 
 
-MARKS: dict[ControlRole, tuple[str, str, str, str]] = {
-    "same size": ("D", "◆", "sink-window of equal size", ""),
-    "one key": ("v", "▼", "one key", ""),
-    "floor": ("X", "✖", "equal weights", ""),
-    "filter alone": ("<", "◀", "filter alone", "window alone"),
-    "without filter": (">", "▶", "without the filter", "far part alone"),
-    "far part, healed": ("^", "▲", "far part, healed", ""),
-}
-"""Marker of each kind of control, the same sign as text, and its description; for hybrids, if different."""
-WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
-FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
-KERNEL_NAME, CONTROL_NAME = 40, 30  # characters of a name
-
-
 def _kernel_panels(report: Report) -> Iterator[Panel]:
     swaps = report.swaps
-    lossy = swaps[0].judged_by == "loss"
     what = RISES[swaps[0].judged_by]
-    paired, units = "paired " if lossy else "", report.settings.intervals or "inputs"
-    intervals = f"Bars: {paired}bootstrap 95 % intervals over {units}."
-    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. {intervals}"
-    caption = " ".join([caption, *cautions(swaps)])
-    measured = any(_effect(swap, swap)[0] is not None for swap in swaps)
-    note = _controls_legend(swaps) if measured else "no kernel has a value"
+    paired, units = "paired " * (swaps[0].judged_by == "loss"), report.settings.intervals or "inputs"
+    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}bootstrap 95 % "
+    caption = " ".join([f"{caption}intervals over {units}.", *cautions(swaps)])
+    drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
+    controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
+    note = f"grey: {controls}" if controls else ""
+    if all(effect(swap, swap)[0] is None for swap in swaps):
+        note = "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
     draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
-    yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw)
-    swept = [swap for swap in swaps if swap.sweep]
-    if swept and not any(map(_of_heads, swept)):
-        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda effect: effect.layer)) for swap in swaps]
-        harms = [(kernel, as_array(effect.delta for effect in effects)) for kernel, effects in by_layer]
+    yield Panel("sites", "output error by layer", "", "On the original model's queries, keys and values.", draw)
+    if any(swap.sweep for swap in swaps) and not any(map(_of_heads, swaps)):
+        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda unit: unit.layer)) for swap in swaps]
+        harms = [(kernel, as_array(unit.delta for unit in units)) for kernel, units in by_layer]
         draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
         yield Panel("sweep", "each layer alone", "", "", draw)
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; diverged kernels get a text."""
-    axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+    axes.axvline(0, color=MUTED, zorder=0, **DASHED)
     rows = []
     for swap in swaps:
         # controls are grey markers in the kernel's row, one shape per kind
         dots = [
-            Dot(_effect(swap, control)[0], colour=GREY, marker=MARKS[control.role][0], size=4)
-            for control in drawn_controls(swap)
+            Dot(effect(swap, control)[0], colour=GREY, marker=MARKS[control.role][0], size=4)
+            for control in _drawn_controls(swap)
         ]
         rows.append([*dots, _dot(swap, swap)])
     names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
@@ -193,29 +183,19 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> Dot:
-    return Dot(*_effect(swap, outcome), colour, size=size, text="diverged" if outcome.diverged else "no value")
+    return Dot(*effect(swap, outcome), colour, size=size, text="diverged" if outcome.diverged else "no value")
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """Format the rise of the perplexity as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; else nothing."""
     if outcome.perplexity is None or outcome.loss is None:
         return ""
-    ends = rise_interval(outcome.loss)
-    return f"\n{name}{rise_words(outcome.loss)}{f'{gap}({ends})' if ends else ''}"
-
-
-def _controls_legend(swaps: Sequence[Swap]) -> str:
-    """Describe the grey markers that are drawn; empty if there are none."""
-    of = {swap.kernel: {control.role for control in swap.controls if control.loss is not None} for swap in swaps}
-    drawn = {role for roles in of.values() for role in roles}
-    hybrids = all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel])
-    marks = ((sign, words, hybrid) for role, (_, sign, words, hybrid) in MARKS.items() if role in drawn)
-    entries = ", ".join(f"{sign} {(hybrids and hybrid) or words}" for sign, words, hybrid in marks)
-    return f"grey: {entries}" if entries else ""
+    rise, ends = format_rise(outcome.loss)
+    return f"\n{name}{rise}{f'{gap}({ends})' if ends else ''}"
 
 
 def _stages_panel(swap: Swap) -> Panel:
-    lossy, controls = swap.judged_by == "loss", drawn_controls(swap)
+    lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     name = "loss by stage" if lossy else "distance by stage"
     note = f"{'in %: perplexity, ' if lossy else 'bars: '}95 % interval; dashed: the original"
     note = "in %: perplexity, 95 % interval; grey: controls" if controls else note
@@ -225,7 +205,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
     """Draw the loss of the original, each stage and (grey) each control; without a loss, the distance."""
-    lossy, controls = swap.judged_by == "loss", drawn_controls(swap)
+    lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
     outcomes, stages = [*swap.stages, *controls], len(swap.stages)
@@ -237,13 +217,15 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
             dot = replace(dot, value=outcome.loss.after, ends=ends and (before + ends[0], before + ends[1]))
         dots.append(dot)
     if original is not None:
-        axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+        axes.axvline(original, color=MUTED, zorder=0, **DASHED)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
     labels: list[str] = [stage.name for stage in swap.stages]
     labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
-    known = f"\nperplexity {figures(perplexity)}" if perplexity is not None and lossy else ""
+    known = ""
+    if perplexity is not None and lossy:
+        known = f"\nperplexity {typeset(perplexity, decimals_for([perplexity]))}"
     dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
     for label in axes.get_yticklabels()[1 + stages :]:
         label.set_color(MUTED)
@@ -258,13 +240,6 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     axes.set_xlabel(effect_name(swap))
     if all(dot.value is None for dot in dots):
         axes.set_xticks([])
-
-
-LINES = {"color": [*(CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), INK, "#999999"], "marker": list("osD^vPX*")}
-"""Kernels differ in marker as well as in colour."""
-PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
-"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
-LEGEND_NAME = 22  # largest number of characters of a kernel's name in a legend
 
 
 def draw_sites(axes: Axes, swap: Swap) -> None:
@@ -296,9 +271,6 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
     legend_above(axes, 75)
 
 
-OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
-
-
 def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
     """Return the sort key of a layer: its part, then its number."""
     return PARTS.index(unit.part), unit.layer
@@ -306,30 +278,24 @@ def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
 
 def _of_heads(swap: Swap) -> bool:
     """Check whether single heads were swapped rather than whole layers."""
-    return any(effect.head is not None for effect in swap.sweep)
+    return any(unit.head is not None for unit in swap.sweep)
 
 
-def _is_quiet(effect: Effect) -> bool:
+def _is_quiet(unit: Effect) -> bool:
     """Check whether the effect was tested and is not significant; distances are not tested."""
-    return effect.delta is not None and effect.p_value is not None and not effect.significant
+    return unit.delta is not None and unit.p_value is not None and not unit.significant
 
 
 def _sweep_panel(swap: Swap, stem: str) -> Panel:
     heads, tested = _of_heads(swap), swap.judged_by == "loss"
-    unit, quiet = ("head", "grey dot") if heads else ("layer", "hollow")
-    note = f"Δ of the {EFFECTS[swap.judged_by]}" + f"; {quiet}: not significant at FDR 5 %" * tested
-    sentences = [f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if only that {unit} has the kernel."]
-    if tested:
-        sentences.append(f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %.")
-    if heads and any(effect.delta is None for effect in swap.sweep):
-        sentences.append("Crossed: diverged.")
-    if heads and limit(as_array(effect.delta for effect in swap.sweep))[1] != "neither":
-        sentences.append("Numbers: effects beyond the colour scale.")
-    layers = len({effect.layer for effect in swap.sweep})
-    columns = len({effect.head for effect in swap.sweep})
+    noun, quiet = ("head", "Grey dot") if heads else ("layer", "Hollow")
+    note = f"Δ of the {EFFECTS[swap.judged_by]}" + f"; {quiet.lower()}: not significant at FDR 5 %" * tested
+    caption = f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if only that {noun} has the kernel."
+    caption += f" {quiet}: not significant at a false discovery rate of 5 %." * tested
+    caption += " Crossed: diverged. Numbers: effects beyond the colour scale." * heads
+    layers, columns = len({unit.layer for unit in swap.sweep}), len({unit.head for unit in swap.sweep})
     wide = float(np.clip(0.4 * columns, 3.4, 8)) if heads else 4.6
-    draw = partial(draw_sweep, swap=swap)
-    return Panel(stem, f"each {unit} alone", note, " ".join(sentences), draw, layers * (1 + heads), wide)
+    return Panel(stem, f"each {noun} alone", note, caption, partial(draw_sweep, swap=swap), layers * (1 + heads), wide)
 
 
 def draw_sweep(axes: Axes, swap: Swap) -> None:
@@ -337,29 +303,28 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
     if _of_heads(swap):
         _draw_heads(axes, swap)
         return
-    effects = sorted(swap.sweep, key=_order)
+    units = sorted(swap.sweep, key=_order)
     axes.axvline(0, color=MUTED, linewidth=0.6, zorder=0)
-    size = 4.5 if len(effects) <= 16 else 3.2
+    size = 4.5 if len(units) <= 16 else 3.2
     dots = []
-    for effect in effects:
-        quiet = _is_quiet(effect)
-        colour = MUTED if quiet else OWN
-        dots.append([Dot(effect.delta, effect.ci95, colour, size=size, hollow=quiet, text="diverged")])
+    for unit in units:
+        quiet = _is_quiet(unit)
+        dots.append([Dot(unit.delta, unit.ci95, MUTED if quiet else OWN, size=size, hollow=quiet, text="diverged")])
     dot_plot(axes, dots)
     axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
-    label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects])
+    label_layers(axes, [unit.layer for unit in units], [unit.part for unit in units])
 
 
 def _draw_heads(axes: Axes, swap: Swap) -> None:
-    effects = [effect for effect in swap.sweep if effect.head is not None]
-    places = [(effect.layer, effect.head or 0, effect.part) for effect in effects]
-    grid = grid_of(places, (effect.delta for effect in effects))
+    units = [unit for unit in swap.sweep if unit.head is not None]
+    places = [(unit.layer, unit.head or 0, unit.part) for unit in units]
+    grid = grid_of(places, (unit.delta for unit in units))
     half, extend = limit(grid.values)
-    signed = any(effect.p_value is not None for effect in effects)  # a distance has no sign, and no test
+    signed = any(unit.p_value is not None for unit in units)  # a distance has no sign, and no test
     colours, norm = (DIVERGING, CenteredNorm(0, half)) if signed else (SEQUENTIAL, Normalize(0, half))
     heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}")
-    hatch(axes, grid_of(places, (effect.delta is None for effect in effects)).values > 0, "xxxxx")
-    mark_cells(axes, grid_of(places, map(_is_quiet, effects)).values > 0, MUTED)
+    hatch(axes, grid_of(places, (unit.delta is None for unit in units)).values > 0, "xxxxx")
+    mark_cells(axes, grid_of(places, map(_is_quiet, units)).values > 0, MUTED)
     above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
     for row, column in np.argwhere(np.abs(grid.values) > half):
         number = grid.values[row, column]
@@ -378,35 +343,20 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     return usual, "both" if over and under else "max" if over else "min"
 
 
-ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
-"""Measures that are always drawn if the model has them."""
-PICTURES = 6  # number of drawn measures, filled up with the strongest others
-SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
-
-
-def _predictor_panel(swap: Swap) -> Panel:
-    """Build the panel of the measure with the largest |ρ| among those that hold, or among all if none holds."""
-    holding = [predictor for predictor in swap.predictors if predictor.holds]
-    predictor = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {'holds' if holding else 'does not hold'}"
-    return replace(_scatter_panel(swap, predictor), stem="predictor", title="what predicts harm", note=note)
-
-
-def _predictors_panel(swap: Swap, *, several: bool) -> Panel:
+def _predictors_panel(swap: Swap, stem: str) -> Panel:
     """Build a picture of several measures: those in ALWAYS first, then the strongest others."""
     reasons = {} if swap.prediction is None else swap.prediction.left_out
-    missing = [f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons]
+    missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
     caption = (
         f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
         "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman correlation with a "
         "bootstrap 95 % interval over heads; it holds if p < 0.05 after correction for all measures and the interval "
-        f"over layers excludes 0.{' Not drawn: ' * bool(missing)}{'; '.join(missing)}{'.' * bool(missing)}"
+        f"over layers excludes 0.{f' Not drawn: {missing}.' if missing else ''}"
     )
     by_name = {predictor.measure: predictor for predictor in swap.predictors}
     first = [by_name.pop(name) for name in ALWAYS if name in by_name]
     others = sorted(by_name.values(), key=lambda predictor: -abs(predictor.rho))
     parts = [_scatter_panel(swap, predictor) for predictor in [*first, *others][:PICTURES]]
-    stem = f"predictors-{clean(swap.kernel)}" if several else "predictors"
     return replace(parts[0], stem=stem, caption=caption, parts=parts)
 
 
@@ -414,15 +364,15 @@ def _scatter_panel(swap: Swap, predictor: Predictor) -> Panel:
     low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
     ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
     note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
-    layers = range(1 + max(effect.layer for effect in swap.sweep))
+    layers = range(1 + max(unit.layer for unit in swap.sweep))
     draw = partial(draw_predictor, swap=swap, predictor=predictor)
     return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)
 
 
 def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     """Draw one dot per head in its layer's colour; heads that lack the measure or diverged are left out."""
-    x, y = as_array(predictor.values), as_array(effect.delta for effect in swap.sweep)
-    layers = [effect.layer for effect in swap.sweep]
+    x, y = as_array(predictor.values), as_array(unit.delta for unit in swap.sweep)
+    layers = [unit.layer for unit in swap.sweep]
     axes.axhline(0, color=MUTED, linewidth=0.6, zorder=0)
     axes.scatter(x, y, c=layers, cmap=DEPTH, norm=scale_depth(1 + max(layers)), s=11, linewidth=0.3, edgecolor="white")
     axes.margins(0.06)
@@ -435,13 +385,9 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
 
 
-MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
-
-
-def ranks_panel(plan: Plan) -> Panel:
-    """Build the map of the plan's ranks."""
+def _ranks_panel(plan: Plan) -> Panel:
     caption = (
-        f"Ranks chosen to raise the {UNITS_OF[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
+        f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
         + " Promised: on calibration text used neither to fit nor to choose them."
         * (plan.promised is not None)
@@ -449,8 +395,7 @@ def ranks_panel(plan: Plan) -> Panel:
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.4 * heads, 3.4, 8))
     title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
-    draw = partial(draw_ranks, plan=plan)
-    return Panel("ranks", title, budget_note(plan), caption, draw, 2 * layers, wide)
+    return Panel("ranks", title, budget_note(plan), caption, partial(draw_ranks, plan=plan), 2 * layers, wide)
 
 
 def budget_note(plan: Plan) -> str:
@@ -464,34 +409,21 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
     """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
     cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
     grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
-    top = max(key.head_dim / key.keys for key in plan.ranks)
-    colours = (SEQUENTIAL, Normalize(0, top), "neither")
+    colours = (SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")
     heat_map(axes, grid, colours, "rank r of head_dim")
     if max(grid.values.shape) <= MOST_WRITTEN:
         texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
         write_cells(axes, texts, grid, colours)
 
 
-HELD_OUT_TEXT = "on held-out calibration text"
-STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
-
-
-def healing_panel(swap: Swap, healing: Healing) -> Panel:
+def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     """Build the picture of perplexity and distance while the swapped heads are trained."""
-    transferred = any(stage.stage == "transfer" and stage.steps for stage in healing.stages)
-    note = "hollow: transfer" if transferred else "dotted: best step"
-    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
-    goal = " on the text" if healing.goal == "text" else " towards the original model"
-    quantity = f"KL: to the original, {HELD_OUT_TEXT}, in {UNITS[swap.task]}"
-    if swap.task == "hidden":
-        quantity = f"1 − cosine between the last hidden states and the original's, {HELD_OUT_TEXT}"
-    elif healing.goal == "text":
-        quantity = f"Loss: {HELD_OUT_TEXT}, in {UNITS[swap.task]}"
-    has_perplexity = swap.task != "hidden" and swap.judged_by == "loss"
+    note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
+    goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained{goal}. "
-        f"{'Perplexity: of the evaluation text. ' * has_perplexity}{quantity}. Dotted line: best step, "
-        f"{healing.best}.{' Hollow: attention transfer.' * transferred}"
+        f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}. Perplexity: of the "
+        f"evaluation text. Loss, KL or 1 − cosine of the last hidden states: on held-out calibration text. Dotted "
+        f"line: best step, {healing.best}. Hollow: attention transfer."
     )
     return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
 
@@ -519,7 +451,7 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
         _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
         original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
         if original is not None:
-            places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
+            places[0].axhline(math.exp(original), color=INK, **DASHED)
     if distances:
         name = "held-out loss" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
         _plot(places[-1], distances, name, CATEGORIES[2], transfer)
@@ -536,11 +468,11 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
 
 
 def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
-    axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
+    look: Style = {"color": colour, "markersize": 3, "clip_on": False}
+    axes.plot(*zip(*points, strict=True), "o-", linewidth=1.2, **look)
     inside = [point for point in points if point[0] in hollow]
     if inside:
-        look: Style = {"color": colour, "markerfacecolor": "white", "markersize": 3, "clip_on": False, "zorder": 3}
-        axes.plot(*zip(*inside, strict=True), "o", **look)
+        axes.plot(*zip(*inside, strict=True), "o", markerfacecolor="white", zorder=3, **look)
     axes.margins(y=0.12)
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.set_ylabel(name)

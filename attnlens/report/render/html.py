@@ -13,9 +13,10 @@ from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from matplotlib.collections import LineCollection
 
 from attnlens.errors import OutputError
-from attnlens.report.pictures.style import DPI, FORMATS, encode_figure, house_style, rasterize_if_crowded
+from attnlens.report.pictures.style import DPI, FORMATS, encode_figure, house_style
 from attnlens.report.sections.section import Column, Document, Picture, sort_by_group
 from attnlens.wording import clean
 
@@ -32,7 +33,8 @@ def embed_picture(picture: Picture) -> str:
     """Draw a picture and return it as a data URL: as SVG if it is small, else as PNG in screen resolution."""
     with house_style():
         drawing, media = picture.draw(), "image/svg+xml"
-        content = b"" if rasterize_if_crowded(drawing) else encode_figure(drawing, ".svg")
+        crowded = any(lines.get_rasterized() for lines in drawing.findobj(LineCollection))
+        content = b"" if crowded else encode_figure(drawing, ".svg")
         if not 0 < len(content) <= LARGEST_VECTOR:
             media, content = "image/png", encode_figure(drawing, ".png", DPI)
     return f"data:{media};base64,{base64.b64encode(content).decode()}"
@@ -89,7 +91,9 @@ def html(document: Document) -> str:
 @cache
 def _template() -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
-    page = Environment(loader=loader, autoescape=True, finalize=_clean_value, undefined=StrictUndefined)
+    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    # clean every plain string; Markup that the template itself produced stays as it is
+    page.finalize = lambda value: clean(value) if type(value) is str else value
     page.globals |= {"data_url": embed_picture, "sort_by_group": sort_by_group, "runs": _runs}
     return page.get_template("page.html.jinja")
 
@@ -104,11 +108,6 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _clean_value(value: object) -> object:
-    """Replace control characters in plain strings; Markup that the template itself produced stays as it is."""
-    return clean(value) if type(value) is str else value
-
-
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
     """Return the groups of the columns from left to right, each with its number of columns."""
-    return [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
+    return [(group, len([*members])) for group, members in groupby(columns, key=lambda column: column.group)]

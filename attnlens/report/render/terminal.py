@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.report.sections.section import Column, Document, Heading, Section, Table, sort_by_group
+from attnlens.report.sections.section import Column, Document, Section, Table, sort_by_group
 from attnlens.wording import clean, visible
 
 FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
@@ -64,21 +64,23 @@ MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
+ALARMS = ("FAILS", "FAIL", "DIFFERS")
+"""Verdicts that report a problem."""
+
+
 def document(doc: Document) -> Group:
     """Render the document for the terminal. Colour never carries information that the text lacks."""
-    lines = [] if doc.head is None else [*_head(doc.head)]
+    lines: list[RenderableType] = []
+    if (head := doc.head) is not None:
+        lines.append(Text.assemble((clean(head.title), "bold"), " · ", clean(head.facts)))
+        lines += [Text(clean(line), style="dim") for line in head.asides]
+        lines += [Text(clean(note), style="yellow") for note in head.notes]
+        lines.append(Text(clean(head.standing), style="bold blue" if head.sound else "bold yellow"))
     for section in doc.sections:
         if lines and (section.title or section.table is not None):
             lines.append("")
         lines += _render_section(section)
     return Group(*lines)
-
-
-def _head(head: Heading) -> Iterator[RenderableType]:
-    yield Text.assemble((clean(head.title), "bold"), " · ", clean(head.facts))
-    yield from (Text(clean(line), style="dim") for line in head.asides)
-    yield from (Text(clean(note), style="yellow") for note in head.notes)
-    yield Text(clean(head.standing), style="bold blue" if head.sound else "bold yellow")
 
 
 def _render_section(section: Section) -> Iterator[RenderableType]:
@@ -114,16 +116,22 @@ class FittedTable:
         """Choose the columns that fit on the page, or the widths of all, and print them."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
-            shown, gaps = [*names, *columns], BETWEEN * len(columns)
+            shown, room = [*names, *columns], options.max_width - BETWEEN * len(columns)
             lines = ([column.title, *(line for cell in column.cells for line in cell.split("\n"))] for column in shown)
-            widths = _limit_widths([max(map(cell_len, texts)) for texts in lines], options.max_width - gaps)
+            widths = [max(map(cell_len, texts)) for texts in lines]
+            while sum(widths) > room and max(widths) > 1:  # cut the widest columns to a common width
+                widths[widths.index(max(widths))] -= 1
             yield _grid(shown, widths, BETWEEN, folded=True)
             return
         remaining = columns
         while remaining:
-            chosen = _fitting(names, remaining, options.max_width)
-            remaining = [column for column in remaining if column not in chosen]
-            yield from _block(names, sort_by_group(chosen), "-" if options.ascii_only else "─")
+            used = sum(_width(column) + GAP for column in names) - GAP
+            ends = accumulate((GAP + _width(column) for column in remaining), initial=used)
+            count = max(
+                1, sum(end <= options.max_width for end in ends) - 1
+            )  # at least one, however narrow the page is
+            yield from _block(names, sort_by_group(remaining[:count]), "-" if options.ascii_only else "─")
+            remaining = remaining[count:]
             if self.table.fit == "first":
                 break
             if remaining:
@@ -139,25 +147,9 @@ def _clean_column(column: Column) -> Column:
     return replace(column, group=clean(column.group), title=clean(column.title), cells=cells, foot=foot)
 
 
-def _limit_widths(widest: Sequence[int], room: int) -> list[int]:
-    """Return the column widths, with the widest columns cut to a common width if the sum exceeds the room."""
-    widths = list(widest)
-    while sum(widths) > room and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
-    return widths
-
-
 def _width(column: Column) -> int:
     """Compute the least width that breaks no word of the title and no cell."""
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
-
-
-def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> list[Column]:
-    """Return the first columns that fit next to the names; at least one, even if the page is too narrow."""
-    used = sum(_width(column) + GAP for column in names) - GAP
-    ends = accumulate((GAP + _width(column) for column in columns), initial=used)
-    count = sum(end <= width for end in ends) - 1
-    return list(columns[: max(1, count)])
 
 
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
@@ -196,7 +188,7 @@ def _grid(columns: Sequence[Column], widths: Sequence[int], gap: int, *, folded:
         for place, column in enumerate(columns):
             first, *notes = column.cells[row].split("\n")
             strong = "bold" if folded and not place else ""
-            style = "bold yellow" if any(column.alarms[row : row + 1]) else strong
+            style = "bold yellow" if folded and first in ALARMS else strong
             cells.append(Text.assemble((first, style), *((f"\n{note}", "dim") for note in notes)))
         table.add_row(*cells)
     return table

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report
-from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table, build_columns
+from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row, Section, View, build_table, section
+from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count
 
 SHOWN = 10
@@ -17,23 +17,17 @@ SHOWN = 10
 
 def describe_check(check: Check) -> str:
     """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
-    value = "" if check.value is None else f"found {number(check.value)}, "
-    heads = ""
+    text = f"{check.subject}: {'' if check.value is None else f'found {number(check.value)}, '}wanted {check.wanted}"
     if check.breaches:
-        worst_head = check.breaches[0]
-        count = f"{len(check.breaches)} of {format_count(check.heads or 0, 'head')}"
-        heads = f"; {count}, worst {_name(worst_head)}: {_format_breach(worst_head)}"
-    return clean(f"{check.subject}: {value}wanted {check.wanted}{heads}")
+        count, first = f"{len(check.breaches)} of {format_count(check.heads or 0, 'head')}", check.breaches[0]
+        text += f"; {count}, worst layer {first.layer} head {first.head}: {_format_breach(first)}"
+    return clean(text)
 
 
 def accusation(check: Check, breach: Breach) -> str:
     """Describe one head that breaks a rule."""
-    value = f"{_name(breach)} ({breach.part}): {check.subject} is {_format_breach(breach)}"
-    return clean(f"{value}, wanted {check.wanted}")
-
-
-def _name(breach: Breach) -> str:
-    return f"layer {breach.layer} head {breach.head}"
+    place = f"layer {breach.layer} head {breach.head} ({breach.part})"
+    return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
 
 
 def _format_breach(breach: Breach) -> str:
@@ -63,36 +57,33 @@ def document(report: Report) -> Document:
         standing=standing if report.checks else "No rule was checked.",
         sound=not failed,
     )
-    return Document(head, tuple(sections(report)))
+    return Document(head, tuple(rule_sections(Shapes(report), "terminal")))
 
 
-def sections(report: Report) -> Iterator[Section]:
+@section(5, views=("page",))
+@section(55, views=TEXTS)
+def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a table with one row per rule, and the list of the worst heads of all rules."""
-    checks = report.checks
+    checks = shapes.report.checks
     if not checks:
         return
-    rows = [
-        {
+    rows = []
+    for check in checks:
+        heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
+        without = f", {check.without} without a value" if check.without else ""
+        row = {
             "rule": clean(check.rule),
             "found": NO_VALUE if check.value is None else number(check.value),
-            "heads": _heads(check),
+            "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "holds" if check.passed else "FAILS",
         }
-        for check in checks
-    ]
-    failed = [not check.passed for check in checks]
-    yield Section("Rules", table=_folded_table(rows, {"rule", "verdict"}, failed))
+        rows.append(row)
+    yield Section("Rules", table=build_table(rows, {"rule"}, {"rule", "verdict"}, fit="folded"))
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
         items = tuple(accusation(check, breach) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
-
-
-def _folded_table(rows: Sequence[Mapping[str, str]], words: set[str], alarms: Sequence[bool]) -> Table:
-    """Build a table of folded cells, with the alarms in its last column."""
-    *columns, last = build_columns(rows, words)
-    return Table(columns[:1], [*columns[1:], replace(last, alarms=alarms)], fit="folded")
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
@@ -115,15 +106,10 @@ def rows(report: Report) -> list[Row]:
     return rows
 
 
-def _heads(check: Check) -> str:
-    if check.heads is None:
-        return NO_VALUE
-    heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
-    return f"{heads}, {check.without} without a value" if check.without else heads
-
-
-def site_checks(report: Report) -> Iterator[Section]:
+@section(10, "doctor")
+def site_checks(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
+    report = shapes.report
     shared = _shared_path([clean(check.site) for check in report.doctor])
     notes = [f"… stands for {shared}"] if shared else []
     rows = []
@@ -140,14 +126,13 @@ def site_checks(report: Report) -> Iterator[Section]:
             "verdict": f"{verdict}\n{clean(check.reason)}" if check.reason else verdict,
         }
         rows.append(row)
-    differing = [check.verdict == "differs" for check in report.doctor]
-    table = _folded_table(rows, {"site", "part", "route", "verdict"}, differing) if rows else None
+    table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded") if rows else None
     yield Section(table=table, notes=(*notes, *report.settings.notes))
 
 
 def _shared_path(sites: Sequence[str]) -> str:
-    """Return the common beginning of all paths, up to a dot, if one is too long for its column; else empty."""
-    if len(sites) < 2 or max(map(len, sites)) <= 24:  # fits on one line of a terminal of 100 columns
+    """Return the common beginning of all paths, up to a dot; empty if all fit on one line of 100 columns."""
+    if len(sites) < 2 or max(map(len, sites)) <= 24:
         return ""
     shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
     return shared[: shared.rfind(".") + 1]

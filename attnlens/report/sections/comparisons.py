@@ -1,30 +1,19 @@
-"""Sections on the changes between two models, the effect of an adapter, and studies that compare trained kernels."""
+"""Changes between two models and the effect of an adapter; studies, which compare kernels trained from scratch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import mean, stdev
 
 import numpy as np
 
-from attnlens.analyzers.registry import OWN_ROWS, find_measure, select_adapter_analyzers
-from attnlens.records import (
-    Comparison,
-    Head,
-    HeadChange,
-    MeasureChange,
-    Outcome,
-    Report,
-    Spread,
-    StudyCell,
-    StudyColumn,
-)
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, select_adapter_analyzers
+from attnlens.records import Comparison, Head, MeasureChange, Report, StudyCell, StudyColumn, StudyPair, StudyTable
+from attnlens.records.studies import LEVEL
 from attnlens.report.sections.layers import place_columns
-from attnlens.report.sections.section import Cell, Column, Row, Section, Table, build_columns, build_table
-from attnlens.report.sentences import comparisons as words
-from attnlens.report.sentences.reports import adapter
+from attnlens.report.sections.section import TEXTS, Cell, Column, Row, Section, Table, View, build_table, section
+from attnlens.report.shapes import Shapes
 from attnlens.wording import (
     NO_VALUE,
     big,
@@ -49,11 +38,14 @@ HEADS = (
     "held-out sequences, weights.* of s W_Q W_Kᵀ. – : no value, for shares of causal heads, the SVM of kernels that "
     "are not functions of products or have a position bias, kernels that can be negative, and primal layers."
 )
+FEW_WORDS = 5
+"""BLEU below which a translation shares only single words with its reference."""
 
 
-def study_sections(report: Report) -> Iterator[Section]:
+@section(10, "studies")
+def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the sections of every study, each task by itself."""
-    for study in report.studies:
+    for study in shapes.report.studies:
         options = {"classification": "classification (--series or --labelled)"}
         forms = join_items(options.get(form, form) for form in study.not_trained)
         missing = (f"Not trained because no data was given: {forms}.",) if forms else ()
@@ -62,42 +54,114 @@ def study_sections(report: Report) -> Iterator[Section]:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = [f"{clean(cell.name)}: {clean(cell.problem)}." for cell in cells if cell.problem]
             notes += [ERRORS, SPEED] if any(cell.se is not None for cell in cells) else [SPEED]
-            if task.published and _has_published(cells):
+            compared = any(cell.published is not None or cell.published_diverged for cell in cells)
+            if task.published and compared:
                 notes.append(PUBLISHED.format(clean(task.published)))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
             title = clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better")
-            yield Section(title, lines=[*words.task_lines(study, task)], table=_cell_table(task, cells), notes=notes)
+            yield Section(
+                title, lines=[*_task_lines(study, task, cells)], table=_cell_table(task, cells, compared), notes=notes
+            )
             if any(cell.heads for cell in cells):
-                yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
+                yield Section(f"{clean(task.name)}: heads", table=_head_table(cells), notes=(HEADS,))
 
 
-def _has_published(cells: list[StudyCell]) -> bool:
-    return any(cell.published is not None or cell.published_diverged for cell in cells)
+def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
+    """Yield how the cells of a task were trained, how they compare, and what to be careful about."""
+    sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
+    tried = sizes["rates"]
+    rates = [rate for rate in tried if isinstance(rate, int | float)] if isinstance(tried, list) else []
+    several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
+    more = f"; forms: {join_items(several, between='; ')}" if several else ""
+    yield clean(
+        f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
+        f"sequences, {format_count(seeds, 'seed')}; the learning rate is the best of {len(rates) or 1} by validation "
+        f"loss after {sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens per run. "
+        f"Scale: {study.scale}."
+    )
+    yield from _agreement(study, task)
+    yield from _best_cells(study, task, [cell for cell in cells if cell.mean is not None])
+    edge = [cell.name for cell in cells if len(rates) > 1 and cell.rate in (min(rates), max(rates))]
+    if edge:
+        yield f"Best at the lowest or highest rate tried, so others may be better: {join_items(edge, 6, '; ')}."
+    if seeds < 2:
+        yield "With one seed there are no errors and no comparisons."
+    if task.form == "translation" and task.left_out:
+        counts = join_items(f"{count} of {part}" for part, count in task.left_out.items())
+        yield f"Left out because a side exceeds {task.length} tokens: pairs, {counts}."
+    elif task.left_out:
+        yield f"Texts: {join_items(f'{count} {what}' for what, count in task.left_out.items())}."
+    if task.repeated:
+        yield f"Left out of training because they are also in the held-out data: {format_count(task.repeated, 'pair')}."
 
 
-def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
-    """Build a table with one row per cell, in the order of the paper."""
+def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
+    for order in (order for order in study.orderings if order.task == task.name):
+        total = order.agree + order.disagree + order.undecided
+        yield clean(
+            f"By {order.measure}, against {study.source} ({task.published}): of {format_count(total, 'pair')}, "
+            f"{order.agree} ordered as published, {order.disagree} reversed, {order.undecided} without a significant "
+            f"difference; Kendall's τ {order.tau:.2f} (95 % {order.low:.2f} to {order.high:.2f})."
+        )
+        better = []
+        for pair in _significant_pairs(study, task, order.measure):
+            if pair.agrees is False:
+                first, second = pair.first, pair.second
+                if (pair.difference < 0) != (pair.measure == "loss"):  # a smaller loss is better, or a larger score
+                    first, second = second, first
+                better.append(f"{first} better than {second} (p {pair.p_holm:.2g})")
+        if better:
+            yield f"Not as published: {join_items(better, 4, '; ')}."
+
+
+def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
+    """Yield the best cell by each measure, with the cells that do not differ from it significantly."""
+    for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
+        means = {cell.name: mean(run.scores[measure] for run in cell.runs) for cell in cells}
+        best = min(means, key=lambda name: means[name] if measure == "loss" else -means[name])
+        beaten = [pair for pair in _significant_pairs(study, task, measure) if best in (pair.first, pair.second)]
+        behind = {best, *(name for pair in beaten for name in (pair.first, pair.second))}
+        level = [cell.name for cell in cells if cell.name not in behind]
+        largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
+        others = f"not significantly worse: {join_items(level, 4, '; ')}"
+        verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
+        yield f"Best by {measure}: {clean(best)}; {verdict}."
+    if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
+        yield f"At BLEU below {FEW_WORDS} hardly a phrase is translated: the loss is more reliable here."
+
+
+def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
+    """Return the pairs of a task that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
+    of_measure = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
+    return [pair for pair in of_measure if pair.p_holm is not None and pair.p_holm <= LEVEL]
+
+
+def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Table:
+    """Build a table with one row per cell, in the order of the paper; `compared`: with the published numbers."""
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
-    rows = []
+    factor = 100 if task.metric == "accuracy" else 1
+    rows: list[dict[str, str | None]] = []
     for cell in cells:
-        row = {"cell": clean(cell.name), "ours": _ours(task, cell)}
-        if _has_published(cells):
-            number = format_number(cell.published, decimals)
-            row["published"] = "did not converge" if cell.published_diverged else number
-        if task.form == "translation":
-            row |= {name: _score(cell, name) for name in ("loss", "chrF")}
-        row["rate"] = f"{cell.rate:g}"
-        row["parameters\n(of kernels)"] = f"{big(cell.parameters)} ({big(cell.kernel_parameters)})"
-        row["tokens/s\n(× SDPA)"] = f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})"
-        if any(each.features for each in cells):
-            row["feature\ndimension"] = cell.features or NO_VALUE
+        error = None if cell.se is None else cell.se * factor
+        number = format_number(cell.published, decimals) if compared else None
+        row = {
+            "cell": clean(cell.name),
+            "ours": "did not converge" if cell.mean is None else _with_error(cell.mean * factor, error),
+            "published": "did not converge" if cell.published_diverged else number,
+            **({name: _score(cell, name) for name in ("loss", "chrF")} if task.form == "translation" else {}),
+            "rate": f"{cell.rate:g}",
+            "parameters\n(of kernels)": f"{big(cell.parameters)} ({big(cell.kernel_parameters)})",
+            "tokens/s\n(× SDPA)": f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})",
+            "feature\ndimension": cell.features or None,
+        }
         rows.append(row)
-    return build_table(rows, {"cell"})
+    return build_table(rows, {"cell"}, {"cell"})
 
 
-def _heads(cells: list[StudyCell]) -> Table:
+def _head_table(cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
 
     def format_change(cell: StudyCell, name: str) -> str:
@@ -108,13 +172,6 @@ def _heads(cells: list[StudyCell]) -> Table:
     names = dict.fromkeys(name for cell in cells for name in cell.heads)
     columns = [Column(title_of(name), [format_change(cell, name) for cell in cells], source_of(name)) for name in names]
     return Table([Column("cell", [clean(cell.name) for cell in cells], words=True)], columns)
-
-
-def _ours(task: StudyColumn, cell: StudyCell) -> str:
-    if cell.mean is None:
-        return "did not converge"
-    factor = 100 if task.metric == "accuracy" else 1
-    return _with_error(cell.mean * factor, None if cell.se is None else cell.se * factor)
 
 
 def _score(cell: StudyCell, name: str) -> str:
@@ -130,124 +187,162 @@ def _with_error(value: float, error: float | None) -> str:
     return format_number(value, decimals) + ("" if error is None else f" ± {format_error(error, decimals)}")
 
 
-def study_rows(report: Report) -> Iterator[Row]:
-    """Yield one spreadsheet row per training run."""
-    for study in report.studies:
-        for cell in study.cells:
-            for run in cell.runs:
-                yield {
-                    **{"table": study.name, "task": cell.task, "cell": cell.name, "seed": run.seed, "rate": cell.rate},
-                    **run.scores,
-                    **{"validation_loss": min(run.losses, default=None), "problem": run.problem},
-                    **{"parameters": cell.parameters, "kernel_parameters": cell.kernel_parameters},
-                    **{"tokens": cell.tokens, "seconds": run.seconds, "published": cell.published},
-                }
+def study_rows(report: Report) -> list[Row]:
+    """Build one spreadsheet row per training run."""
+    return [
+        {
+            **{"table": study.name, "task": cell.task, "cell": cell.name, "seed": run.seed, "rate": cell.rate},
+            **run.scores,
+            **{"validation_loss": min(run.losses, default=None), "problem": run.problem},
+            **{"parameters": cell.parameters, "kernel_parameters": cell.kernel_parameters},
+            **{"tokens": cell.tokens, "seconds": run.seconds, "published": cell.published},
+        }
+        for study in report.studies
+        for cell in study.cells
+        for run in cell.runs
+    ]
 
 
-def adapter_sections(report: Report) -> Iterator[Section]:
-    """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
-    if report.model.adapter is None:
-        return
-    first, *others = (info.name for analyzer in select_adapter_analyzers("weights") for info in analyzer.measures)
-    measured = [head for head in report.heads if _value(head, first) is not None]
-    ranked = sorted(measured, key=lambda head: -(_value(head, first) or 0.0))
-    lines = [adapter(report)]
-    if ranked:
-        sizes = [_value(head, first) or 0.0 for head in ranked]
-        moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
-        lines.append(
-            f"It changed M in {moved} of {format_count(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
-            f"largest {short(sizes[0])}."
-        )
-    top = [head for head in ranked[:12] if _value(head, first)]
-    yield Section("Adapter", lines=lines, table=_table(top, (first, *others)) if top else None)
-
-
-def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
-    columns = [_column(title_of(name), [_value(head, name) for head in heads]) for name in names]
-    for name in dict.fromkeys(name for head in heads for name in head.measures):
-        base = [getattr(head.measures.get(name), "base", None) for head in heads]
-        if find_measure(name).headline and any(value is not None for value in base):
-            adapted, title = [_value(head, name) for head in heads], title_of(name)
-            pairs = zip(base, adapted, strict=True)
-            differences = [None if old is None or new is None else new - old for old, new in pairs]
-            columns += [_column("base", base, title), _column("adapted", adapted, title)]
-            columns.append(_column("difference", differences, title))
-    return Table(place_columns(heads), columns)
-
-
-def _column(title: str, values: Sequence[float | None], group: str = "") -> Column:
-    decimals = decimals_for([value for value in values if value is not None])
-    return Column(title, [format_number(value, decimals) for value in values], group)
-
-
-def _value(head: Head, name: str) -> float | None:
-    return head.measures[name].value if name in head.measures else None
-
-
+LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
+"""Distance between corresponding heads → title of its column."""
+ENOUGH_HEADS = 4
+"""Least number of heads for which the spread of a measure over heads is used as the unit of changes."""
 EXPLAINED = (
     "own KL: each block of the second model gets the first model's hidden states, so only that block's own change "
     "counts. KL as run includes the effect of earlier blocks."
 )
 
 
-def compared_models(report: Report) -> str:
-    """Return the title of a comparison: `base → model`."""
-    assert report.comparison is not None  # noqa: S101
-    return f"{report.comparison.base.title} → {report.model.title}"
+def rank_distances(comparison: Comparison) -> list[str]:
+    """Return the distances that rank the heads, the most informative first, as far as the comparison has them."""
+    measures = {row.measure for row in comparison.rows}
+    return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
-def comparison_sections(report: Report, *, all_heads: bool) -> Iterator[Section]:
+def effect_sizes(comparison: Comparison) -> dict[str, float]:
+    """Return the interquartile range over the first model's heads, by measure, if above 0 and of ENOUGH_HEADS heads."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in comparison.rows:
+        if row.before is not None:
+            values[row.measure].append(row.before)
+    ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
+    return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
+
+
+@section(10, "comparison", (*TEXTS, "opening"))
+def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield how the models as wholes differ, and how many heads changed."""
+    comparison = shapes.report.comparison
+    assert comparison is not None  # noqa: S101
+    changes = () if comparison.shifts else (*change_sentences(comparison), *_predictions(comparison))
+    lines = [clean(line) for line in (*comparison.notes, *changes)]
+    yield Section("What changed", items=lines) if view == "opening" else Section(lines=lines)
+
+
+def change_sentences(comparison: Comparison) -> Iterator[str]:
+    """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
+
+    def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
+        return {(row.layer, row.head) for row in rows}
+
+    yield (
+        f"{comparison.named:,} of {comparison.tests:,} changes (heads × measures) are named at a false-discovery rate "
+        f"of {comparison.fdr:g}, in {len(heads_of(row for row in comparison.rows if row.named))} of "
+        f"{format_count(len(comparison.heads), 'head')}."
+    )
+    blocks = [block for block in comparison.blocks if block.named]
+    if blocks:
+        largest = max(blocks, key=lambda block: block.change or 0.0)
+        yield (
+            f"{len(blocks)} of {format_count(len(comparison.blocks), 'block')} compute differently on the same hidden "
+            f"states: {join_items([block.path for block in blocks])}, by up to {largest.change or 0.0:.2g} in relative "
+            f"norm{f' ({largest.path})' if len(blocks) > 1 else ''}."
+        )
+    by_measure = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
+    named = {name: heads_of(row for row in rows if row.named) for name, rows in by_measure.items()}
+    by_weights = named[OWN_ROWS] | heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding)
+    changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
+    forms = named[FORMS] | (by_weights & changed)
+    if forms:
+        yield f"The form M of {format_count(len(forms), 'head')} changed: {_places(forms)}."
+    local = by_weights - forms
+    if local:
+        unsure = len(local - named[OWN_ROWS])
+        yield (
+            f"{format_count(len(local), 'head')} attend differently to the same hidden states although their form M is "
+            f"unchanged: {_places(local)}{f' ({unsure} of them not significantly on these windows)' if unsure else ''}."
+        )
+    lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
+    if lone:
+        which = join_items([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
+        yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
+    alike = heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding is False)
+    inherited = (named[ROWS] & alike) - by_weights - forms
+    if inherited:
+        yield f"{format_count(len(inherited), 'head')} changed only because their inputs changed."
+
+
+def _places(heads: set[tuple[int, int]]) -> str:
+    return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
+
+
+def _predictions(comparison: Comparison) -> Iterator[str]:
+    """Yield one sentence per known difference between the models' predictions."""
+    if (outcome := comparison.outcome) is None:
+        return
+    loss = outcome.loss
+    if loss is not None:
+        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
+        yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}."
+    if outcome.kl is not None and outcome.top1_agreement is not None:
+        same = f"the same first choice for {outcome.top1_agreement:.1%}"
+        yield f"KL of the predictions {short(outcome.kl)} nats per token; {same}."
+    elif outcome.hidden_cosine is not None:
+        yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
+
+
+@section(20, "comparison")
+def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     """Yield the changed heads, worst first, and the smallest changes that would have been named."""
-    comparison = report.comparison
+    comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
         rows = [
-            {"measure": shift.measure, "first model": _quartiles(shift.before), "second model": _quartiles(shift.after)}
+            {
+                "measure": shift.measure,
+                "first model": _quartiles(shift.before.quartiles),
+                "second model": _quartiles(shift.after.quartiles),
+            }
             for shift in comparison.shifts
         ]
         note = "Medians over heads, with quartiles. The heads do not correspond, so nothing is tested."
-        yield Section("Distributions over heads", table=build_table(rows, {"measure"}), notes=[note])
+        yield Section("Distributions over heads", table=build_table(rows, {"measure"}, {"measure"}), notes=[note])
         return
-    heads = changed_heads(comparison)
-    if heads:
-        shown = heads if all_heads else heads[:16]  # as many as fit on a page of a terminal
-        yield _head_section(shown, comparison, len(heads) - len(shown))
-    least = tuple(words.least_changes(comparison))
+    yield from _head_sections(comparison, 16 if view == "terminal" else None)  # as many as fit on a page of a terminal
+    least = tuple(_least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
-def _quartiles(part: Spread) -> str:
-    low, middle, high = map(short, part.quartiles)
+def _quartiles(quartiles: Sequence[float]) -> str:
+    low, middle, high = map(short, quartiles)
     return f"{middle} ({low} to {high})"
 
 
-def overview_lines(report: Report) -> tuple[str, ...]:
-    """State how the models as wholes differ, and how many heads changed."""
-    comparison = report.comparison
-    assert comparison is not None  # noqa: S101
-    changes = () if comparison.shifts else (*words.change_sentences(comparison), *_predictions(comparison.outcome))
-    return tuple(map(clean, (*comparison.notes, *changes)))
-
-
-def changed_heads(comparison: Comparison) -> list[tuple[HeadChange, dict[str, MeasureChange]]]:
-    """List the heads with a named change and all of their changes, by `words.rank_distances`, largest first."""
-    rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
-    for row in comparison.rows:
-        rows[row.layer, row.head][row.measure] = row
-    heads = [(head, rows[head.layer, head.head]) for head in comparison.heads]
-    changed = [(head, changes) for head, changes in heads if any(row.named for row in changes.values())]
-    names = words.rank_distances(comparison)
-    return sorted(changed, key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
-
-
-def _head_section(
-    heads: Sequence[tuple[HeadChange, dict[str, MeasureChange]]], comparison: Comparison, more: int
-) -> Section:
-    sizes, largest = words.effect_sizes(comparison), "largest change of a measure"
-    titles = {name: title for name, title in words.LOCAL.items() if any(name in changes for _, changes in heads)}
+def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
+    """Yield at most so many heads with a named change, by `rank_distances`, largest first."""
+    by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
+    for change in comparison.rows:
+        by_head[change.layer, change.head][change.measure] = change
+    pairs = [(head, by_head[head.layer, head.head]) for head in comparison.heads]
+    pairs = [(head, changes) for head, changes in pairs if any(change.named for change in changes.values())]
+    names = rank_distances(comparison)
+    pairs.sort(key=lambda pair: [-(pair[1][name].delta or 0.0) if name in pair[1] else 0 for name in names])
+    heads, more = pairs[:most], len(pairs[most:]) if most else 0
+    if not heads:
+        return
+    sizes, largest = effect_sizes(comparison), "largest change of a measure"
+    titles = {name: title for name, title in LOCAL.items() if any(name in changes for _, changes in heads)}
     rows = []
     for head, changes in heads:
         named = [row for row in changes.values() if row.named]
@@ -256,14 +351,12 @@ def _head_section(
         distances = [(title, _distance(changes.get(name))) for name, title in titles.items()]
         row |= {**dict(distances[:3]), "named": str(len(named)), largest: _largest(named, sizes), **dict(distances[3:])}
         rows.append(row)
-    columns = build_columns(rows, {"head", "form M", largest})
-    hints = {title: [_hint(changes.get(name)) for _, changes in heads] for name, title in titles.items()}
-    columns = [replace(column, hints=hints.get(column.title, ())) for column in columns]
+    table = build_table(rows, {"layer", "head"}, {"head", "form M", largest}, "first")
     notes = [EXPLAINED] if OWN_ROWS in titles else []
     notes.append("*: named.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} with named changes: --table, --csv or --json.")
-    return Section("Heads that changed, worst first", table=Table(columns[:2], columns[2:], "first"), notes=notes)
+    yield Section("Heads that changed, worst first", table=table, notes=notes)
 
 
 def _distance(row: MeasureChange | None) -> str:
@@ -272,12 +365,6 @@ def _distance(row: MeasureChange | None) -> str:
     if row.named or row.delta > (row.rounding or 0.0):
         return f"{short(row.delta)}{'*' * row.named}"
     return "0" if row.delta == 0 else "rounding"
-
-
-def _hint(row: MeasureChange | None) -> str:
-    if row is None or row.q is None:
-        return "" if row is None else clean(row.reason or "")
-    return f"q {row.q:.2g}; rounding alone {short(row.rounding or 0.0)}"
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
@@ -289,19 +376,17 @@ def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
     return f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
-def _predictions(outcome: Outcome | None) -> Iterator[str]:
-    """Yield one sentence per known difference between the models' predictions."""
-    if outcome is None:
-        return
-    loss = outcome.loss
-    if loss is not None:
-        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
-        yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}."
-    if outcome.kl is not None and outcome.top1_agreement is not None:
-        same = f"the same first choice for {outcome.top1_agreement:.1%}"
-        yield f"KL of the predictions {short(outcome.kl)} nats per token; {same}."
-    elif outcome.hidden_cosine is not None:
-        yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
+def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield (measure, text) on the smallest change of each tokens.* measure that would be named (median over heads)."""
+    sizes = effect_sizes(comparison)
+    by_measure: dict[str, list[float]] = defaultdict(list)
+    for row in comparison.rows:
+        if row.least is not None and row.se is not None and source_of(row.measure) == "tokens":
+            by_measure[row.measure].append(row.least)
+    for name, values in by_measure.items():
+        if name in sizes:
+            middle = float(np.median(values))
+            yield name, f"{short(middle)}, {middle / sizes[name]:.1%} of the heads' interquartile range"
 
 
 def comparison_rows(report: Report) -> list[Row]:
@@ -325,3 +410,53 @@ def comparison_rows(report: Report) -> list[Row]:
         values = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
         rows.append(where | {"relation": head.relation} | values)
     return rows
+
+
+@section(30, ("inspection", "experiments"), ("markdown", "page"))
+@section(30, "inspection", ("terminal",))
+def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
+    report, record = shapes.report, shapes.report.model.adapter
+    if record is None:
+        return
+    first, *others = (info.name for analyzer in select_adapter_analyzers("weights") for info in analyzer.measures)
+    measured = [head for head in report.heads if _value(head, first) is not None]
+    ranked = sorted(measured, key=lambda head: -(_value(head, first) or 0.0))
+    replaced = f"; {format_count(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
+    merged = (
+        f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
+        f"{format_count(record.modules, 'module')} of {report.model.id}{replaced}."
+    )
+    lines = [clean(merged)]
+    if ranked:
+        sizes = [_value(head, first) or 0.0 for head in ranked]
+        moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
+        lines.append(
+            f"It changed M in {moved} of {format_count(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
+            f"largest {short(sizes[0])}."
+        )
+    top = [head for head in ranked[:12] if _value(head, first)]
+    yield Section("Adapter", lines=lines, table=_adapter_table(shapes, top, (first, *others)) if top else None)
+
+
+def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
+    """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
+    columns = [_number_column(title_of(name), [_value(head, name) for head in heads]) for name in names]
+    for name in dict.fromkeys(name for head in heads for name in head.measures):
+        base = [getattr(head.measures.get(name), "base", None) for head in heads]
+        if shapes.info(name).headline and any(value is not None for value in base):
+            adapted = [_value(head, name) for head in heads]
+            pairs = zip(base, adapted, strict=True)
+            differences = [None if old is None or new is None else new - old for old, new in pairs]
+            for heading, values in (("base", base), ("adapted", adapted), ("difference", differences)):
+                columns.append(_number_column(heading, values, title_of(name)))
+    return Table(place_columns(heads), columns)
+
+
+def _number_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
+    decimals = decimals_for([value for value in values if value is not None])
+    return Column(heading, [format_number(value, decimals) for value in values], group)
+
+
+def _value(head: Head, name: str) -> float | None:
+    return head.measures[name].value if name in head.measures else None

@@ -9,9 +9,9 @@ import numpy as np
 
 from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
-from attnlens.records import AttentionRows, Pick, Report, Selection, Sentence
+from attnlens.records import AttentionRows, Pick, Sentence
 from attnlens.report.sections.layers import missing_reason, typical_places
-from attnlens.report.sections.section import Passage, Section
+from attnlens.report.sections.section import Passage, Piece, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_with_error, group_pairs, join_items, short, source_of, title_of
 
@@ -26,13 +26,18 @@ SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
 LEGEND = "<query> [selected] {support}: support vectors among the other tokens; … unmarked tokens"
 
 
-def selections(report: Report) -> Iterator[Section]:
-    """Yield for each selection some sentences of its head, with the query, selected and support tokens marked.
-
-    Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
-    """
-    for selection in report.inspection.selections:
+@section(70, "inspection", ("terminal",))
+def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield for each selection some sentences of its head, with marked tokens: signs, and kinds for colours."""
+    for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
+        sentences = {sentence.sequence: sentence for sentence in selection.sentences}
+        first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
+        passages: list[Passage] = []  # of five queries; the report's JSON contains all
+        for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
+            place = f"sequence {pick.sequence}, token {pick.query}"
+            caption = f"{place}: weight {short(pick.weight)}, margin {short(pick.margin)}"
+            passages.append((caption, [*_pieces(pick, sentences.get(pick.sequence))]))
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
             notes=(
@@ -41,21 +46,8 @@ def selections(report: Report) -> Iterator[Section]:
                 "a head's least margin is at most 1; a single query's can exceed 1",
                 LEGEND,
             ),
-            passages=tuple(_passages(selection)),
+            passages=passages,
         )
-
-
-def _passages(selection: Selection) -> Iterator[Passage]:
-    """Yield the marked sentences of five queries; the report's JSON contains all."""
-    sentences = {sentence.sequence: sentence for sentence in selection.sentences}
-    first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
-    for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
-        fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
-        yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
-
-
-Piece = tuple[str, tuple[str, ...]]
-"""Text and the kinds of its marks."""
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
@@ -98,16 +90,15 @@ COMPARED = ("compare", "change")
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the interactive page; return None if no head has a value of any measure.
+    """Build the data of the interactive page, with lists in the order of `places`; None if no measure has a value."""
+    from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
-    The page's script reads it as JSON. Lists of all heads have the order of `places`.
-    """
     report = shapes.report
     if not shapes.readings:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
     names = sorted(shapes.readings, key=lambda name: (name != OWN_ROWS, name.split(".")[0] not in COMPARED))
-    sections = zip(report.inspection.selections, selections(report), strict=True)
+    sections = zip(report.inspection.selections, selections(shapes, "page"), strict=True)
     return {
         "layers": list(shapes.layers),  # layer numbers: the rows of the map
         "parts": list(shapes.parts),  # part of each row: encoder, decoder or cross
@@ -117,18 +108,29 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
         "sites": {row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
         "measures": [_measure(shapes, shapes.readings[name]) for name in names],  # the most informative first
         "curves": [_curve(shapes, name) for name in shapes.curves],
-        "wholes": [_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
+        "wholes": [  # sets of measures that sum to 1, with the name and colour of each part
+            {
+                "title": maps.heading_of_shares(shapes, whole),
+                "group": group_of(shapes.info(names[0])),
+                "parts": [(clean(name), *style) for name, style in zip(names, maps.named_parts(names), strict=True)],
+            }
+            for whole, names in shapes.shares.items()
+        ],
         "selections": {f"{entry.layer}.{entry.head}": section for entry, section in sections},
         "attention": {f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
     }
 
 
 def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
-    from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
+    from attnlens.report.pictures import maps
 
     heads = shapes.report.heads
     info, cells = reading.info, tuple(np.array([shapes.cell(head.layer, head.head) for head in heads]).T)
     why = [missing_reason(head, reading.name) for head in heads]
+
+    def pack(values: Float[np.ndarray, "layers heads"], digits: int) -> Numbers:
+        return [] if np.isnan(values).all() else round_significant(values[cells], digits)
+
     reasons = list(dict.fromkeys(filter(None, why)))
     return {
         "name": clean(reading.name),
@@ -139,29 +141,25 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "caution": clean(info.caution),
         "decimals": decimals_with_error(reading.present.tolist(), reading.error),  # −1: scientific notation
         "values": round_significant(reading.values[cells], VALUE_DIGITS),
-        "errors": _unless_empty(reading.errors[cells], ERROR_DIGITS),  # empty if no head has any
-        "null_means": _unless_empty(reading.null_means[cells], VALUE_DIGITS),
-        "null_sds": _unless_empty(reading.null_sds[cells], ERROR_DIGITS),
+        "errors": pack(reading.errors, ERROR_DIGITS),  # empty if no head has any
+        "null_means": pack(reading.null_means, VALUE_DIGITS),
+        "null_sds": pack(reading.null_sds, ERROR_DIGITS),
         "typical": typical_places(shapes.report, reading.name),  # percentiles among heads of other trained models
         "reasons": [clean(reason) for reason in reasons],
         "why": [reasons.index(reason) if reason else -1 for reason in why] if reasons else [],  # index of the reason
         "labels": {number: clean(label) for number, label in reading.labels.items()},  # category number → name
-        "palette": pictures.palette(reading),
+        "palette": maps.palette(reading),
     }
 
 
-def _unless_empty(values: Float[np.ndarray, " heads"], digits: int) -> Numbers:
-    return [] if np.isnan(values).all() else round_significant(values, digits)
-
-
 def _curve(shapes: Shapes, name: str) -> dict[str, object]:
-    from attnlens.report import pictures
+    from attnlens.report.pictures import maps
 
     info, curves = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in curves)
     count = min(length, max(24, MOST_STEPS // (len(curves) * len(shapes.curves))))
     indices = sorted({round(step) for step in np.linspace(0, length - 1, count).tolist()})
-    parts = pictures.groups_by_part(shapes, name)
+    parts = maps.groups_by_part(shapes, name)
     medians = [part.quartiles[1] for part in parts]
     return {
         "name": clean(name),
@@ -170,9 +168,9 @@ def _curve(shapes: Shapes, name: str) -> dict[str, object]:
         "meaning": clean(info.meaning),
         "formula": clean(info.formula),
         "axis": "index k" if info.steps == "index" else clean(info.steps),
-        "steps": [int(step) + pictures.first_step(info) for step in indices],  # those that are kept
+        "steps": [int(step) + maps.first_step(info) for step in indices],  # those that are kept
         "length": length,  # number of steps before the selection
-        "logarithmic": pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
+        "logarithmic": maps.falls_far(np.concatenate([curve for _, curve in curves]), medians),
         "quartiles": {part.title: [_line(line, indices) for line in part.quartiles.tolist()] for part in parts},
         "lines": [_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
     }
@@ -186,18 +184,6 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
     """Round to so many significant digits; NaN becomes None, and whole numbers become int, which is shorter in JSON."""
     short_numbers = (None if number != number else float(f"{number:.{digits}g}") for number in numbers)
     return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]
-
-
-def _whole(shapes: Shapes, whole: str, names: list[str]) -> dict[str, object]:
-    """Describe a set of measures that sum to 1, with the measure, name and colour of each part."""
-    from attnlens.report import pictures
-
-    unsure = any(shapes.info(name).identified == "nowhere" for name in names)
-    return {
-        "title": title_of(whole) + " (not identified)" * unsure,
-        "group": group_of(shapes.info(names[0])),
-        "parts": [(clean(name), *style) for name, style in zip(names, pictures.named_parts(names), strict=True)],
-    }
 
 
 def _rows(rows: AttentionRows) -> dict[str, object]:

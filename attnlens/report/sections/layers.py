@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +13,8 @@ from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
-from attnlens.report.sections.section import Column, Section, Table, build_table, sort_by_group
-from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import no_errors, null_cell, null_words, population
+from attnlens.report.sections.facts import no_errors, null_cell, null_words, population
+from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, build_table, section, sort_by_group
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -30,14 +30,25 @@ from attnlens.wording import (
     title_of,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+MOST_CELLS = 16_000
+"""Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
+MOST_TEXTS = 6
+"""Number of texts that have a row at the foot of the table; further texts are left out."""
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
+READ_AS = (
+    "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
+    "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
+    "of form, and tokens.* at one window length, each model on its own text."
+)
 
 
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
     """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
 
-    One for each part, named if there are several, and each headline measure that varies. Yields nothing unless the
-    report is of `inspect` and covers all heads; otherwise the median is not the model's.
+    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -77,30 +88,15 @@ def _numbers(values: list[float]) -> list[str]:
     return [format_number(value, decimals).replace("-", "−") for value in values]
 
 
-READ_AS = (
-    "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
-    "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
-    "of form, and tokens.* at one window length, each model on its own text."
-)
-
-
-def typical_line(shapes: Shapes) -> Iterator[Section]:
+@section(20, "inspection", TEXTS)
+@section(20, "experiments", ("markdown",))
+def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
     medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
     line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
     if line:
         yield Section(notes=(f"Compared with trained models (not a test): {line}.",))
-
-
-def typical_list(shapes: Shapes) -> Iterator[Section]:
-    """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
-    items = [
-        (clean(name), f"{part}median {text}; their medians: {medians}")
-        for name, part, text, medians in typical_medians(shapes)
-    ]
-    if items:
-        yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
@@ -119,15 +115,20 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return places if any(place is not None for place in places) else []
 
 
-def finding_sections(shapes: Shapes) -> Iterator[Section]:
-    """Yield the headline measures, their places among trained models, and the most extreme heads."""
+@section(10, ("inspection", "swap", "doctor", "experiments"), ("opening",))
+def finding_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the headline measures, and their medians next to those of each comparable model of the atlas."""
     if shapes.readings:
         table = _headlines(shapes)
         compared = table is not None and any(column.title == "chance" for column in table.columns)
         note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
         yield Section("What was found", table=table, notes=[note] * compared)
-    yield from typical_list(shapes)
-    yield from extreme_heads(shapes.report)
+    items = [
+        (clean(name), f"{part}median {text}; their medians: {medians}")
+        for name, part, text, medians in typical_medians(shapes)
+    ]
+    if items:
+        yield Section("Compared with other trained models", items=items, notes=(READ_AS,))
 
 
 def _headlines(shapes: Shapes) -> Table | None:
@@ -149,23 +150,29 @@ def _headlines(shapes: Shapes) -> Table | None:
             above, below = (distance > reach).sum(), (distance < -reach).sum()
             row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
         rows.append(row)
-    return build_table(rows, {"measure"}) if rows else None
+    return build_table(rows, {"measure"}, {"measure"}) if rows else None
 
 
-def extreme_heads(report: Report) -> Iterator[Section]:
+@section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))
+@section(40, "inspection", TEXTS)
+@section(40, "experiments", ("markdown",))
+def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
-    items = tuple(map(reports.extreme, report.summary.extremes))
+    items = [(f"layer {e.layer} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
-def head_table(shapes: Shapes) -> Section:
-    """Build a table of every scalar measure of every head, with its null; empty without any value.
-
-    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; a tooltip says why.
-    """
+@section(35, ("inspection", "experiments"), ("page",))
+@section(10, views=("table",))
+def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips give reasons."""
+    if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
+        line = "Too many heads for a table without scripts: --csv writes them all."
+        yield Section("Every head", lines=(line,), instead=True)
+        return
     if not shapes.readings:
-        return Section()
+        return
     nulls = any(reading.null for reading in shapes.readings.values())
     first, *others = place_columns(shapes.report.heads)
     first = replace(first, foot=["null", "± sd"] * nulls, hints=[head.site for head in shapes.report.heads])
@@ -173,7 +180,8 @@ def head_table(shapes: Shapes) -> Section:
     columns = sort_by_group([_head_column(shapes, reading, nulls) for reading in shapes.readings.values()])
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
-    return Section("Every head", table=Table(names, columns), notes=[f"{note}."] if note else [])
+    notes = [f"{note}."] if note else []
+    yield Section("Every head", table=Table(names, columns), notes=notes, instead=view == "page")
 
 
 def place_columns(heads: Sequence[Head]) -> list[Column]:
@@ -206,92 +214,68 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
     return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 
-MOST_ROWS = 48
-"""Largest number of layers for which each layer has its own row."""
-
-MOST_TEXTS = 6
-"""Number of texts that have a row at the foot of the table; further texts are left out."""
-GROUPED_ROWS = 40
-"""Approximate number of rows for a model with more than MOST_ROWS layers."""
-
-
-LayerRows = list[list[int]]
-"""For each table row, the indices of its layers in `Shapes.layers`."""
-
-
-def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
-    """Yield medians over heads, one row per layer: the measures that fit on a page, or, if `whole`, a table per source.
-
-    The sources take turns, in the report's order of importance. Above 48 layers, neighbouring layers share a row.
-    """
+@section(40, ("inspection", "experiments"), ("page",))
+@section(10, "inspection", TEXTS)
+@section(10, "experiments", ("markdown",))
+def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield medians over heads, one row per layer: the measures that fit on a page; in markdown a table per source."""
     if not shapes.readings:
         return
-    rows = layer_rows(shapes)
-    foot = _foot_names(shapes, rows)
-    several, firsts = len(set(shapes.parts)) > 1, [group[0] for group in rows]
-    ends = [(shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows]
-    names = [Column("layer", [str(low) if low == high else f"{low}–{high}" for low, high in ends], foot=foot)]
-    names += [Column("part", [shapes.parts[row] for row in firsts], words=True)] if several else []
+    summary = shapes.report.summary
+    texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
+    # the rows of the foot: all heads, each text, their sd, the null of the median
+    foot = ["all"] * (len(shapes.layers) > 1) + texts + ["between texts"] * bool(summary.between_texts)
+    foot += ["null", "± sd"] * bool(summary.median_nulls)
+    names = [Column("layer", [*map(str, shapes.layers)], foot=foot)]
+    names += [Column("part", shapes.parts, words=True)] if len(set(shapes.parts)) > 1 else []
     # a foot ends with the last of its values that exists; renderers expect all of equal length
     names, columns = (
         [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
-        for part in (names, measure_columns(shapes, rows))
+        for part in (names, measure_columns(shapes))
     )
-    notes = [note for note in (reading_help(rows, shapes), *_constants(shapes)) if note]
-    if not whole:
-        yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
-        return
-    for source in dict.fromkeys(column.group for column in columns):
-        group = [replace(column, group="") for column in columns if column.group == source]
-        yield Section(source, table=Table(names, group))
-    yield Section(notes=notes)
+    constants = [
+        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
+        for reading in shapes.readings.values()
+        if reading.constant
+    ]
+    same = f"The same for every head: {join_items(constants, 8)}." if constants else ""
+    notes = [*filter(None, [reading_help(shapes), same])]
+    if view == "markdown":
+        for source in dict.fromkeys(column.group for column in columns):
+            group = [replace(column, group="") for column in columns if column.group == source]
+            yield Section(source, table=Table(names, group))
+        yield Section(notes=notes)
+    elif columns or view == "terminal":
+        table = Table(names, columns, fit="first") if columns else None
+        yield Section("By layer" * (view == "page"), table=table, notes=notes)
 
 
-def layer_rows(shapes: Shapes) -> LayerRows:
-    """Assign layers to rows: one each up to 48 layers; beyond, neighbours of one part share one of about 40 rows."""
-    count = len(shapes.layers)
-    size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
-    parts = group_pairs((part, row) for row, part in enumerate(shapes.parts)).values()  # layers are sorted by part
-    return [rows[start : start + size] for rows in parts for start in range(0, len(rows), size)]
-
-
-def _foot_names(shapes: Shapes, rows: LayerRows) -> list[str]:
-    """Name the rows of the foot: all heads (if there are several rows), each text, their sd, the null of the median."""
-    summary = shapes.report.summary
-    texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
-    between = ["between texts"] * bool(summary.between_texts)
-    return ["all"] * (len(rows) > 1) + texts + between + ["null", "± sd"] * bool(summary.median_nulls)
-
-
-def measure_columns(shapes: Shapes, rows: LayerRows) -> list[Column]:
+def measure_columns(shapes: Shapes) -> list[Column]:
     """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
-    columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
+    columns = [_layer_column(varying[name], shapes) for name in [*by_turns(headlines), *by_turns(others)]]
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
     symmetry = {layer: value for layer, value in pairs if value is not None}
     if symmetry:
-        values = np.array([symmetry.get(layer, np.nan) for layer in shapes.layers])
-        groups = [*rows, list(range(len(values)))] if len(rows) > 1 else rows
         decimals = decimals_for([*symmetry.values()])
-        texts = [format_number(middle(values[group]), decimals) for group in groups]
-        columns.append(Column("layer symmetry", texts[: len(rows)], "weights", texts[len(rows) :]))
+        cells = [format_number(symmetry.get(layer), decimals) for layer in shapes.layers]
+        foot = [format_number(float(np.median([*symmetry.values()])), decimals)] * (len(cells) > 1)
+        columns.append(Column("layer symmetry", cells, "weights", foot))
     return columns
 
 
-def reading_help(rows: LayerRows, shapes: Shapes) -> str:
+def reading_help(shapes: Shapes) -> str:
     """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
-    summary, readings = shapes.report.summary, shapes.readings.values()
-    alone, size = len(shapes.report.heads) == 1, max(map(len, rows))
+    summary, readings, alone = shapes.report.summary, shapes.readings.values(), len(shapes.report.heads) == 1
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
     nulls = [reading.info for reading in readings if reading.null]
     chance = f"null is {null_words(nulls)},{' for a median of as many heads,' * (not alone)} mean ± sd"
-    over = "heads" if size == 1 else f"the heads of {size} neighbouring layers"
     parts = [
-        "" if alone else f"rows are medians over {over}",
+        "" if alone else "rows are medians over heads",
         error if summary.median_errors else no_errors(shapes.report),
         "a text with a single window has no errors in its row" * any(text.reasons for text in summary.texts),
         chance if nulls else "",
@@ -308,46 +292,32 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     return " ".join(sentences)
 
 
-def _constants(shapes: Shapes) -> Iterator[str]:
-    """Yield a note of the measures that have the same value in every head, and these values; none if there are none."""
-    same = [
-        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
-        for reading in shapes.readings.values()
-        if reading.constant
-    ]
-    if same:
-        yield f"The same for every head: {join_items(same, 8)}."
-
-
-def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
-    summary, everything = shapes.report.summary, list(range(len(reading.values)))
-    groups = [*rows, everything] if len(rows) > 1 else rows  # with the row of all heads, in the foot
-    title, over, count = title_of(reading.name), group_of(reading.info), len(rows)
+def _layer_column(reading: MeasureMap, shapes: Shapes) -> Column:
+    summary, name, count = shapes.report.summary, reading.name, len(shapes.layers)
+    title, group = title_of(name), group_of(reading.info)
+    rows = (
+        [*reading.values, reading.values] if count > 1 else [*reading.values]
+    )  # with the row of all heads, in the foot
     if reading.labels:
-        texts = [_commonest(reading, group) for group in groups]
-        return Column(title, texts[:count], over, texts[count:])
-    medians = [middle(reading.values[group]) for group in groups]
+        texts = [_commonest(reading, values) for values in rows]
+        return Column(title, texts[:count], group, texts[count:])
+    medians = [middle(values) for values in rows]
     by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
-    errors = [
-        by_layer.get(shapes.layers[group[0]], {}).get(reading.name) if len(group) == 1 else None for group in rows
-    ]
-    error, null = summary.median_errors.get(reading.name), summary.median_nulls.get(reading.name)
-    total = middle(reading.values)
-    shown = [*medians, total, *((null.mean, null.sd) if null else ())]
+    error, null = summary.median_errors.get(name), summary.median_nulls.get(name)
+    errors = [*(by_layer.get(layer, {}).get(name) for layer in shapes.layers), error]
+    shown = [*medians, middle(reading.values), *((null.mean, null.sd) if null else ())]
     decimals = decimals_with_error([number for number in shown if not np.isnan(number)], error)
-    pairs = zip(medians, [*errors, error][: len(groups)], strict=True)
-    texts = [_with_error(median, each, decimals) for median, each in pairs]
+    texts = [_with_error(median, each, decimals) for median, each in zip(medians, errors, strict=False)]
     foot = texts[count:]
     for text in summary.texts[:MOST_TEXTS]:
-        middle_of_text = text.medians.get(reading.name)
-        text_error = text.median_errors.get(reading.name)
-        foot.append("" if middle_of_text is None else _with_error(middle_of_text, text_error, decimals))
+        median = text.medians.get(name)
+        foot.append("" if median is None else _with_error(median, text.median_errors.get(name), decimals))
     if summary.between_texts:
-        between = summary.between_texts.get(reading.name)
+        between = summary.between_texts.get(name)
         foot.append("" if between is None else format_error(between, decimals))
     if null is not None:
         foot += [format_number(null.mean, decimals), f"±{format_error(null.sd, decimals)}"]
-    return Column(title, texts[:count], over, foot)
+    return Column(title, texts[:count], group, foot)
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
@@ -355,8 +325,8 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
     return number if error is None or np.isnan(median) else f"{number}±{format_error(error, decimals)}"
 
 
-def _commonest(reading: MeasureMap, group: list[int]) -> str:
-    values = reading.values[group]
+def _commonest(reading: MeasureMap, values: Float[np.ndarray, "*heads"]) -> str:
+    """Format the most frequent category with its count, `positive 5/8`."""
     counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not counts:
         return NO_VALUE

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from attnlens.analyzers.registry import (
-    BETWEEN_FORMS,
-    BETWEEN_ROWS,
-    NULLS,
-    Analyzer,
-    Gathering,
-    MeasureInfo,
-    list_analyzers,
-)
+from attnlens.analyzers.registry import BETWEEN_FORMS, BETWEEN_ROWS, Analyzer, Gathering, MeasureInfo, list_analyzers
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.records.architectures import Architecture
+from attnlens.report.sections.facts import bounds, null_words
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean
+
+NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}
+"""Titles of the columns that name the rows."""
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
@@ -42,7 +38,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
     rows = []
     for analyzer in analyzers:
         prefixes = f"{analyzer.source}.", f"{analyzer.name}."
-        names = [_remove_prefix(info.name, prefixes) for info in analyzer.measures]
+        names = [info.name.removeprefix(prefixes[0]).removeprefix(prefixes[1]) for info in analyzer.measures]
         only = "" if analyzer.by_default else f"Runs only with --analyzer {analyzer.name}"
         question = _join_lines(analyzer.question, only, ", ".join(names))
         row = {"analyzer": analyzer.name, "source": analyzer.source, "question": question}
@@ -53,10 +49,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
 def kernel_list(
     infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
 ) -> list[Section]:
-    """List every kernel as it is typed: log k, meaning, parameters, fit, fast implementation and source.
-
-    Also whether k ≥ 0, is symmetric, has finitely many features. A second table lists ties, filters and hybrids.
-    """
+    """List every kernel as it is typed, with its properties; a second table lists ties, filters and hybrids."""
     kernels = []
     for info in infos:
         facts = (info.meaning, *describe_parameters(info.parameters), describe_fit(info))
@@ -112,16 +105,12 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
     """Build a table of words, except for the columns of numbers; None without rows."""
-    return build_table(rows, set(rows[0]).difference(numbers), fit="folded") if rows else None
+    return build_table(rows, {*rows[0]} & NAMED, {*rows[0]} - {*numbers}, fit="folded") if rows else None
 
 
 def _join_lines(first: str, *others: str) -> str:
     """Join the first line and those of the others that are not empty."""
     return "\n".join(map(clean, (first, *filter(None, others))))
-
-
-def _remove_prefix(name: str, prefixes: Iterable[str]) -> str:
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
 
 def describe_fit(info: KernelInfo) -> str:
@@ -164,15 +153,6 @@ def range_of(info: MeasureInfo) -> str:
     return " | ".join(info.labels) or bounds(info)
 
 
-def bounds(info: MeasureInfo) -> str:
-    """Return the least and the largest value of a measure in words; `any` if neither is known."""
-    if info.low is None and info.high is None:
-        return "any"
-    low = "−∞" if info.low is None else f"{info.low:g}"
-    high = "∞" if info.high is None else f"{info.high:g}"
-    return f"{low} to {high}"
-
-
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are not sampled"
 SAMPLED = "standard error of the mean over windows; over texts with five or more (intervals)"
@@ -203,10 +183,7 @@ def kernel_pages() -> dict[str, Section]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure or kernel; a measure's source can be omitted if its name is unique without it.
-
-    Raises UsageError for an unknown name, with the nearest known one, and for an ambiguous name.
-    """
+    """Return the page of a measure, whose source can be omitted, or kernel. Raise UsageError unless one fits."""
     pages = measure_pages() | kernel_pages()
     ends = [full for full in pages if full.endswith(f".{name}")]
     if name not in pages and len(ends) > 1:
@@ -217,21 +194,18 @@ def explanation(name: str) -> Section:
 
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
-    if analyzer.source == "weights":
-        error = EXACT
-    elif info.curve:
-        error = CURVE
-    else:
-        error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
+    error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
+    error = EXACT if analyzer.source == "weights" else CURVE if info.curve else error
     wholes = [
         [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
         for whole in info.wholes
     ]
+    has_null = info.null == "rotations" or (analyzer.source == "weights" and info.has_null)
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
     runs = f"{'if the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
         "error": error,
-        "null": _null(info, analyzer.source),
+        "null": null_words([info]) if has_null and not info.curve else "none",
         "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
         "analyzer": f"{analyzer.name}: {analyzer.question}",
         "runs": "in a plain inspect" if analyzer.by_default else runs,
@@ -262,12 +236,6 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
     }
     last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
-
-
-def _null(info: MeasureInfo, source: str) -> str:
-    if info.curve or not (info.null == "rotations" or (source == "weights" and info.has_null)):
-        return "none"
-    return NULLS[info.null]
 
 
 def _kernel(info: KernelInfo) -> Section:

@@ -1,15 +1,18 @@
-"""The types that renderers draw: columns, tables, sections, pictures, documents, and rows of a spreadsheet."""
+"""The types that renderers draw, from columns to documents, and the registry of the sections of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from attnlens.records.report import KINDS, Kind
 from attnlens.wording import NO_VALUE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from attnlens.report.shapes import Shapes
 
 Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
@@ -26,7 +29,6 @@ class Column:
     foot: Sequence[str] = ()  # formatted texts of the rows below the rule
     words: bool = False  # True if the cells are words, which are aligned to the left; False for numbers
     hints: Sequence[str] = ()  # tooltip of each cell, for the HTML page
-    alarms: Sequence[bool] = ()  # for each cell, True if it reports a problem; empty if none does
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,31 @@ class Table:
 
 
 def build_columns(
-    rows: Sequence[Mapping[str, str]], words: Collection[str] = (), group: str = "", missing: str = NO_VALUE
+    rows: Sequence[Mapping[str, str | None]], words: Collection[str] = (), group: str = "", missing: str = NO_VALUE
 ) -> list[Column]:
-    """Build a column per key of the rows, in order of first occurrence; a row without a key has the cell `missing`.
+    """Build a column per key of the rows, in order of first occurrence, except for keys that are None in every row.
 
-    `words`: titles of the columns that are aligned to the left; `group`: heading above all of the columns.
+    `words`: titles of the columns that are aligned to the left; `group`: heading above all of the columns; `missing`:
+    the cell of a row whose key is missing or None.
     """
-    titles = dict.fromkeys(title for row in rows for title in row)
-    return [Column(title, [row.get(title, missing) for row in rows], group, words=title in words) for title in titles]
+    cells = {title: [row.get(title) for row in rows] for title in dict.fromkeys(title for row in rows for title in row)}
+    return [
+        Column(title, [missing if cell is None else cell for cell in column], group, words=title in words)
+        for title, column in cells.items()
+        if set(column) != {None}
+    ]
 
 
 def build_table(
-    rows: Sequence[Mapping[str, str]],
+    rows: Sequence[Mapping[str, str | None]],
+    names: Collection[str],
     words: Collection[str] = (),
-    names: int = 1,
     fit: Literal["blocks", "first", "folded"] = "blocks",
 ) -> Table:
-    """Build a table from rows with the same keys; the first `names` columns name the row."""
+    """Build a table from rows of cells by title; those in `names` name the row, those in `words` are words."""
     columns = build_columns(rows, words)
-    return Table(columns[:names], columns[names:], fit)
+    first = [column for column in columns if column.title in names]
+    return Table(first, [column for column in columns if column.title not in names], fit)
 
 
 def sort_by_group(columns: Sequence[Column]) -> list[Column]:
@@ -67,8 +75,10 @@ def sort_by_group(columns: Sequence[Column]) -> list[Column]:
     return sorted(columns, key=lambda column: order.index(column.group))
 
 
-Passage = tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]
-"""Caption and text, the text in pieces that each have the kinds of their marks: `query`, `selected`, `support`."""
+Piece = tuple[str, tuple[str, ...]]
+"""Part of a text, and the kinds of its marks: `query`, `selected`, `support`."""
+Passage = tuple[str, Sequence[Piece]]
+"""Caption, and the pieces of a text."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +127,38 @@ class Document:
     opening: Sequence[Section] = ()  # first sections of a page: the findings, their errors, and what is missing
     explorer: Mapping[str, object] | None = None
     """Data of the interactive part of a page, between the opening and the sections."""
+
+
+View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
+"""Where sections go: the summary on a terminal or as markdown; what --verbose and --table add to it; the first sections
+of the HTML page, above its interactive part; and those below it."""
+TEXTS: tuple[View, ...] = ("terminal", "markdown")
+"""Views of the summary."""
+Builder = Callable[["Shapes", View], Iterable[Section]]
+"""Function that yields sections of a report, whose arrays are computed once, for a view; none if they do not apply."""
+_BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}
+
+
+def section(
+    order: int, kinds: Kind | Sequence[Kind] = KINDS, views: Sequence[View] = (*TEXTS, "page")
+) -> Callable[[Builder], Builder]:
+    """Register a builder for some kinds of report in some views; a module of this package needs no other entry.
+
+    A view shows the sections of its builders by ascending `order`: 10 to 49 the subject of that kind of report, 50 to
+    79 rules, reasons for missing values and selections, 80 to 99 explanations and provenance.
+    """
+
+    def register(builder: Builder) -> Builder:
+        for kind in [kinds] if isinstance(kinds, str) else kinds:
+            for view in views:
+                _BUILDERS.setdefault((kind, view), []).append((order, builder))
+        return builder
+
+    return register
+
+
+def build_sections(shapes: Shapes, *views: View) -> Iterator[Section]:
+    """Yield the sections of a report in these views."""
+    for view in views:
+        for _, builder in sorted(_BUILDERS.get((shapes.report.kind, view), []), key=lambda entry: entry[0]):
+            yield from builder(shapes, view)

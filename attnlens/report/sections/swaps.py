@@ -1,87 +1,242 @@
-"""Sections and tables of a swap, the same in terminal, markdown and HTML; its rows of a sheet."""
+"""Swaps as sentences, tables and rows of a sheet: effect in loss, perplexity and by text, controls, checks and cost."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Report, Swap, TextChange, TextCosine
-from attnlens.report.sections.section import Cell, Column, Section, Table, build_columns, build_table
-from attnlens.report.sentences import swaps as words
-from attnlens.report.sentences.plans import healing, plan_lines, plan_terms
-from attnlens.report.sentences.reports import no_errors, population
-from attnlens.report.sentences.swaps import (
-    UNITS,
-    figures,
-    interval,
-    loss_decimals,
-    percent,
-    ratio,
-    rise_interval,
-    rise_words,
-)
+from attnlens.kernels import TIES
+from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
+from attnlens.report.sections.facts import no_errors, population
+from attnlens.report.sections.section import Cell, Column, Section, Table, View, build_columns, build_table, section
+from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 DIVERGED = "diverged"
 SHARED = ("one key", "floor")
 """Roles of the controls that do not depend on the kernel."""
-MOST, FEW = 10, 3
-"""Number of most harmful units, and of least harmful ones, shown for a single kernel, and for each of several."""
-MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
-"""Number of measures shown for a single kernel, and for each of several kernels."""
+UNITS = {
+    "causal": "nats per token",
+    "masked": "nats per masked token",
+    "seq2seq": "nats per token",
+    "classification": "nats per prediction",
+    "hidden": "nats",
+}
+"""Unit of loss and KL, by task."""
+EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
+"""Short name of the quantity that a swap is judged by, for axes."""
+CONTROLS = {
+    "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
+    "one key": "one key (hard)",
+    "floor": "equal weights (uniform)",
+    "filter alone": "a filter and its kernel alone, or a hybrid's window and far part alone",
+    "far part, healed": "its far part alone after healing",
+}
+"""Explanation of the controls, by role."""
+WORDS = {
+    "kl": "KL",
+    "loss.ci95": "interval of the loss",
+    "perplexity.ci95": "interval of the perplexity",
+    "kl_ci95": "interval of KL",
+    "hidden_cosine_ci95": "interval of the hidden cosine",
+    "top1_agreement": "top-1",
+    "hidden_cka": "CKA",
+    "off_simplex": "off-simplex share",
+    "beyond_window": "loss beyond a window",
+    "agreement": "greedy agreement",
+}
+"""Name in words of each field of a Swap, if it differs from the field's name."""
+PARAMETERS = {
+    "near_log_weight": "γ",
+    "query_weight": "map of queries",
+    "key_weight": "map of keys",
+    "centre": "mean ū",
+    "factor": "form N",
+    "signs": "form N",
+    "gate": "gates",
+}
+"""Name in words of each fitted parameter, if it differs from the parameter's name."""
 
 
-def swap_sections(report: Report) -> Iterator[Section]:
-    """Yield the sections of `swap-kernel` below the model and its coverage."""
-    swaps, swap, plan = report.swaps, report.swaps[0], report.plan
+def figures(number: float | None, count: int = 3) -> str:
+    """Format a number with `count` significant digits, or `–` for None."""
+    return NO_VALUE if number is None else format_number(number, decimals_for([number], count))
+
+
+def percent(share: float | None, decimals: int = 0) -> str:
+    """Format a share in per cent, `27.6 %`, or `–` for None."""
+    return NO_VALUE if share is None else f"{format_number(100 * share, decimals)} %"
+
+
+def loss_decimals(changes: Sequence[Change]) -> int:
+    """Return the decimals for losses and differences, from two to four, by the median half-width of the intervals."""
+    halves = [(change.ci95[1] - change.ci95[0]) / 2 for change in changes if change.ci95 is not None]
+    middle = median([half for half in halves if half > 0] or [0.02])
+    return min(4, max(2, decimals_for([middle], 2)))
+
+
+def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
+    """Format an interval, `0.49 to 0.65`, or `–` for None."""
+    return " to ".join(format_number(end, decimals) for end in bounds or ()) or NO_VALUE
+
+
+def format_rise(loss: Change) -> tuple[str, str]:
+    """Format the rise of the perplexity, e^Δ − 1, `+5.6 %`, and its interval, `4.9 to 6.4 %`, empty without one.
+
+    They have at most two decimals, as many as the interval justifies.
+    """
+    rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
+    size = (ends[1] - ends[0]) / 2 if ends else abs(rise)
+    decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
+    number = format_number(rise, decimals)
+    between = " to ".join(format_number(end, decimals) for end in ends)
+    return f"{'' if number.startswith('-') else '+'}{number} %", between + " %" * bool(ends)
+
+
+def effect_name(swap: Swap) -> str:
+    """Name the quantity a swap is judged by, with its unit: `loss in nats per token`."""
+    return EFFECTS[swap.judged_by] + ("" if swap.judged_by == "hidden" else f" in {UNITS[swap.task]}")
+
+
+def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the effect that a swap is judged by, and its 95 % interval; None if it diverged or has none.
+
+    It is Δ of the loss; without a loss KL(original ‖ changed), and without predictions 1 − hidden cosine.
+    """
+    if swap.judged_by == "loss":
+        return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
+    if swap.judged_by == "kl":
+        return outcome.kl, outcome.kl_ci95
+    ends, cosine = outcome.hidden_cosine_ci95, outcome.hidden_cosine
+    return None if cosine is None else 1 - cosine, None if ends is None else (1 - ends[1], 1 - ends[0])
+
+
+def ratio(pair: Pair) -> float | None:
+    """Compute after / before; None if one is missing or before is 0."""
+    return pair.after / pair.before if pair.before and pair.after is not None else None
+
+
+def formula(swap: Swap) -> str:
+    """Format the formula of the kernel, `log k = …`, and its fitted parameters."""
+    names = dict.fromkeys(PARAMETERS.get(name, name.replace("_", " ")) for name in swap.fitted)
+    fitted = f"; fitted per head: {join_items(names)}" if names else ""
+    left = "" if swap.formula_of == "output" else "log k = "
+    return f"{left}{clean(swap.formula)}{fitted}"
+
+
+def cautions(swaps: Sequence[Swap]) -> list[str]:
+    """List the cautions of the ties in these kernels, without repetitions."""
+    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
+
+
+def measured_controls(swap: Swap) -> list[Control]:
+    """Return the controls that were measured, that is, those with a kernel."""
+    return [control for control in swap.controls if control.kernel is not None]
+
+
+@section(10, "swap")
+def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the kernel and the heads that have it, the effect, and the effect on each text."""
+    report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
-    kernels = [f"{clean(each.kernel)}: {words.formula(each)}" for each in swaps]
-    yield Section(lines=[*kernels * single, words.reach(report), *_calibration(report)])
-    effect = (words.verdict(swap), words.recovery(swap)) if single else ()
-    texts = (words.greedy(swap), words.beyond(swap)) if single else ()
-    help_ = [] if single and swap.diverged else [_reading_help(report)]
-    lines = _sentences(*effect, *map(words.better_controls, swaps), *texts)
-    yield Section("Effect" if single else "Effects", lines=lines, table=_outcome_table(swaps), notes=help_)
-    yield from _by_text(swaps)
-    if plan is not None:
-        yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[plan_terms(plan)])
-    if not single:
-        yield Section("Kernels", items=kernels)
-    costs = (words.cost(swap), words.off_simplex(swap)) if single else ()
-    yield Section("Checks and cost" if single else "Checks", items=_sentences(words.proof(swaps), *costs))
-    if single and swap.healing is not None:
-        yield Section("Healing", items=healing(swap.healing, UNITS[swap.task]))
-    swept = [each for each in swaps if each.sweep]
-    if swept:
-        yield _sweep(swept, report)
-    predicted = [each for each in swept if each.prediction is not None]
-    if predicted:
-        yield _prediction_section(predicted)
-    for title, items in (("Notes", words.notes(swaps)), ("No value", words.without_value(swaps))):
-        if items:
-            yield Section(title, items=items)
-
-
-def _sentences(*sentences: str) -> tuple[str, ...]:
-    return tuple(filter(None, sentences))
-
-
-def _calibration(report: Report) -> Iterator[str]:
+    sites = min(len(each.sites) for each in swaps)
+    heads = min(sum(len(site.heads) for site in each.sites) for each in swaps)
+    paths = join_items(dict.fromkeys(site.path for each in swaps for site in each.sites))
+    lines = [f"{clean(swap.kernel)}: {formula(swap)}"] if single else []
+    lines.append(
+        f"{sites} of {format_count(report.coverage.sites, 'site')}, {heads} of "
+        f"{format_count(report.coverage.heads, 'head')} · path: {paths}"
+    )
     if (text := report.settings.calibration) is not None:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
-        yield f"calibration text: {clean(where)}, not part of the evaluated text"
+        lines.append(f"calibration text: {clean(where)}, not part of the evaluated text")
+    yield Section(lines=lines)
+    sentences = [verdict(swap), _recovery(swap)] if single else []
+    sentences += map(_better_controls, swaps)
+    sentences += [_greedy(swap), _beyond(swap)] if single else []
+    help_ = [] if single and swap.diverged else [_reading_help(report)]
+    title = "Effect" if single else "Effects"
+    yield Section(title, lines=[*filter(None, sentences)], table=_outcome_table(swaps), notes=help_)
+    yield from _by_text(swaps)
 
 
-def _control_name(control: Control) -> str:
-    """Name a control: `vs sink-window:4,64`."""
-    return f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
+def verdict(swap: Swap) -> str:
+    """State the effect of a swap after its last stage: change in loss, else KL, else cosine of hidden states."""
+    if swap.diverged:
+        return "The model diverges: its predictions with this kernel are not finite."
+    loss, unit = swap.loss, UNITS[swap.task]
+    if loss is not None:
+        decimals = loss_decimals([loss])
+        before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
+        bounds = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
+        verb = "rises" if loss.delta > 0 else "falls"
+        if loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1]):
+            verb = "does not change measurably:"
+        rise, ends = format_rise(loss)
+        risen = f" Perplexity {rise}{f', 95 % interval {ends}' if ends else ''}." * (swap.perplexity is not None)
+        return f"The loss {verb} from {before} to {after} {unit} (Δ {delta}{bounds}).{risen}"
+    if swap.kl is not None:
+        return f"KL divergence of the predictions from the original's: {figures(swap.kl)} {unit}."
+    if swap.hidden_cosine is None:
+        return "Nothing could be compared; the reasons are listed below."
+    return f"Mean cosine between the last hidden states and the original's: {swap.hidden_cosine:.3f}."
+
+
+def _recovery(swap: Swap) -> str:
+    """State which share of the rise in loss the later stages recover; empty if they recover nothing."""
+    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
+    if len(losses) < len(swap.stages) or not losses or losses[0].delta <= 0 or losses[-1].delta >= losses[0].delta:
+        return ""
+    share = percent(min(1.0, 1 - losses[-1].delta / losses[0].delta))
+    return f"Once {swap.stages[-1].name}, {share} of the swap's rise is recovered."
+
+
+def _better_controls(swap: Swap) -> str:
+    """Name the controls with a lower loss than the kernel and disjoint intervals; empty if there are none."""
+    start = swap.loss.ci95[0] if swap.loss is not None and swap.loss.ci95 else -math.inf
+    costs = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
+    cheaper = [name for name, cost in costs if cost.ci95 is not None and cost.ci95[1] < start]
+    return f"Lower loss than {clean(swap.kernel)}, with disjoint intervals: {', '.join(cheaper)}." if cheaper else ""
+
+
+def _greedy(swap: Swap) -> str:
+    """State how many generated tokens agree with the original model's; empty if nothing was generated."""
+    if (agreement := swap.agreement) is None:
+        return ""
+    quartiles = " to ".join(_count_tokens(number, agreement) for number in agreement.quartiles)
+    what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
+    return (
+        f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) match the original for "
+        f"{_count_tokens(agreement.median, agreement)} of {agreement.tokens} tokens (median; quartiles {quartiles}); "
+        f"{agreement.never} of {agreement.prompts} never differ."
+    )
+
+
+def _count_tokens(number: float, agreement: Agreement) -> str:
+    """Format a number of equal tokens, `12`, or `≥ 64` if the continuation never differs."""
+    return f"≥ {agreement.tokens}" if number >= agreement.tokens else f"{number:.0f}"
+
+
+def _beyond(swap: Swap) -> str:
+    """State the change in loss on tokens whose evidence lies beyond a window; empty if it was not measured."""
+    if (record := swap.beyond_window) is None:
+        return ""
+    change, decimals = record.change, loss_decimals([record.change])
+    ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
+    return (
+        f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more than "
+        f"{format_count(record.window, 'token')} back, the loss changes by "
+        f"{format_number(change.delta, decimals)}{ends}."
+    )
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """List (name, outcome) of each stage or, of several kernels, of each kernel, followed by its controls.
 
-    Controls that several kernels share come last. None is shared if the report uses several windows for the loss on
-    tokens beyond a window, because a control's loss beyond the window then differs between kernels.
+    Controls that several kernels share come last. None is shared if the loss beyond a window uses several windows,
+    because it then differs between kernels.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
@@ -91,16 +246,17 @@ def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
         stages: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
         rows += stages if stages and len(swaps) == 1 else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
+            name = f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
             if sharing and control.role in SHARED:
-                shared.setdefault(_control_name(control), control)
+                shared.setdefault(name, control)
             else:
-                rows.append((_control_name(control), control))
+                rows.append((name, control))
     return [*rows, *shared.items()]
 
 
 def _outcome_table(swaps: Sequence[Swap]) -> Table:
     """Build a table of the original, its changes and their controls; columns without any value are left out."""
-    rows, swap = _outcomes(swaps), swaps[0]
+    rows, judged_by, single = _outcomes(swaps), swaps[0].judged_by, len(swaps) == 1
     outcomes = [outcome for _, outcome in rows]
     kernels = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
     losses = [outcome.loss for outcome in kernels if outcome.loss is not None]
@@ -108,83 +264,74 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
     beyond = [outcome.beyond_window for outcome in outcomes if outcome.beyond_window is not None]
     decimals, beyond_decimals = loss_decimals(losses), loss_decimals([record.change for record in beyond])
     several = len({record.window for record in beyond}) > 1
+    first = {"loss": "loss", "kl": "KL", "hidden": "hidden cosine"}[judged_by]
 
     def format_outcome(outcome: Outcome) -> dict[str, str]:
-        loss, kl, record = outcome.loss, outcome.kl, outcome.beyond_window
+        kl, record, agreement = outcome.kl, outcome.beyond_window, outcome.agreement
+        cells = _loss_cells(outcome.loss, outcome.perplexity, decimals) if judged_by == "loss" else {}
+        cells["KL"] = figures(kl)
+        if judged_by == "kl":
+            cells["95 % interval"] = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
+        cells["top-1"] = percent(outcome.top1_agreement, 1)
+        if judged_by != "loss" or single:
+            cells["hidden cosine"] = format_number(outcome.hidden_cosine, 3)
+            if judged_by == "hidden":
+                cells["95 % interval"] = interval(outcome.hidden_cosine_ci95, 3)
+            cells["CKA"] = format_number(outcome.hidden_cka, 3)
         window = f" (> {record.window})" if several and record is not None else ""
-        last = {
-            "Δ beyond": NO_VALUE if record is None else format_number(record.change.delta, beyond_decimals) + window,
-            "greedy": words.median_agreement(outcome.agreement) or NO_VALUE,
-        }
+        cells["Δ beyond"] = format_number(record.change.delta, beyond_decimals) + window if record else NO_VALUE
+        cells["greedy"] = _count_tokens(agreement.median, agreement) if agreement else NO_VALUE
         if isinstance(outcome, Swap):
             times = ratio(outcome.tokens_per_second)
-            last["speed"] = NO_VALUE if times is None else f"× {format_number(times, 2)}"
-        cosine = {"hidden cosine": format_number(outcome.hidden_cosine, 3)}
-        cka = {"CKA": format_number(outcome.hidden_cka, 3)}
-        if swap.judged_by == "hidden":
-            return cosine | {"95 % interval": interval(outcome.hidden_cosine_ci95, 3)} | cka | last
-        top = {"top-1": percent(outcome.top1_agreement, 1)}
-        predictions = {"KL": figures(kl)}
-        if swap.judged_by == "kl":
-            bounds = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
-            return predictions | {"95 % interval": bounds} | top | cosine | cka | last
-        return (
-            _loss_cells(loss, outcome.perplexity, decimals)
-            | predictions
-            | top
-            | (cosine | cka if len(swaps) == 1 else {})
-            | last
-        )
+            cells["speed"] = NO_VALUE if times is None else f"× {format_number(times, 2)}"
+        return cells | ({first: DIVERGED} if outcome.diverged else {})
 
     cells = [format_outcome(outcome) for outcome in outcomes]
-    first = next(iter(cells[0]))
-    for outcome, row in zip(outcomes, cells, strict=True):
-        row |= {first: DIVERGED} if outcome.diverged else {}
     original = dict.fromkeys(cells[0], "")
     original |= {"loss": format_number(losses[0].before, decimals)} if losses else {}
     original |= {"perplexity": figures(powers[0].before)} if powers else {}
     columns = build_columns([original, *cells], missing="")
-    names = Column("stage" if len(swaps) == 1 else "kernel", ["original", *(name for name, _ in rows)], words=True)
+    names = Column("stage" if single else "kernel", ["original", *(name for name, _ in rows)], words=True)
     return Table([names], [column for column in columns if set(column.cells[1:]) != {NO_VALUE}])
 
 
 def _loss_cells(loss: Change | None, perplexity: Change | None, decimals: int) -> dict[str, str]:
     """Format a loss, its change, the perplexity and its rise, with intervals."""
-    risen = loss if perplexity is not None else None
+    rise, ends = format_rise(loss) if loss is not None and perplexity is not None else (NO_VALUE, "")
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
         "Δ": format_number(getattr(loss, "delta", None), decimals),
         "95 % interval": interval(getattr(loss, "ci95", None), decimals),
         "perplexity": figures(getattr(perplexity, "after", None)),
-        "rise": NO_VALUE if risen is None else rise_words(risen),
-        "95 % interval of rise": (rise_interval(risen) if risen else "") or NO_VALUE,
+        "rise": rise,
+        "95 % interval of rise": ends or NO_VALUE,
     }
 
 
 def _reading_help(report: Report) -> str:
     """Explain the columns of the table of outcomes, its intervals, and its rows of controls."""
     swap, none, scope = report.swaps[0], no_errors(report), population(report, "token")
-    rows = [row for each in report.swaps for row in (each, *each.stages, *measured_controls(each))]
+    controls = [control for each in report.swaps for control in measured_controls(each)]
+    rows = [*controls, *(row for each in report.swaps for row in (each, *each.stages))]
     top = "KL(original ‖ changed); top-1: share of equal top predictions"
     states = "hidden cosine and CKA compare the last hidden states; 1: as in the original"
     rise = "rise: of the perplexity, e^Δ − 1; " * (swap.perplexity is not None)
     unit = UNITS[swap.task]
     columns = {"loss": f"loss and KL in {unit}; {rise}{top}", "kl": f"KL in {unit}; {top}; {states}", "hidden": states}
     intervals = none or f"intervals: paired bootstrap{f' ({scope})' if scope else ''}"
-    greedy = "greedy: median number of generated tokens before the first difference from the original."
-    return " ".join(
-        _sentences(
-            f"{columns[swap.judged_by]}; {intervals}.",
-            words.legend(report.swaps),
-            words.beyond_legend(rows),
-            greedy if any(row.agreement for row in rows) else "",
-        )
-    )
-
-
-def measured_controls(swap: Swap) -> list[Control]:
-    """Return the controls that were measured, that is, those with a kernel."""
-    return [control for control in swap.controls if control.kernel is not None]
+    sentences = [f"{columns[swap.judged_by]}; {intervals}."]
+    roles = {control.role for control in controls}
+    if roles:
+        meanings = join_items(words for role, words in CONTROLS.items() if role in roles)
+        sentences.append(f"vs: controls in the same heads, untrained: {meanings}.")
+    windows = {row.beyond_window.window for row in rows if row.beyond_window is not None}
+    if windows:
+        far = f"more than {format_count(max(windows), 'token')} back"
+        far = far if len(windows) == 1 else "further back than the number in brackets"
+        sentences.append(f"Δ beyond: on tokens that repeat a bigram last seen {far}.")
+    if any(row.agreement for row in rows):
+        sentences.append("greedy: median number of generated tokens before the first difference from the original.")
+    return " ".join(sentences)
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
@@ -196,10 +343,8 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
     texts = next(filter(None, records), ())
     if not texts:
         return
-    columns = [
-        *build_columns([{"text": clean(text.name)} for text in texts], {"text"}),
-        *build_columns([{"windows": str(text.sequences)} for text in texts]),
-    ]
+    names = build_columns([{"text": clean(text.name), "windows": str(text.sequences)} for text in texts], {"text"})
+    columns = []
     for swap, changes in zip(swaps, records, strict=True):
         decimals = loss_decimals([each.change for each in changes if isinstance(each, TextChange)])
         cells = {
@@ -213,16 +358,103 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
     what = "Cosine of the last hidden states" if hidden else "Δ of the loss and rise of the perplexity"
     note = f"{what} with a 95 % interval over that text's windows; it does not apply to other texts."
     note += " A single window has no interval." * any(each.sequences == 1 for each in texts)
-    yield Section("Text by text", table=Table(columns[:2], columns[2:]), notes=(note,))
+    yield Section("Text by text", table=Table(names, columns), notes=(note,))
 
 
-def site_sections(report: Report) -> Iterator[Section]:
+@section(30, "swap")
+def check_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the formulas of several kernels, the worst errors of the verification, and the cost."""
+    swaps = shapes.report.swaps
+    single, facts = len(swaps) == 1, []
+    if not single:
+        yield Section("Kernels", items=[f"{clean(swap.kernel)}: {formula(swap)}" for swap in swaps])
+    for name in ("identity", "causality", "mask"):
+        errors: list[float] = [error for swap in swaps if (error := getattr(swap, f"{name}_error")) is not None]
+        facts.append(f"{name} error {f'{max(errors):.1e}' if any(errors) else '0' if errors else NO_VALUE}")
+    items = [f"Verification: {', '.join(facts)}{' (worst of all kernels)' * (not single)}"]
+    items += filter(None, [format_cost(swaps[0]), _off_simplex(swaps[0])] if single else [])
+    yield Section("Checks and cost" if single else "Checks", items=items)
+
+
+def format_cost(swap: Swap) -> str:
+    """Format tokens per second and peak memory of the original and of the changed model."""
+    texts = []
+    for pair, size, unit in (
+        (swap.tokens_per_second, 1.0, "tokens per second"),
+        (swap.peak_memory_bytes, 2.0**20, "MiB peak"),
+    ):
+        before, after = (
+            NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after)
+        )
+        times = ratio(pair)
+        texts.append(f"{before} → {after} {unit}{'' if times is None else f' (× {format_number(times, 2)})'}")
+    return f"Cost: {'; '.join(texts)}"
+
+
+def _off_simplex(swap: Swap) -> str:
+    """State the share of the attention's mass that is negative; empty if there is none."""
+    if not (share := swap.off_simplex):
+        return ""
+    text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
+    return f"{text} of the attention weight is negative, outside the simplex."
+
+
+@section(48, "swap")
+def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the notes of all swaps, after the kernels they apply to unless that is all, and what has no value."""
+    swaps = shapes.report.swaps
+    several = len(swaps) > 1
+    pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, _off_simplex(swap) * several))
+    about = group_pairs((clean(note), kernel) for note, kernel in pairs if note)
+    notes = [note if len(names) == len(swaps) else f"{join_items(names, 8)}: {note}" for note, names in about.items()]
+    for title, items in (("Notes", notes), ("No value", _without_value(swaps))):
+        if items:
+            yield Section(title, items=items)
+
+
+def _without_value(swaps: Sequence[Swap]) -> list[str]:
+    """List the fields without a value, one line per reason, with kernels and stages if there are several."""
+    places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
+    for swap in swaps:
+        kernel, stages = swap.kernel * (len(swaps) > 1), len(swap.stages) > 1
+        places += [(f"{kernel} {stage.name * stages}".strip(), stage.reasons) for stage in swap.stages]
+        # the fields that only the swap has come after those of its stages
+        fields = type(swap.stages[0]).model_fields if swap.stages else {}
+        places.append((kernel, {name: why for name, why in swap.reasons.items() if name.split(".")[0] not in fields}))
+    labels: dict[tuple[str, str], dict[str, None]] = {}  # (fields, reason) → kernels and stages, in order
+    for place, reasons in places:
+        by_reason = group_pairs(
+            (reason, WORDS.get(name, name.replace("_", " ")))
+            for name, reason in reasons.items()  # without a number, its missing interval needs no mention
+            if not (name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason)
+        )
+        for reason, names in by_reason.items():
+            labels.setdefault((join_items(names, 8), clean(reason)), {})[place] = None
+    where = {key: join_items(filter(None, places), 8) for key, places in labels.items()}
+    return [f"{fields}{f' ({place})' if place else ''}: {reason}" for (fields, reason), place in where.items()]
+
+
+@section(49, "swap", ("verbose", "page"))
+def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
-    for swap in report.swaps:
-        of = f" of {clean(swap.kernel)}" if len(report.swaps) > 1 else ""
-        error = "output error: ‖new − original‖ / ‖original‖ of the output on the original model's queries, keys, "
-        "values."
-        yield Section(f"Sites{of}", table=_site_table(swap), notes=(error,))
+    swaps = shapes.report.swaps
+    for swap in swaps:
+        name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""
+        sites = [
+            {
+                "layer": str(site.layer),
+                "part": site.part,
+                "heads": _format_ranges(site.heads),
+                "output error": figures(site.output_error),
+                "off simplex": percent(site.off_simplex, 1) if any(site.off_simplex for site in swap.sites) else None,
+                "path": clean(site.path),
+                "site": clean(site.site),
+            }
+            for site in swap.sites
+        ]
+        error = "output error: ‖new − original‖ / ‖original‖ of the output on the original's queries, keys, values."
+        table = build_table(sites, {"layer", "part"}, {"part", "path", "site"})
+        yield Section(f"Sites{name}", table=table, notes=(error,))
         if swap.loss_by_position:
             decimals = loss_decimals([part.change for part in swap.loss_by_position])
             rows = [
@@ -237,27 +469,10 @@ def site_sections(report: Report) -> Iterator[Section]:
                 for part in swap.loss_by_position
             ]
             note = f"loss in {UNITS[swap.task]} by position in the sequence, counted from 1; Δ with a paired interval."
-            yield Section(f"By position{of}", table=build_table(rows), notes=(note,))
+            yield Section(f"By position{name}", table=build_table(rows, {"tokens"}), notes=(note,))
 
 
-def _site_table(swap: Swap) -> Table:
-    off_simplex = any(site.off_simplex for site in swap.sites)
-    rows = [
-        {
-            "layer": str(site.layer),
-            "part": site.part,
-            "heads": spans(site.heads),
-            "output error": figures(site.output_error),
-            **({"off simplex": percent(site.off_simplex, 1)} if off_simplex else {}),
-            "path": clean(site.path),
-            "site": clean(site.site),
-        }
-        for site in swap.sites
-    ]
-    return build_table(rows, {"part", "path", "site"}, names=2)
-
-
-def spans(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """Format numbers with consecutive ones as a range: `0–7`, `0, 3–5`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -268,163 +483,21 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _sweep(swaps: Sequence[Swap], report: Report) -> Section:
-    """Build the section on units swapped alone: the most and the least harmful of each kernel, and how many matter."""
-    effects = [effect for swap in swaps for effect in swap.sweep]
-    tested, several = swaps[0].judged_by == "loss", len(swaps) > 1  # a distance is never negative, so nothing is tested
-    heads, parts = any(effect.head is not None for effect in effects), len({effect.part for effect in effects}) > 1
-    sizes = [abs(effect.delta) for effect in effects if effect.delta]
-    middle = median(sizes) if sizes else 1.0
-    # two significant digits of the median size, from two to six decimals
-    decimals = 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
-
-    def format_effect(swap: Swap, effect: Effect) -> dict[str, str]:
-        p = effect.p_value
-        tests = {
-            "p": "<0.0001" if p is not None and p < 1e-4 else p_value(p),
-            "FDR 5 %": "*" if effect.significant else "",
-        }
-        return {
-            **({"kernel": clean(swap.kernel)} if several else {}),
-            "layer": str(effect.layer),
-            **({"head": "all" if effect.head is None else str(effect.head)} if heads else {}),
-            **({"part": effect.part} if parts else {}),
-            "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
-            "95 % interval": interval(effect.ci95, decimals),
-            **(tests if tested else {}),
-        }
-
-    most = FEW if several else MOST
-    rows: list[dict[str, str]] = []
-    for swap in swaps:
-        cells = [format_effect(swap, effect) for effect in swap.sweep]
-        if len(cells) > 2 * most:
-            cells[most:-most] = [dict.fromkeys(cells[0], "…")]
-        rows += cells
-    noun, windows = "head" if heads else "layer", report.settings.windows or 0
-    note = f"Δ of the {words.effect_name(swaps[0])}"
-    note += (
-        "; * significant at a false discovery rate of 5 %."
-        if tested
-        else ", a distance: never negative, and not tested."
-    )
-    note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
-    kernels = [f"{clean(swap.kernel)}: " * several for swap in swaps]
-    lines = [name + _significant(swap.sweep, noun, windows) for name, swap in zip(kernels, swaps, strict=True)]
-    table = build_table(rows, {"kernel", "part", "FDR 5 %"}, names=1 + several + heads + parts)
-    return Section(f"Each {noun} alone", lines=lines * tested, table=table, notes=[note])
-
-
-def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many units have a significant effect and in which direction, and which diverge."""
-    if all(effect.ci95 is None for effect in effects if effect.delta is not None):
-        return "With a single window nothing is tested."
-    significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
-    verdict = f"no {noun} has a significant effect on {format_count(windows, 'window')} (false discovery rate 5 %)"
-    if significant:
-        harm = sum(delta > 0 for delta in significant)
-        verb = "has a significant effect" if len(significant) == 1 else "have significant effects"
-        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} (false discovery rate 5 %)"
-        verdict += f": {harm} raise the loss, {len(significant) - harm} lower it"
-    names = [f"{effect.layer}" if effect.head is None else f"{effect.layer}.{effect.head}" for effect in effects]
-    diverged = [name for name, effect in zip(names, effects, strict=True) if effect.delta is None]
-    return f"{verdict}.{f' Diverged: {noun} {join_items(diverged, 8)}.' if diverged else ''}"
-
-
-def _prediction_section(swaps: Sequence[Swap]) -> Section:
-    """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
-    several = len(swaps) > 1
-    rows = []
-    for swap in swaps:
-        strongest = sorted(swap.predictors, key=lambda each: -abs(each.rho))
-        for each in strongest[: FEW_PREDICTORS if several else MOST_PREDICTORS]:
-            row = {
-                **({"kernel": clean(swap.kernel)} if several else {}),
-                "measure": clean(each.measure),
-                "ρ": format_number(each.rho, 2),
-                "over heads": interval(each.heads_ci95, 2),
-                "over layers": interval(each.layers_ci95, 2),
-                "over windows": interval(each.sequences_ci95, 2),
-                "p": p_value(each.p_corrected),
-                "holds": "*" if each.holds else "",
-                "heads": str(each.heads),
-            }
-            rows.append(row)
-    table = build_table(rows, {"kernel", "measure", "holds"}, names=1 + several) if rows else None
-    unmeasured = [clean(swap.kernel) for swap in swaps if not swap.predictors]
-    none = (
-        [f"{join_items(unmeasured, 8)}: no measure differs between heads, or the harm has no value."]
-        if unmeasured
-        else []
-    )
-    notes = [_prediction_help(swaps)]
-    first = swaps[0].prediction
-    if first and first.left_out:
-        by_reason = group_pairs((reason, clean(name)) for name, reason in first.left_out.items())
-        groups = (f"{join_items(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
-        notes.append(f"Not compared: {'; '.join(groups)}.")
-    return Section("What predicts harm", lines=none, table=table, notes=notes)
-
-
-def _prediction_help(swaps: Sequence[Swap]) -> str:
-    """Explain the table of predictors and its limits."""
-    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
-    measures = " or ".join(dict.fromkeys(str(prediction.measures) for prediction in predictions))
-    text = (
-        "ρ: Spearman correlation over heads between Δ and a measure of the original model on the same windows. 95 % "
-        "intervals: bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, "
-        f"corrected for all {measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of "
-        "0. Correlation is not causation"
-    )
-    ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
-    if ceilings:
-        least = " and ".join(dict.fromkeys(ceilings))
-        text += f"; noise in the windows limits a perfect measure to ρ ≈ {least} (split halves)"
-    diverged = sum(prediction.diverged for prediction in predictions)
-    return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")
-
-
-def p_value(number: float | None) -> str:
-    """Format a p-value with two significant digits, or `–` for None."""
-    return NO_VALUE if number is None else f"{number:.2g}"
-
-
-def plan_rows(plan: Plan) -> Table:
-    """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
-    shared = any(key.kv_heads for key in plan.ranks)
-    title = "numbers kept" if shared else "rank by key head"
-    rows = []
-    for keys in group_pairs((key.layer, key) for key in plan.ranks).values():
-        mean = sum(key.rank / key.keys * len(key.heads) for key in keys) / sum(len(key.heads) for key in keys)
-        ranks = numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys)
-        size = str(keys[0].head_dim // keys[0].keys)
-        rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
-    return build_table(rows, {title})
-
-
-def numbers_kept(keys: Sequence[KeyRank]) -> str:
-    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
-    totals = {key.head_dim for key in keys}
-    if len(totals) > 1:
-        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
-    each = " each" * (len(keys) > 1)
-    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
-
-
-def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
+def swap_rows(report: Report) -> list[dict[str, Cell]]:
     """Build one row per kernel and stage or control; if units were swapped alone, one row per kernel and unit."""
+    swaps = report.swaps
     if any(swap.sweep for swap in swaps):
-        return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
+        return [_effect_row(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
     rows = []
     for swap in swaps:
-        rows += [_outcome(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
+        rows += [_outcome_row(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
         rows += [
-            _outcome(swap, "", control.kernel or control.role, control.state, control) for control in swap.controls
+            _outcome_row(swap, "", control.kernel or control.role, control.state, control) for control in swap.controls
         ]
     return rows
 
 
-def _outcome(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
+def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
     """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
     costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
     for name in ("tokens_per_second", "peak_memory_bytes"):
@@ -449,14 +522,12 @@ def _outcome(swap: Swap, stage: str, control: str, state: float | None, outcome:
     }
 
 
-def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
+def _effect_row(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
     """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    values = {
-        predictor.measure: predictor.values[place]
-        for predictor in sorted(swap.predictors, key=lambda predictor: predictor.measure)
-    }
+    predictors = sorted(swap.predictors, key=lambda predictor: predictor.measure)
+    values = {predictor.measure: predictor.values[place] for predictor in predictors}
     return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **tests, **values}
 
 

@@ -3,83 +3,100 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
-from attnlens.report.sections.section import Column, Row, Section, Table, build_table
-from attnlens.report.sentences.reports import (
-    changed_measures,
-    format_label,
-    heads_of,
-    is_main_measure,
-    judgement,
-    null_cell,
-    null_words,
-    setting,
-)
-from attnlens.wording import (
-    NO_VALUE,
-    SCIENTIFIC,
-    clean,
-    decimals_for,
-    format_count,
-    format_number,
-    group_pairs,
-    join_items,
-    short,
-)
+from attnlens.report.sections.facts import null_cell, null_words
+from attnlens.report.sections.section import TEXTS, Column, Row, Section, Table, View, build_table, section
+from attnlens.report.shapes import Shapes, by_turns
+from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items, short
+
+
+def format_label(experiment: Experiment, name: str) -> str:
+    """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
+    return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
+
+
+def setting(experiment: Experiment, name: str) -> str:
+    """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
+
+    def format_value(value: object) -> str:
+        if isinstance(value, list):
+            return " ".join(map(format_value, value))
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    label = format_label(experiment, name)
+    return f"{label}{':' * (' = ' in label)} {format_value(experiment.settings[name])}"
+
+
+def judgement(experiment: Experiment, figure: str) -> str:
+    """Return `pass`, `FAIL`, or `–` if nothing was published."""
+    met = experiment.meets(figure)
+    return NO_VALUE if met is None else "pass" if met else "FAIL"
+
+
+def heads_of(experiment: Experiment) -> int:
+    """Count the heads whose values the experiment tracks over its steps."""
+    return len({(trajectory.layer, trajectory.head) for trajectory in experiment.trajectories})
+
+
+def measures_of(experiment: Experiment) -> list[str]:
+    """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
+    names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
+    main = sorted((name for name in names if _place(name) < math.inf), key=_place)
+    return [*main, *by_turns(name for name in names if name not in main)]
+
+
+def changed_measures(experiment: Experiment) -> list[str]:
+    """List the measures of a series whose median changes between checkpoints."""
+    return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
+
+
+def _place(name: str) -> float:
+    """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
+    return 0 if name == "loss" else find_measure(name).series or math.inf
+
 
 MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def series_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
-    """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
+def _series_section(experiment: Experiment, *, whole: bool) -> Section:
+    """Build the section of a series of checkpoints: its main measures, or, if `whole`, every one."""
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
-    shown = measures if whole else [name for name in measures if is_main_measure(name)] or measures
+    shown = measures if whole else [name for name in measures if _place(name) < math.inf] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
-    yield Section(experiment.question, lines=lines, table=_series_table(experiment, shown), notes=(help_, *more))
-    if whole and heads > 1:
-        spread = [name for name in measures if experiment.curves[name].low is not None]
-        names = [Column("measure", [*map(clean, spread)], words=True)]
-        yield Section("Quartiles over heads", table=Table(names, _by_step(experiment, spread, _quartiles)))
+    return Section(experiment.question, lines=lines, table=_series_table(experiment, shown), notes=(help_, *more))
 
 
 def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
     """Build a table with one row per measure: medians over heads by checkpoint (at most 8), last quartiles, null."""
-    columns = _by_step(experiment, measures, lambda curve, at, decimals: format_number(curve.median[at], decimals))
+    curves = [experiment.curves[name] for name in measures]
+    decimals = [decimals_for([value for value in curve.median if value is not None]) for curve in curves]
+    steps = curves[0].steps if curves else []
+    columns = [
+        Column(
+            format_number(steps[at], decimals_for(steps)),
+            [format_number(curve.median[at], places) for curve, places in zip(curves, decimals, strict=True)],
+            group=clean(experiment.axis),
+        )
+        for at in _select_columns(len(steps))
+    ]
     if heads_of(experiment) > 1:
-        curves = [experiment.curves[name] for name in measures]
-        columns.append(Column("quartiles", [_quartiles(curve, -1, _decimals_of(curve)) for curve in curves], "last"))
+        columns.append(Column("quartiles", [*map(_quartiles, curves, decimals)], "last"))
     nulls = [experiment.null(name) for name in measures]
     if any(nulls):
         ends = [(null.median[-1], null.high[-1]) if null and null.high else (None, None) for null in nulls]
         cells = ["" if mean is None or high is None else null_cell(mean, high - mean) for mean, high in ends]
         columns.append(Column("null", cells, "chance"))
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
-
-
-def _by_step(
-    experiment: Experiment, measures: Sequence[str], format_cell: Callable[[Curve, int, int], str]
-) -> list[Column]:
-    """Build a column per checkpoint (at most 8) with a cell per measure: `format_cell(curve, checkpoint, decimals)`."""
-    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
-    steps = curves[0][0].steps if curves else []
-    return [
-        Column(
-            format_number(steps[at], decimals_for(steps)),
-            [format_cell(curve, at, decimals) for curve, decimals in curves],
-            group=clean(experiment.axis),
-        )
-        for at in _select_columns(len(steps))
-    ]
 
 
 def _select_columns(count: int) -> list[int]:
@@ -89,46 +106,44 @@ def _select_columns(count: int) -> list[int]:
     return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
 
 
-def _decimals_of(curve: Curve) -> int:
-    return decimals_for([value for value in curve.median if value is not None])
-
-
-def _quartiles(curve: Curve, at: int, decimals: int) -> str:
-    if curve.low is None or curve.high is None or curve.low[at] is None:
+def _quartiles(curve: Curve, decimals: int) -> str:
+    """Format the quartiles over heads at the last checkpoint."""
+    if curve.low is None or curve.high is None or curve.low[-1] is None:
         return NO_VALUE
-    return f"{format_number(curve.low[at], decimals)} … {format_number(curve.high[at], decimals)}"
+    return f"{format_number(curve.low[-1], decimals)} … {format_number(curve.high[-1], decimals)}"
 
 
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
-def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
-    """Yield the sections of `converge` and `reproduce` below the model; `whole` adds every measure of a series."""
+@section(10, "experiments", ("page",))
+@section(50, "experiments", (*TEXTS, "verbose"))
+def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield the experiments below the model, on a terminal with the main measures of a series; --verbose adds all."""
+    report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
-    if plain:
-        table = figure_table(plain) if any(experiment.final for experiment in plain) else None
+    if plain and not verbose:
+        rows = [
+            {
+                "experiment": "" if place else clean(experiment.name),
+                "figure": format_label(experiment, figure),
+                **_figure_cells(experiment, figure, any(each.published for each in plain)),
+            }
+            for experiment in plain
+            for place, figure in enumerate(experiment.final)
+        ]
+        table = build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"}) if rows else None
         yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from series_sections(experiment, whole=whole)
+            yield _series_section(experiment, whole=view != "terminal")
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():
             missing.append(f"{clean(experiment.name)}: {join_items(names, 5)}, because {reason}")
-    if missing:
+    if missing and not verbose:
         yield Section("No value", items=missing)
-
-
-def figure_table(experiments: Sequence[Experiment]) -> Table:
-    """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
-    compared = any(experiment.published for experiment in experiments)
-    rows = []
-    for experiment in experiments:
-        for place, figure in enumerate(experiment.final):
-            row = {"experiment": "" if place else clean(experiment.name), "figure": format_label(experiment, figure)}
-            rows.append(row | _figure_cells(experiment, figure, compared))
-    return build_table(rows, {"experiment", "figure", "verdict"}, names=2)
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
@@ -145,7 +160,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
         least = max(decimals, decimals_for([published], figures=2))
         small = abs(published) < 1e-4 and published != 0
         sign = SIGNS[experiment.bounds.get(figure, "within")]
-        shown = sign + format_number(published, SCIENTIFIC if small else least)
+        shown = sign + format_number(published, decimals_for([published]) if small else least)
         slack = (experiment.tolerance or {}).get(figure, 0.0)
         tolerance = short(slack) if slack else "exact"
     return {"ours": ours, "published": shown, "tolerance": tolerance, "verdict": judgement(experiment, figure)}
@@ -156,7 +171,7 @@ def _decimals(experiment: Experiment, figure: str) -> int:
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
-        return SCIENTIFIC
+        return decimals_for([value])
     if slack and math.isfinite(slack) and slack < 1:
         return min(9, 1 - math.floor(math.log10(slack)))
     return decimals_for([value or 0.0], figures=4)

@@ -1,0 +1,218 @@
+"""Facts of any report in words: its model, how much was read, notes, missing values, and what its errors refer to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from attnlens.analyzers.registry import NULLS, MeasureInfo
+from attnlens.records import Report, Text
+from attnlens.records.report import KINDS
+from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
+from attnlens.report.shapes import Shapes
+from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items, source_of
+
+
+def title(report: Report) -> str:
+    """Return the title: names of the models compared, of the studies, or of the model and others of experiments."""
+    if report.comparison is not None:
+        return f"{report.comparison.base.title} → {report.model.title}"
+    if report.studies:
+        return clean("kernel study: " + ", ".join(study.name for study in report.studies))
+    others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
+    return " + ".join([report.model.title, *map(clean, others)])
+
+
+def standing(report: Report) -> tuple[str, bool]:
+    """Return how much was read, or the verdict on studies or on experiments without a model; True if sound.
+
+    Cells of a study may fail to converge if those of the paper did too.
+    """
+    if report.studies:
+        cells = [cell for study in report.studies for cell in study.cells]
+        failed = [cell for cell in cells if cell.problem]
+        names = join_items((cell.name for cell in failed), between="; ")
+        verdict = f"did not converge: {names}" if failed else "all converged"
+        trained = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+        return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
+    if report.coverage.heads or report.kind != "experiments":
+        return clean(report.coverage.sentence), report.coverage.complete
+    judged = [experiment for experiment in report.experiments if experiment.passed is not None]
+    missed = [clean(experiment.name) for experiment in judged if not experiment.passed]
+    total = format_count(len(report.experiments), "experiment")
+    if not judged:
+        return f"{total}; nothing published to compare with.", True
+    verdict = f"missed by {join_items(missed)}" if missed else "all agree"
+    return f"{len(judged)} of {total} compared with published figures; {verdict}.", not missed
+
+
+def bounds(info: MeasureInfo) -> str:
+    """Return the least and the largest value of a measure in words; `any` if neither is known."""
+    if info.low is None and info.high is None:
+        return "any"
+    low = "−∞" if info.low is None else f"{info.low:g}"
+    high = "∞" if info.high is None else f"{info.high:g}"
+    return f"{low} to {high}"
+
+
+def null_words(measures: Iterable[MeasureInfo]) -> str:
+    """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
+    kinds = {source_of(info.name): info.null for info in measures}
+    if len(set(kinds.values())) < 2:
+        return NULLS[next(iter(kinds.values()), "factors")]
+    rotated = join_items(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
+    return f"{NULLS['factors']}, for {rotated} {NULLS['rotations']}"
+
+
+def null_cell(mean: float, sd: float) -> str:
+    """Format mean ± sd of a null, with two significant digits of the sd."""
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{format_number(mean, decimals)} ± {format_number(sd, decimals)}"
+
+
+def no_errors(report: Report) -> str:
+    """State that there are no errors and intervals if only one window was read; else empty."""
+    return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
+
+
+def population(report: Report, counted: str = "") -> str:
+    """State the population that the errors refer to: windows of the named texts, or similar texts; empty without text.
+
+    Consecutive windows from the beginning do not represent the rest of their text.
+    """
+    settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
+    if not texts:
+        return f"errors are over the {len(settings.texts)} files and apply to similar files" if settings.texts else ""
+    first, names = settings.placement == "first", join_items([text.name for text in texts], 4)
+    counts = [len(text.windows) for text in texts]
+    if settings.intervals == "texts":
+        scope = f"over {len(texts)} texts and apply to {'beginnings of ' * first}similar texts"
+    elif first:
+        scope = f"over the first {sum(counts)} {unit}s and apply to similar {unit}s, not to all of {names}"
+    else:
+        scope = f"over {unit}s and apply to the {sum(text.available or 0 for text in texts)} {unit}s of {names}"
+    if len(texts) > 1:
+        scope += f"; every {counted or unit} has equal weight; the texts have {join_items(counts)} {unit}s"
+    if len(texts) < len(settings.texts) and settings.noise is None:
+        scope += "; errors of heads that do not read the text reflect the other input only"
+    return f"errors are {scope}"
+
+
+def _unit(report: Report) -> str:
+    """Name the unit that was fed: `window`, `line`, or `input` if no text was fed."""
+    return "input" if not _texts_in_windows(report) else "line" if report.settings.pack is False else "window"
+
+
+def _texts_in_windows(report: Report) -> list[Text]:
+    """Return the texts that were cut into windows or lines, without images and sounds from files or noise."""
+    return [text for text in report.settings.texts if text.available is not None]
+
+
+def ran_on(report: Report) -> str:
+    """State which experiments ran on which model; empty if all ran on the report's model."""
+    by_model = group_pairs((experiment.model, clean(experiment.name)) for experiment in report.experiments)
+    default = by_model.pop(None, [])
+    texts = [f"{join_items(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
+    return "; ".join([*texts, f"all others: {report.model.title}"] if texts and default else texts)
+
+
+def build_heading(report: Report, whole: bool) -> Heading:
+    """Build the head of a document; `whole`: with all caveats for reading the numbers."""
+    model, settings, record = report.model, report.settings, report.model.conventions
+    facts = [
+        model.architecture,
+        f"{big(model.parameters)} parameters",
+        f"decoded from {model.quantised}" if model.quantised else "",
+        f"with a {model.adapter.kind} adapter" if model.adapter else "",
+        f"revision {model.revision[:12]}" if model.revision else "",
+        settings.fed,
+        f"{settings.dtype} on {settings.device}",
+    ]
+    conventions = [f"positions: {record.position}"] if record else []
+    conventions += ["queries and keys are normalised per token"] * bool(record and record.qk_norm)
+    conventions += ["biases are left out of weights.*"] * bool(record and record.bias == "excluded")
+    error = report.summary.identity_error
+    exact = "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
+    verdict, sound = standing(report)
+    return Heading(
+        title=title(report),
+        command=report.command,
+        facts=" · ".join(clean(fact) for fact in facts if fact),
+        asides=[*filter(None, [ran_on(report), "; ".join(conventions), exact])],
+        notes=notes(report) if whole else [*settings.notes, *other_base(report)],
+        standing=verdict,
+        sound=sound,
+    )
+
+
+def notes(report: Report) -> list[str]:
+    """List the caveats of a report, one sentence each."""
+    of_model = [] if report.model.conventions is None else report.model.conventions.notes
+    return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *state_unexpected(report))]
+
+
+def other_base(report: Report) -> list[str]:
+    """Return a warning if the adapter names another base than the model; compares only the last parts of the ids."""
+
+    def last(name: str) -> str:
+        return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
+
+    record, model = report.model.adapter, report.model.id
+    if record is None or record.base is None or last(record.base) == last(model):
+        return []
+    return [clean(f"The adapter's base is {record.base}; it was merged into {model}, which has matching shapes.")]
+
+
+def state_unexpected(report: Report) -> list[str]:
+    """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
+    names = report.model.unexpected
+    unused = f"{format_count(len(names), 'tensor')} in the files not used by {report.model.architecture}"
+    return [f"{unused}: {join_items(names)}."] if names else []
+
+
+@section(60, views=(*TEXTS, "opening"))
+def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield what was skipped and which measures have no value, one line per reason."""
+    places = []
+    for entry in shapes.report.coverage.skipped:
+        heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
+        places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
+    skipped = [f"{clean(reason)}: {join_items(sites, 4)}" for reason, sites in group_pairs(places).items()]
+    for heading, lines in (("Skipped", skipped), ("No value", without_value(shapes))):
+        if lines:
+            yield Section(heading, items=lines)
+
+
+def without_value(shapes: Shapes) -> list[str]:
+    """List the measures without values, one line per reason and number of heads."""
+    pairs = []
+    for name in shapes.report.measure_names():
+        if name in shapes.readings:
+            counts = shapes.readings[name].reasons
+            pairs += [((reason, format_count(count, "head")), name) for reason, count in counts.items()]
+        else:  # missing in all heads
+            first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
+            pairs.append(((first.reason or "", "all heads"), name))
+    groups = group_pairs(pairs).items()
+    return [f"{join_items(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]
+
+
+@section(90, [kind for kind in KINDS if kind != "doctor"], ("verbose",))
+@section(95, views=("page",))
+def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield how a report was made: tool, environment, settings, checksums; on a terminal also notes and costs."""
+    report, versions, settings = shapes.report, shapes.report.environment, shapes.report.settings
+    files = [("text", settings.text), ("noise", settings.noise), *(("file", file) for file in report.model.files)]
+    items = [
+        ("tool", f"{report.tool.name} {report.tool.version}"),
+        ("python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"),
+        ("platform", versions.platform),
+        ("source", settings.source),
+        ("seed", str(settings.seed)),
+        *([("analyzers", join_items(settings.analyzers, 20))] if settings.analyzers else []),
+        *((kind, f"{file.name}, sha256 {file.sha256}") for kind, file in files if file is not None),
+    ]
+    if view == "verbose":
+        items += [("note", note) for note in notes(report)]
+        items += [("time", f"{stage}: {seconds:.2f} s") for stage, seconds in report.timings.items()]
+        items.append(("memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"))
+    yield Section("Details" if view == "verbose" else "How it was made", items=items)

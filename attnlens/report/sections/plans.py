@@ -1,0 +1,267 @@
+"""Plans of ranks (estimated, promised and measured rises, savings) and healing (amount, rates, losses)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from attnlens.records import Healing, HealingTraining, KeyRank, Pair, Plan, Rise
+from attnlens.report.sections.section import Section, Table, View, build_table, section
+from attnlens.report.sections.swaps import UNITS, figures
+from attnlens.report.shapes import Shapes
+from attnlens.wording import clean, group_pairs
+
+STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
+"""Name of each stage of healing."""
+SAVED = {
+    "parameters": "parameters for queries and keys",
+    "flops_per_token": "operations per token for queries, keys and scores",
+    "cache_bytes_per_token": "bytes per token in the key-value cache",
+}
+"""Description of each cost that a plan saves or adds, by field."""
+RANK = "rank: one per key head, for all query heads that share it."
+LATENT = "Latents: numbers cached per token instead of a site's keys."
+ESTIMATED = "Estimated: on the calibration text that chose the ranks; biased by that choice."
+PROMISED = (
+    "Promised: on calibration text used neither to fit nor to choose. The rise over {population} lies within the "
+    "interval in 95 % of such runs, and above it in 2.5 %."
+)
+MEASURED = (
+    "Measured: on the evaluation text. A rise is a ratio of two losses, Δ their difference in nats: near 0 only one of "
+    "the intervals may contain 0."
+)
+HELD_OUT = (
+    "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text. The "
+    "final maps are fitted to all texts."
+)
+FURTHER = (
+    "New text: upper end of the prediction interval over the texts' rises, for a text of the same kind and length."
+)
+LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
+BUDGETED = {"loss": "loss", "ppl": "perplexity"}
+"""Quantity that a budget is a share of, in words."""
+POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
+"""Population that an interval covers, by what it is over."""
+
+
+@section(20, "swap")
+def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the section on a plan of ranks: what it promises and saves, the ranks of each layer, and the terms used."""
+    plan = shapes.report.plan
+    if plan is None:
+        return
+    promised = plan.promised
+    terms = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
+    if plan.held_out or promised is not None:
+        terms.append(HELD_OUT if plan.held_out else LONE)
+    terms += [ESTIMATED] * (plan.estimated is not None)
+    if promised is not None:
+        terms.append(PROMISED.format(population=POPULATIONS[promised.over]))
+        terms += [FURTHER] * (promised.further is not None)
+    terms += [MEASURED] * (plan.measured is not None)
+    yield Section("Ranks", items=plan_lines(plan), table=plan_rows(plan), notes=[" ".join(terms)])
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """List the lines on a plan: mean rank, form, estimated, promised, measured and healed rise, savings, reasons."""
+    what, calibration, text = BUDGETED[plan.unit], clean(plan.calibration), clean(plan.text)
+    lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
+    lines += _form(plan)
+    if plan.estimated is not None:
+        lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, which chose the ranks")
+    if (promised := plan.promised) is not None:
+        lines.append(f"Promised: {_rise(promised)} of {calibration}, {_promise(plan, promised)}")
+        ranked = sorted(promised.by_text.items(), key=lambda item: item[1])
+        ends = {name: f" [{share(low)} to {share(high)}]" for name, (low, high) in promised.ci95_by_text.items()}
+        texts = (f"{share(alone)}{ends.get(name, '')} ({clean(name)})" for name, alone in ranked)
+        lines += [f"Text by text: {', '.join(texts)}"] if ranked else []
+        if (further := promised.further) is not None:
+            verdict = "within the budget" if further <= plan.budget else "beyond the budget"
+            lines.append(f"New text of this kind: at most {share(further)} (95 % prediction bound), {verdict}")
+    if (measured := plan.measured) is not None:
+        broken = promised is not None and promised.bound(1) <= plan.budget < measured.share
+        failure = ": the promise fails on this text" if broken else ""
+        lines.append(f"Measured: {_rise(measured)} on {text}, {_place_in_budget(plan, measured)}{failure}")
+    if plan.healed is not None:
+        lines.append(f"Healed: {_rise(plan.healed)} on {text}")
+    lines += _format_savings(plan)
+    return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
+
+
+def _form(plan: Plan) -> Iterator[str]:
+    """Yield the form of the latents, and the forms that it was compared with."""
+    form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
+    group = form.get("group", "1")
+    keys = "each key head has a latent of its own" if group == "1" else f"{group} key heads share a latent"
+    turned = "before" if form.get("rotation") == "before" else "after"
+    by = "by the output" if form.get("metric") == "output" else "by attention"
+    yield f"Latents: {keys}, of keys {turned} the rotation, pairs weighted {by}"
+    if plan.forms:
+        ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
+        texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
+        yield f"Forms compared at half of all numbers: {'; '.join(texts)}"
+
+
+def _promise(plan: Plan, promised: Rise) -> str:
+    """State whether the promised rise, its interval and the rise on each text are within the budget."""
+    beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
+    if beyond and max(promised.share, promised.high) <= plan.budget:
+        return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
+    doubt = ": the budget is not guaranteed" if promised.share <= plan.budget < promised.high else ""
+    return f"{_place_in_budget(plan, promised)}{doubt}"
+
+
+def _place_in_budget(plan: Plan, record: Rise) -> str:
+    """State whether a rise and its interval are within the budget."""
+    if record.share > plan.budget:
+        return "beyond the budget"
+    if record.ci95 is None:
+        return "within the budget, without an interval"
+    return "within the budget" + (", though its interval is not" if record.high > plan.budget else "")
+
+
+def _format_savings(plan: Plan) -> Iterator[str]:
+    for name, meaning in SAVED.items():
+        pair: Pair = getattr(plan, name)
+        if pair.before and pair.after is not None:
+            change = share(pair.after / pair.before - 1, 0)
+            length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
+            word = "Saving" if pair.after < pair.before else "Added" if pair.after > pair.before else "Unchanged"
+            yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
+    if plan.rebuilding_flops:
+        yield (
+            f"Rebuilding keys from latents costs {plan.rebuilding_flops:,.0f} operations per cached token and new "
+            "token, unless the keys are cached too"
+        )
+    if plan.keys_to_gain is not None:
+        yield (
+            "Maps that are not merged into W_Q and W_K cost extra operations; they save compute only if a query sees "
+            f"more than {plan.keys_to_gain:,.0f} keys"
+        )
+
+
+def share(number: float, digits: int = 2) -> str:
+    """Format a share in per cent with its sign: `+0.62 %`."""
+    sign = "−" if number < 0 else "+"
+    return f"{sign}{abs(number) * 100:.{digits}f} %"
+
+
+def _rise(record: Rise) -> str:
+    """Format a rise: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
+    over = " over texts" if record.over == "texts" else ""
+    bounds = "" if record.ci95 is None else f"95 % interval{over} {share(record.ci95[0])} to {share(record.ci95[1])}, "
+    return f"{share(record.share)} ({bounds}{_count(record.sequences, 'sequence')})"
+
+
+def plan_rows(plan: Plan) -> Table:
+    """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
+    shared = any(key.kv_heads for key in plan.ranks)
+    title = "numbers kept" if shared else "rank by key head"
+    rows = []
+    for keys in group_pairs((key.layer, key) for key in plan.ranks).values():
+        mean = sum(key.rank / key.keys * len(key.heads) for key in keys) / sum(len(key.heads) for key in keys)
+        ranks = numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys)
+        size = str(keys[0].head_dim // keys[0].keys)
+        rows.append({"layer": str(keys[0].layer), "mean rank": f"{mean:.1f}", "of": size, title: ranks})
+    return build_table(rows, {"layer"}, {title})
+
+
+def numbers_kept(keys: Sequence[KeyRank]) -> str:
+    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
+    totals = {key.head_dim for key in keys}
+    if len(totals) > 1:
+        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
+    each = " each" * (len(keys) > 1)
+    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
+
+
+@section(40, "swap")
+def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the section on healing, if there is one kernel."""
+    swap, *others = shapes.report.swaps
+    if swap.healing is not None and not others:
+        yield Section("Healing", items=healing_lines(swap.healing, UNITS[swap.task]))
+
+
+def healing_lines(record: Healing, unit: str) -> list[str]:
+    """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
+    distances = {step.step: step.validation for step in record.curve if step.validation is not None}
+    of_rank = f" as updates of rank {record.rank}" if record.rank else ""
+    lines = [
+        f"Healing: {_format_amount(record)}, best step {record.best}; {record.parameters:,} parameters "
+        f"trained{of_rank}, learning rate {_rate(record.learning_rate)}"
+    ]
+    if record.tokens is not None and record.seconds is not None:
+        goal = "the next tokens of the text" if record.goal == "text" else "the original model"
+        peak = f"; peak {record.peak_memory_bytes / 2**20:,.0f} MiB" if record.peak_memory_bytes else ""
+        many = f"{_count(record.tokens, 'token')}, {_count(record.batch or 0, 'sequence')} per step"
+        lines.append(f"Target: {goal}; {many}, {record.seconds:,.0f} s{peak}")
+    if record.eta is not None:
+        loss = f"the distance + {record.eta:g} · the KSVD regulariser, as in the {record.ksvd_convention}"
+        lines.append(f"Training loss: {loss}")
+    lines += map(_stage, record.stages)
+    if record.best in distances:
+        name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
+        first, best = figures(distances[min(distances)]), figures(distances[record.best])
+        lines.append(f"{name}: {first} at first, {best} at the best step")
+    return [*lines, *_losses(record, unit), *_control(record)]
+
+
+def _format_amount(record: Healing) -> str:
+    """Format the training: `200 steps requested, 200 done`, `5,000 tokens requested, 5,120 done in 40 steps`."""
+    steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
+    amount = record.amount or _count(record.steps, "step").replace(",", "")
+    done = f"{steps} done"
+    for unit, number in (("token", record.tokens), ("second", record.seconds)):
+        if amount.rstrip("s").endswith(unit) and number is not None:
+            done = f"{number:,.0f} done in {_count(steps, 'step')}"
+    return f"{amount} requested, {done}" + (", interrupted" if record.interrupted else "")
+
+
+def _count(number: int, noun: str) -> str:
+    """Format a count: `1 token`, `5,000 tokens`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _stage(stage: HealingTraining) -> str:
+    rates = sorted(trial.rate for trial in stage.rates)
+    tried = f" (of {', '.join(map(_rate, rates))})" if rates else ""
+    name = STAGES[stage.stage]
+    if not stage.steps:
+        return f"{name}: skipped because no learning rate{tried} reduced the distance"
+    speed = f", {stage.tokens_per_second:,.0f} tokens per second" if stage.tokens_per_second else ""
+    ended = "; stopped early after no significant gain" if stage.stopped else ""
+    lowered = "" if stage.lowered_from is None else f", lowered from {_rate(stage.lowered_from)}"
+    chosen = f"learning rate {_rate(stage.learning_rate)}{lowered}{tried}"
+    return f"{name}: {_count(stage.steps, 'step')}, {_count(stage.tokens, 'token')}{speed}, {chosen}{ended}"
+
+
+def _losses(record: Healing, unit: str) -> Iterator[str]:
+    drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
+    by_tokens = [
+        f"{figures(math.exp(loss))} at {step.tokens:,}"
+        for step, loss in drawn
+        if step.tokens is not None and loss < 700  # exp overflows float64 above 709
+    ]
+    if by_tokens:
+        yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
+    elif drawn:
+        losses = ", ".join(f"{figures(loss, 4)} at step {step.step}" for step, loss in drawn)
+        yield f"Loss on the evaluation text, in {unit}: {losses}"
+
+
+def _control(record: Healing) -> Iterator[str]:
+    if (control := record.control) is None:
+        return
+    ends = control.ratio_ci95
+    interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
+    yield (
+        f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
+        f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed model's "
+        f"is {control.ratio:.3f} times the latter{interval}"
+    )
+
+
+def _rate(value: float) -> str:
+    """Format a learning rate: 1e-3."""
+    return f"{value:.0e}".replace("e-0", "e-")
