@@ -22,15 +22,11 @@ from attnlens.files import OPEN_FILES
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 10_000
-"""Maximum number of items in a list of layers, heads, names or texts; an iterable may be infinite."""
-MODEL_FILES = (".gguf", ".safetensors")
-"""File name endings of models."""
-LARGEST = 2**63 - 1
-"""Largest integer accepted as an argument."""
+MOST = 10_000  # Maximum number of items in a list of layers, heads, names or texts; an iterable may be infinite
+MODEL_FILES = (".gguf", ".safetensors")  # File name endings of models
+LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 
-DATASETS = "datasets:"
-"""Prefix of the name of a text that consists of rows of a dataset instead of a file."""
+DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset instead of a file
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
 _ONE_AT_A_TIME = RLock()
@@ -154,10 +150,8 @@ def listed_numbers(name: str, words: str) -> set[int]:
 class Budget(NamedTuple):
     """Largest allowed rise of a changed model's loss or perplexity."""
 
-    unit: Unit
-    """Quantity that may rise."""
-    share: float
-    """Allowed relative rise; 0.01 is 1 %."""
+    unit: Unit  # Quantity that may rise
+    share: float  # Allowed relative rise; 0.01 is 1 %
 
 
 def budget(words: str) -> Budget:
@@ -176,11 +170,9 @@ def budget(words: str) -> Budget:
 class DatasetRows(NamedTuple):
     """Rows of a dataset, read as a text."""
 
-    name: str
-    """Name on the hub, or a folder of data files."""
+    name: str  # Name on the hub, or a folder of data files
     config: str | None = None
-    split: str | None = None
-    """Split to read; None: `test`."""
+    split: str | None = None  # Split to read; None: `test`
     column: str = "text"
 
 

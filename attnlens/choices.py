@@ -2,16 +2,14 @@
 
 from typing import Literal
 
-Sources = Literal["weights", "tokens", "both"]
-"""Source that a run reads."""
+Sources = Literal["weights", "tokens", "both"]  # Source that a run reads
 Placement = Literal["spread", "first", "random"]
 """Position of the windows in each text: evenly spread over it, the first ones, or drawn at random."""
 Intervals = Literal["windows", "texts"]
 """Population that errors and intervals refer to: windows of the given texts, or texts like these."""
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
-Sweep = Literal["heads", "layers"]
-"""Units that are swapped individually."""
+Sweep = Literal["heads", "layers"]  # Units that are swapped individually
 Unit = Literal["loss", "ppl"]
 """Quantity that a budget is a share of: the loss in nats, or its exponential, the perplexity."""
 Route = Literal["auto", "eager", "fused"]
@@ -20,35 +18,26 @@ Convention = Literal["paper", "code"]
 """paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
 Engine = Literal["local", "ray"]
 """Place where units of work are computed: processes on this machine, or the nodes of a Ray cluster."""
-Space = Literal["input", "projected"]
-"""Space in which a selection problem is posed."""
+Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
 """The spaces in words; the queries and keys are those after rotation."""
-ETA = 0.1
-"""η of the published code for language modelling; 0.01 for Long Range Arena."""
-KERNEL, BUDGETED = "rbf", "rank"
-"""Default kernel of a swap, and the kernel whose ranks a budget chooses."""
-SHOWN = "selection"
-"""Analyzer whose findings can be shown per head; a series of checkpoints runs it too."""
-ATTENTION = "attention"
-"""Name under which the attention rows of many heads on one sequence can be shown."""
+ETA = 0.1  # η of the published code for language modelling; 0.01 for Long Range Arena
+KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses
+SHOWN = "selection"  # Analyzer whose findings can be shown per head; a series of checkpoints runs it too
+ATTENTION = "attention"  # Name under which the attention rows of many heads on one sequence can be shown
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
 """Control of a swapped kernel: in a cache of its size (64 if unbounded), some first tokens and the nearest ones; the
 key with the largest score; the mean of the values; branches of a filtered kernel or a hybrid: the filter with the
 model's own kernel, and the kernel without the filter; the trained far part of a healed hybrid, applied to all keys."""
-HealingUnit = Literal["steps", "tokens", "seconds"]
-"""Unit of a healing's length."""
+HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of a healing's length
 HealingGoal = Literal["teacher", "text"]
 """Training target of a healing: the original model's predictions, or the next tokens of the text."""
 HealingStage = Literal["transfer", "whole"]
 """Outputs that a healing compares: each site's on the original's inputs, or those of the whole models."""
-CLAIMS = "claims"
-"""Name that selects the papers' small experiments instead of a table."""
+CLAIMS = "claims"  # Name that selects the papers' small experiments instead of a table
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
 """Tables of the papers that a study trains again, in the order in which all of them run."""
-KERNEL_TRANSFORMER = "attnlens_kernel_transformer"
-"""Model type of the models that `reproduce` saves."""
-CHANGE = "change."
-"""Prefix of a measure's name in a comparison: the change of that measure."""
+KERNEL_TRANSFORMER = "attnlens_kernel_transformer"  # Model type of the models that `reproduce` saves
+CHANGE = "change."  # Prefix of a measure's name in a comparison: the change of that measure
 RELATIVE, FDR = 0.05, 0.05
 """Defaults of `check`: allowed relative deviation of a head from its baseline, and the false discovery rate."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-REFUSALS = (
+REFUSALS = (  # Phrases that allocators, the operating system, its dynamic loader and Python report if memory runs out
     *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
     "error return without exception set",
 )
-"""Phrases that allocators, the operating system, its dynamic loader and Python report if memory runs out."""
 
 
 class AttnlensError(Exception):

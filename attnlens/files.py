@@ -20,8 +20,7 @@ from attnlens.errors import AttnlensError, OutputError, UsageError
 
 LARGEST = 2**28
 """Largest file that is read as a whole, in bytes; tokenizers, the largest such files, reach a tenth of it."""
-PART = 2**20
-"""Bytes read per step, so that a file above the limit does not fill memory."""
+PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
 DEEPEST = 100
 """Maximum nesting depth of JSON: configs have five levels, and parsers exceed their recursion limit near 300."""
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)

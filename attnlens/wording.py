@@ -8,11 +8,9 @@ from typing import TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
-NO_VALUE = "–"
-"""Sign for a missing value."""
+NO_VALUE = "–"  # Sign for a missing value
 
-SCIENTIFIC = -1
-"""Number of decimals that selects scientific notation, 1.2e-05."""
+SCIENTIFIC = -1  # Number of decimals that selects scientific notation, 1.2e-05
 
 
 def model_name(identity: str) -> str:

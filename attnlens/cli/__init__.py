@@ -15,16 +15,11 @@ import gc
 import os
 import signal
 
-FAILED = 1
-"""Exit code if a requested check failed."""
-UNUSABLE = 2
-"""Exit code for invalid arguments or input."""
-PARTLY = 3
-"""Exit code if a part could not be done, with --strict."""
-BUG = 70
-"""Exit code for an internal error."""
-INTERRUPTED = 130
-"""Exit code of an interrupted command."""
+FAILED = 1  # Exit code if a requested check failed
+UNUSABLE = 2  # Exit code for invalid arguments or input
+PARTLY = 3  # Exit code if a part could not be done, with --strict
+BUG = 70  # Exit code for an internal error
+INTERRUPTED = 130  # Exit code of an interrupted command
 READER_LEFT = 141
 """Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
 

@@ -23,14 +23,13 @@ from attnlens.errors import UsageError
 TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # its class in click
 """Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
-WIDEST = 1000
-"""Maximum number of columns or lines of a terminal; tables are filled up to the width."""
+WIDEST = 1000  # Maximum number of columns or lines of a terminal; tables are filled up to the width
 PYTHON_ONLY = (
     "max-cpu-memory intervals select prompts path allow-signed lr loss "
     "parameterisation n t d m head-function attention start image audio heal-batch heal-rank heal-checkpointing eta "
     "ksvd-convention"
 )
-REMOVED = {
+REMOVED = {  # Options and commands of earlier versions, with their replacements
     **{f"--{name}": "Use it in Python: it is a keyword of the function." for name in PYTHON_ONLY.split()},
     **{f"--no-{name}": f"Use {name}=False in Python." for name in ("resume", "predictors", "controls")},
     **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
@@ -47,7 +46,6 @@ REMOVED = {
     "--allow-other-model": "Omit it: baselines are compared by content.",
     "merge": "Run the shards' command again without --shard: it uses the shards' units and writes the report.",
 }
-"""Options and commands of earlier versions, with their replacements."""
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
 """Pattern of the suffix that click appends to an option's name, even if the variable is not set."""
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Cleanup = Callable[[], None]
-"""Function to call once the report is written: it removes the stored units."""
+Cleanup = Callable[[], None]  # Function to call once the report is written: it removes the stored units
 Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Cleanup]"]
 """Work of a command: a function of `attnlens.cli.analyses` and progress."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."

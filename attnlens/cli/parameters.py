@@ -23,16 +23,14 @@ from attnlens.requests.fields import CallOnly, Details
 R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 """Files that can set options, the first one with any wins, and the path of their table."""
-RULES = "check"
-"""Table in these files with the rules of `check` instead of options."""
+RULES = "check"  # Table in these files with the rules of `check` instead of options
 NEGATED = {"no_pack": "pack"}
 """Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
 LARGEST, REMEDY = 2**20, "Make the file readable, or run in another folder."
-WANTED = {
+WANTED = {  # Description and example of the values of each type in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
 }
-"""Description and example of the values of each type in a file."""
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -112,8 +110,7 @@ def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]
     return (NEGATED[name], not value) if name in NEGATED else (name, items if several else value)
 
 
-Parameters = dict[str, Parameter]
-"""Options of a command by the name of its parameter, annotated for typer."""
+Parameters = dict[str, Parameter]  # Options of a command by the name of its parameter, annotated for typer
 
 
 def _parameter(name: str, kind: object, declared: object, default: object) -> Parameters:
@@ -205,7 +202,7 @@ JSON = output("--json", "Write the report as JSON (`-`: stdout).")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
-OUTPUT_OPTIONS = {
+OUTPUT_OPTIONS = {  # Options on the report's destinations and on messages
     **JSON,
     **output("--csv", "Write one row per head as CSV."),
     **output(
@@ -217,7 +214,6 @@ OUTPUT_OPTIONS = {
     **option("-v --verbose", bool, "Also show conventions and timings.", panel=OUTPUT),
     **REPORT_OPTIONS,
 }
-"""Options on the report's destinations and on messages."""
 _printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSON).")
 _printed.call_only = "written"  # like the option of that name that writes a file
 PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)

@@ -22,10 +22,8 @@ from attnlens.wording import clean, shorten_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-ReportProgress = Callable[[str, int, int], None]
-"""Report progress: (stage, steps done, total steps)."""
-PLAIN_SECONDS = 10.0
-"""Interval of progress lines if no bar can be shown, in seconds."""
+ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
+PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
 LONGEST_LINE = 600
 """Maximum length of a message line; its middle is left out, since untrusted files may fill it with megabytes."""
 
@@ -84,8 +82,7 @@ def guard(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_struck: list[int] = []
-"""Interruptions during this run."""
+_struck: list[int] = []  # Interruptions during this run
 
 
 def interrupt(number: int, _frame: object) -> None:

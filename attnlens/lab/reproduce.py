@@ -179,9 +179,8 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     return report, selectors[0], nearness
 
 
-Row = Callable[[bool, int, Progress], list[Experiment]]
-"""(quick, seed, progress) → finished experiments."""
-ROWS: list[Row] = [
+Row = Callable[[bool, int, Progress], list[Experiment]]  # (quick, seed, progress) → finished experiments
+ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to check another claim, add a function
     lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing
     *(
         lambda quick, seed, progress, name=name: _run_synthetic(name, quick, {"seed": seed}, progress)
@@ -192,7 +191,6 @@ ROWS: list[Row] = [
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
     lambda quick, seed, progress: [] if quick else [primal_decay(seed, progress)],  # no verdict; takes over a minute
 ]
-"""Functions that `reproduce claims` runs, in this order; to check another claim, add a function."""
 
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:

@@ -436,12 +436,11 @@ class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ig
     stacks, output = Classifier, SequenceClassifierOutput
 
 
-MODELS: dict[str, type[KernelTransformer]] = {
+MODELS: dict[str, type[KernelTransformer]] = {  # Model class of each kind of task
     "language": KernelTransformerForCausalLM,
     "translation": KernelTransformerForSeq2SeqLM,
     "classification": KernelTransformerForSequenceClassification,
 }
-"""Model class of each kind of task."""
 
 AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
 AutoModelForCausalLM.register(KernelTransformerConfig, KernelTransformerForCausalLM, exist_ok=True)

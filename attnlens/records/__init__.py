@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnlens.records.swaps import *
     from attnlens.records.tensors import *
 
-_NAMES = {
+_NAMES = {  # Names by file
     "comparison": "Baseline BaselineMeasure read_baseline Breach Check BlockChange Comparison HeadChange MeasureChange "
     "Relation Shift Spread",
     "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",
@@ -35,7 +35,6 @@ _NAMES = {
     "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",
     "tensors": "Call QueryKey Rotation Site Source",
 }
-"""Names by file."""
 
 _HOMES = {name: file for file, names in _NAMES.items() for name in names.split()}
 __getattr__ = import_submodules(__name__, (), _HOMES)

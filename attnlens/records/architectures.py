@@ -14,20 +14,13 @@ class Architecture(NamedTuple):
     """Result of the sweep for one model type, built tiny from its own configuration."""
 
     model_type: str
-    read: str
-    """`whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`."""
-    route: str
-    """How its attention is reached: `interface`, `traced`, `both`; empty if it is not reached."""
-    positions: str
-    """How positions enter: `absolute`, `rotary`, `bias`, `unknown`."""
-    weights: str
-    """Attention sites at which weights.* can be read: `all`, `some`, `none`."""
-    doctor: str
-    """The verdict of `doctor`, or how it ended without one."""
-    swap: str
-    """Outcome of `swap-kernel` with the exponential and the RBF kernel."""
-    reason: str
-    """What is missing and why."""
+    read: str  # `whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`
+    route: str  # How its attention is reached: `interface`, `traced`, `both`; empty if it is not reached
+    positions: str  # How positions enter: `absolute`, `rotary`, `bias`, `unknown`
+    weights: str  # Attention sites at which weights.* can be read: `all`, `some`, `none`
+    doctor: str  # The verdict of `doctor`, or how it ended without one
+    swap: str  # Outcome of `swap-kernel` with the exponential and the RBF kernel
+    reason: str  # What is missing and why
 
 
 def architectures() -> tuple[str, list[Architecture]]:

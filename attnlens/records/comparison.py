@@ -23,34 +23,24 @@ class Breach(Record):
     head: Count
     part: Part
     value: Number | None
-    base: Number | None = None
-    """Current value, and that of the baseline or of a second computation; None if missing."""
-    p: Number | None = None
-    """Two-sided p of a difference as large by chance; None if the value has no standard error."""
+    base: Number | None = None  # Current value, and that of the baseline or of a second computation; None if missing
+    p: Number | None = None  # Two-sided p of a difference as large by chance; None if the value has no standard error
 
 
 class Check(Record):
     """Outcome of one rule."""
 
-    id: str
-    """Identifier that does not depend on the rule's numbers: subject, aggregate, operator, filters."""
-    rule: str
-    """The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`."""
-    subject: str
-    """Measure, one of its columns, or a field of the report."""
-    wanted: str
-    """Condition: `min > 0.05`."""
+    id: str  # Identifier that does not depend on the rule's numbers: subject, aggregate, operator, filters
+    rule: str  # The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`
+    subject: str  # Measure, one of its columns, or a field of the report
+    wanted: str  # Condition: `min > 0.05`
     passed: bool
-    value: Number | None = None
-    """Value compared; None if heads are compared individually."""
-    heads: Count | None = None
-    """Number of heads compared; None for a field of the report."""
-    without: Count = 0
-    """Number of heads selected by the rule that lack a value."""
+    value: Number | None = None  # Value compared; None if heads are compared individually
+    heads: Count | None = None  # Number of heads compared; None for a field of the report
+    without: Count = 0  # Number of heads selected by the rule that lack a value
     breaches: list[Breach] = []
     """Heads that violate the rule, worst first; empty if it passed, or if it applies to all heads together."""
-    file: str | None = None
-    """File that contains the rule; None for a rule passed in the call."""
+    file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
 class BaselineMeasure(Record):
@@ -63,14 +53,12 @@ class BaselineMeasure(Record):
 class Baseline(Record):
     """Accepted values and standard errors of all heads, without curves, nulls and times."""
 
-    kind: Literal["attnlens baseline"] = "attnlens baseline"
-    """Marker that distinguishes a baseline from a report."""
+    kind: Literal["attnlens baseline"] = "attnlens baseline"  # Marker that distinguishes a baseline from a report
     schema_version: Literal["2"] = "2"
     model: ModelInfo
     settings: Settings
     heads: list[HeadId]
-    measures: dict[str, BaselineMeasure]
-    """Every scalar by qualified name."""
+    measures: dict[str, BaselineMeasure]  # Every scalar by qualified name
 
     @model_validator(mode="after")
     def _as_long_as_heads(self) -> Baseline:
@@ -86,10 +74,8 @@ def read_baseline(path: str | Path) -> Baseline:
     return read_record(Baseline, path, "not a baseline", remedy, convert_baseline)
 
 
-DISTANCE = "compare."
-"""Prefix of the names of distances, which are changes already."""
-SURELY = 47.2
-"""Ratio to its size under rounding alone above which a divergence has p < 1e-3: (Student's t of 5 draws)²."""
+DISTANCE = "compare."  # Prefix of the names of distances, which are changes already
+SURELY = 47.2  # Ratio to its size under rounding alone above which a divergence has p < 1e-3: (Student's t of 5 draws)²
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of the second model's form M of a head to the first one's: the same numbers; the same form from other
 factors (another gauge); equal up to rounding of the weights; another form."""
@@ -99,26 +85,18 @@ class MeasureChange(Record):
     """One measure of one head in both models."""
 
     layer: Count
-    head: Count
-    """The query head's number in the first model."""
-    measure: str
-    """Qualified name; `compare.…` are distances between the two heads, 0 where they are the same."""
+    head: Count  # The query head's number in the first model
+    measure: str  # Qualified name; `compare.…` are distances between the two heads, 0 where they are the same
     before: Number | None = None
     after: Number | None = None
-    delta: Number | None = None
-    """after − before, or the distance."""
-    se: Number | None = None
-    """Standard error of delta over windows (or texts); None if no window was read."""
+    delta: Number | None = None  # after − before, or the distance
+    se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
     rounding: Number | None = None
     """Root mean square of the change that rounding the weights to their types alone causes."""
-    p: Number | None = None
-    """Two-sided, of no change beyond sampling and rounding."""
-    q: Number | None = None
-    """Smallest false-discovery rate at which it is named (Benjamini & Hochberg)."""
-    least: Number | None = None
-    """Change that this comparison would have named with a probability of about 80 %."""
-    named: bool = False
-    """True if q is at most the requested false-discovery rate."""
+    p: Number | None = None  # Two-sided, of no change beyond sampling and rounding
+    q: Number | None = None  # Smallest false-discovery rate at which it is named (Benjamini & Hochberg)
+    least: Number | None = None  # Change that this comparison would have named with a probability of about 80 %
+    named: bool = False  # True if q is at most the requested false-discovery rate
     reason: str | None = None
 
     @property
@@ -132,10 +110,8 @@ class MeasureChange(Record):
 class HeadChange(HeadId):
     """One head in both models."""
 
-    partner: Count
-    """Head of the second model that it is compared with, at the same site."""
-    relation: Relation | None = None
-    """Relation of the forms; None if it can't be computed."""
+    partner: Count  # Head of the second model that it is compared with, at the same site
+    relation: Relation | None = None  # Relation of the forms; None if it can't be computed
     reason: str | None = None
 
 
@@ -144,13 +120,11 @@ class BlockChange(Record):
 
     path: str
     layers: list[Count]
-    change: Number | None
-    """‖o' − o‖/‖o‖ of its output, mean over windows."""
+    change: Number | None  # ‖o' − o‖/‖o‖ of its output, mean over windows
     rounding: Number | None = None
     p: Number | None = None
     q: Number | None = None
-    named: bool = False
-    """As in MeasureChange; the false-discovery rate is over blocks."""
+    named: bool = False  # As in MeasureChange; the false-discovery rate is over blocks
 
 
 class Spread(Record):
@@ -158,8 +132,7 @@ class Spread(Record):
 
     heads: Count
     quartiles: tuple[Number, Number, Number]
-    median_se: Number | None = None
-    """Standard error of the median over windows; None for weights.*."""
+    median_se: Number | None = None  # Standard error of the median over windows; None for weights.*
 
 
 class Shift(Record):
@@ -178,8 +151,7 @@ class Comparison(Record):
     """True if changes are paired window by window; else their errors are those of two independent readings, which is
     too large for readings of the same windows."""
     fdr: Number
-    tests: Count = 0
-    """Number of rows with a p."""
+    tests: Count = 0  # Number of rows with a p
     named: Count = 0
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
@@ -187,8 +159,7 @@ class Comparison(Record):
     """Changes that originate in single blocks; empty if the models lack blocks that each run once."""
     shifts: list[Shift] = []
     outcome: Outcome | None = None
-    notes: list[str] = []
-    """Findings about the models as a whole, one sentence each."""
+    notes: list[str] = []  # Findings about the models as a whole, one sentence each
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:

@@ -38,10 +38,8 @@ def _countable(number: int) -> int:
 
 
 Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
-Interval = tuple[Number, Number]
-"""Lower and upper end of a 95 % interval."""
-Reasons = dict[str, str]
-"""Reason for each null or empty field of the record, by field name."""
+Interval = tuple[Number, Number]  # Lower and upper end of a 95 % interval
+Reasons = dict[str, str]  # Reason for each null or empty field of the record, by field name
 
 
 class Record(BaseModel):
@@ -60,8 +58,7 @@ class Record(BaseModel):
         write_atomically(local_path(path), self.to_json().encode())
 
 
-STEERING = re.compile("[\x7f-\x9f]")
-"""Characters that JSON allows but that control a terminal."""
+STEERING = re.compile("[\x7f-\x9f]")  # Characters that JSON allows but that control a terminal
 Read = TypeVar("Read", bound=Record)
 
 
@@ -110,18 +107,13 @@ class Null(Record):
 class Measure(Record):
     """One number about one head: its value with error bar or null, or the reason why there is none."""
 
-    value: Number | None
-    """The mean over sequences (tokens.*) or the number itself (weights.*)."""
-    label: str | None = None
-    """Name of a category, if the value is a category's number."""
-    se: Number | None = None
-    """Standard error of the mean over sequences (from five texts on, over texts)."""
+    value: Number | None  # The mean over sequences (tokens.*) or the number itself (weights.*)
+    label: str | None = None  # Name of a category, if the value is a category's number
+    se: Number | None = None  # Standard error of the mean over sequences (from five texts on, over texts)
     se_reason: str | None = None
-    n: Count | None = None
-    """Number of sequences (tokens.*), matrices (weights.*) or posed queries (selection.*)."""
+    n: Count | None = None  # Number of sequences (tokens.*), matrices (weights.*) or posed queries (selection.*)
     null: Null | None = None
-    base: Number | None = None
-    """Value without the adapter (weights.* of a model with one)."""
+    base: Number | None = None  # Value without the adapter (weights.* of a model with one)
     reason: str | None = None
 
     @model_validator(mode="after")
@@ -146,8 +138,7 @@ class Measure(Record):
 class HeadId(Record):
     """Site and number of a head."""
 
-    site: str
-    """The site's name: module path, with #ordinal where the module is called more than once."""
+    site: str  # The site's name: module path, with #ordinal where the module is called more than once
     layer: Count
     head: Count
     kv_head: Count
@@ -157,8 +148,7 @@ class HeadId(Record):
 class Head(HeadId):
     """All that was measured of one head."""
 
-    measures: dict[str, Measure] = {}
-    """Scalars by qualified name (`weights.symmetry`)."""
+    measures: dict[str, Measure] = {}  # Scalars by qualified name (`weights.symmetry`)
     curves: dict[str, list[Number]] = {}
 
     def cells(self) -> dict[str, str | int | float | None]:
@@ -184,14 +174,10 @@ def _clause(sentence: str) -> str:
 class Skipped(Record):
     """Part that was not analysed, with the reason."""
 
-    site: str
-    """The site's name, or a module's path."""
-    heads: list[Count] = []
-    """Heads; empty means all."""
-    measure: str | None = None
-    """Measure or source; None means all."""
-    reason: Annotated[str, AfterValidator(_clause)]
-    """Reason, phrased to follow «because»."""
+    site: str  # The site's name, or a module's path
+    heads: list[Count] = []  # Heads; empty means all
+    measure: str | None = None  # Measure or source; None means all
+    reason: Annotated[str, AfterValidator(_clause)]  # Reason, phrased to follow «because»
 
 
 class Coverage(Record):
@@ -199,10 +185,8 @@ class Coverage(Record):
 
     sites: Count
     heads: Count
-    analysed: Count
-    """Number of heads with at least one value."""
-    without: dict[str, Count] = {}
-    """Number of analysed heads without a value from a requested source, by source."""
+    analysed: Count  # Number of heads with at least one value
+    without: dict[str, Count] = {}  # Number of analysed heads without a value from a requested source, by source
     skipped: list[Skipped] = []
 
     @property
@@ -237,18 +221,13 @@ class Coverage(Record):
 class Pick(Record):
     """One posed query and what its head selects for it."""
 
-    sequence: Count
-    """Index of the sequence among the inputs, from 0."""
-    query: Count
-    """Position of the query among its sequence's tokens."""
+    sequence: Count  # Index of the sequence among the inputs, from 0
+    query: Count  # Position of the query among its sequence's tokens
     selected: list[Count]
     """Positions of the selected tokens: one, or those that together have the requested share of the weight."""
-    support: list[Count]
-    """Positions of the support tokens, whose constraints are active in the SVM (λ > 0)."""
-    weight: Number
-    """p_max, the largest attention weight."""
-    margin: Number
-    """Smallest margin of the query over the best possible, 1/‖W_mm‖; at least 1 if the head is the SVM."""
+    support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
+    weight: Number  # p_max, the largest attention weight
+    margin: Number  # Smallest margin of the query over the best possible, 1/‖W_mm‖; at least 1 if the head is the SVM
 
 
 class Sentence(Record):
@@ -256,8 +235,7 @@ class Sentence(Record):
 
     sequence: Count
     keys: list[str]
-    queries: list[str] | None = None
-    """Tokens that select, if they are another sequence (cross-attention)."""
+    queries: list[str] | None = None  # Tokens that select, if they are another sequence (cross-attention)
 
 
 class Selection(HeadId):
@@ -265,10 +243,8 @@ class Selection(HeadId):
 
     space: Space
     picks: list[Pick]
-    best: Number
-    """1/‖W_mm‖_F, the largest minimum margin of any form of unit norm."""
-    null_margins: list[list[Number]] = []
-    """Margins of each null head relative to its best, ascending."""
+    best: Number  # 1/‖W_mm‖_F, the largest minimum margin of any form of unit norm
+    null_margins: list[list[Number]] = []  # Margins of each null head relative to its best, ascending
     sentences: list[Sentence] = []
 
 
@@ -280,8 +256,7 @@ class AttentionRows(HeadId):
     weights: list[list[Number]]
     """Positions and weights of the keys with the largest weights, for each query, the largest first."""
     rest: list[Number]
-    sentence: Sentence | None = None
-    """The tokens; None if the model reads no text, or its rows are not its tokens."""
+    sentence: Sentence | None = None  # The tokens; None if the model reads no text, or its rows are not its tokens
 
     @model_validator(mode="after")
     def _of_one_size(self) -> AttentionRows:

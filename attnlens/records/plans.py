@@ -21,14 +21,10 @@ class KeyRank(Record):
     layer: Count
     part: Part
     kv_head: Count
-    heads: list[Count]
-    """Query heads that read its keys."""
-    rank: Count
-    """Dimensions kept in the latent; 0 if its heads attend uniformly."""
-    head_dim: Count
-    """Dimensions of all its key heads together."""
-    kv_heads: list[Count] = []
-    """Key heads that share the latent, if there are several; `kv_head` is the first of them."""
+    heads: list[Count]  # Query heads that read its keys
+    rank: Count  # Dimensions kept in the latent; 0 if its heads attend uniformly
+    head_dim: Count  # Dimensions of all its key heads together
+    kv_heads: list[Count] = []  # Key heads that share the latent, if there are several; `kv_head` is the first of them
 
     @property
     def keys(self) -> int:
@@ -45,16 +41,14 @@ class KeyRank(Record):
 class Rise(Record):
     """Relative rise of a loss: after / before − 1."""
 
-    share: Number
-    """Rise as a share; 0.01 is 1 %."""
+    share: Number  # Rise as a share; 0.01 is 1 %
     ci95: Interval | None = None
     """Two-sided, over pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight of them
     Student's t (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
     over: Intervals = "windows"
     """Population of the interval: all windows of these texts, or texts like them (if there are at least five)."""
     sequences: Count
-    by_text: dict[str, Number] = {}
-    """Relative rise on each text, by name, if the sequences come from several texts."""
+    by_text: dict[str, Number] = {}  # Relative rise on each text, by name, if the sequences come from several texts
     ci95_by_text: dict[str, Interval] = {}
     further: Number | None = None
     """One-sided 95 % prediction bound for the share of one more text like these (normal); None for a single text."""
@@ -76,21 +70,16 @@ class Rise(Record):
 class FormTried(Record):
     """Form of latents, and its effect on the loss at half of full rank."""
 
-    form: str
-    """Form as typed after `rank:`: `group=all,rotation=before,metric=attention`."""
-    rise: Rise | None
-    """Rise on the calibration text used to choose; None if the model diverged."""
+    form: str  # Form as typed after `rank:`: `group=all,rotation=before,metric=attention`
+    rise: Rise | None  # Rise on the calibration text used to choose; None if the model diverged
 
 
 class PlanStep(Record):
     """One of the nested plans that were measured on the way."""
 
-    mean_rank: Number
-    """Mean over query heads."""
-    predicted: Number
-    """Sum of the latents' sensitivities, as a share of the loss, or of perplexity."""
-    rise: Rise
-    """Estimate on the calibration text used to choose among the steps."""
+    mean_rank: Number  # Mean over query heads
+    predicted: Number  # Sum of the latents' sensitivities, as a share of the loss, or of perplexity
+    rise: Rise  # Estimate on the calibration text used to choose among the steps
 
 
 class Plan(Record):
@@ -105,36 +94,29 @@ class Plan(Record):
     kernel: str
     budget: Number = Field(gt=0)
     """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
-    unit: Unit = "loss"
-    """Quantity that all rises are shares of: the loss in nats, or perplexity, its exponential."""
-    form: str = ""
-    """Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys."""
+    unit: Unit = "loss"  # Quantity that all rises are shares of: the loss in nats, or perplexity, its exponential
+    form: str = ""  # Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys
     forms: list[FormTried] = []
     """Forms compared on the calibration text for choosing ranks; empty if the form was given."""
-    held_out: bool = False
-    """True if estimate and promise are measured on text that their maps were not fitted to."""
+    held_out: bool = False  # True if estimate and promise are measured on text that their maps were not fitted to
     ranks: list[KeyRank] = Field(min_length=1)
     mean_rank: Number
-    head_dim: Number
-    """Numbers kept for each key head, and numbers before, mean over query heads."""
+    head_dim: Number  # Numbers kept for each key head, and numbers before, mean over query heads
     estimated: Rise | None = None
     """Rise on the calibration text used to choose the plan, and therefore biased; None if the ranks were given."""
     promised: Rise | None
     """Rise on text used neither to fit nor to choose; None if the model diverged, or the ranks were given."""
-    measured: Rise | None
-    """Rise on the evaluation text; None if the model diverged there."""
+    measured: Rise | None  # Rise on the evaluation text; None if the model diverged there
     healed: Rise | None = None
     fitted_on: list[Text] = []
     chosen_on: list[Text] = []
     promised_on: list[Text] = []
     """Calibration texts of directions and sensitivities, of `estimated` and `steps`, and of `promised`."""
     steps: list[PlanStep]
-    parameters: Pair
-    """Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys."""
+    parameters: Pair  # Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys
     flops_per_token: Pair
     """Floating-point operations for queries, keys and scores of these heads, mean over a sequence of `tokens`."""
-    cache_bytes_per_token: Pair
-    """Size of the keys and values of a token in the cache at these sites."""
+    cache_bytes_per_token: Pair  # Size of the keys and values of a token in the cache at these sites
     rebuilding_flops: Number | None = None
     """Operations that rebuild the keys of one cached token from latents of unrotated keys: paid for every key that a
     new token sees, unless the keys are cached too."""

@@ -30,10 +30,8 @@ class FileInParts(Record):
 
     name: str
     bytes: Count
-    header_sha256: str
-    """SHA-256 of its header: names, types, shapes and places of its tensors."""
-    stamp: str = ""
-    """Version of the file: its modification time, or the hub's identifier of its content."""
+    header_sha256: str  # SHA-256 of its header: names, types, shapes and places of its tensors
+    stamp: str = ""  # Version of the file: its modification time, or the hub's identifier of its content
 
 
 class Conventions(Record):
@@ -46,47 +44,36 @@ class Conventions(Record):
     """True if queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
     bias: Literal["excluded", "none"]
     """True if query/key biases exist; they are excluded from weights.* and included in tokens.*."""
-    scale: Literal["included"] = "included"
-    """weights.* include the scale as the model applies it."""
-    notes: list[str] = []
-    """Facts that a reader of the numbers must know, one sentence each."""
+    scale: Literal["included"] = "included"  # weights.* include the scale as the model applies it
+    notes: list[str] = []  # Facts that a reader of the numbers must know, one sentence each
 
 
 class AdapterInfo(Record):
     """The adapter merged into the model."""
 
-    id: str
-    """As given: hub id or folder."""
-    revision: str | None = None
-    """Commit of an adapter from the hub."""
+    id: str  # As given: hub id or folder
+    revision: str | None = None  # Commit of an adapter from the hub
     base: str | None = None
-    kind: str
-    """LoRA, rsLoRA, DoRA or rsDoRA."""
+    kind: str  # LoRA, rsLoRA, DoRA or rsDoRA
     rank: Count
-    alpha: Number
-    """Default rank r and α, for modules without a pattern."""
-    modules: Count
-    """Number of modules changed by low-rank matrices."""
-    replaced: list[str] = []
-    """Parameters that it replaces whole."""
+    alpha: Number  # Default rank r and α, for modules without a pattern
+    modules: Count  # Number of modules changed by low-rank matrices
+    replaced: list[str] = []  # Parameters that it replaces whole
     files: list[File] = []
 
 
 class ModelInfo(Record):
     """The analysed model."""
 
-    id: str
-    """As given: hub id, folder, file or `demo`."""
+    id: str  # As given: hub id, folder, file or `demo`
     revision: str | None = None
     architecture: str
     parameters: Count
     files: list[File] = []
-    files_in_parts: list[FileInParts] = []
-    """Weight files from which only the required tensors were read."""
+    files_in_parts: list[FileInParts] = []  # Weight files from which only the required tensors were read
     unexpected: list[str] = []
     """Tensors in the files of model or adapter that the architecture does not use; `--strict` then exits with 3."""
-    quantised: str | None = None
-    """Format of decoded weights: `fp8`, `gptq` …; None if they are stored as plain numbers."""
+    quantised: str | None = None  # Format of decoded weights: `fp8`, `gptq` …; None if they are stored as plain numbers
     adapter: AdapterInfo | None = None
     conventions: Conventions | None = None
 
@@ -99,8 +86,7 @@ class ModelInfo(Record):
 class Text(Record):
     """Text or noise passed to the model."""
 
-    name: str
-    """File name, `stdin`, what a built-in text is, or `random pixels`; several are joined by +."""
+    name: str  # File name, `stdin`, what a built-in text is, or `random pixels`; several are joined by +
     sha256: str
     """SHA-256 of the text in UTF-8 or of the noise; for several texts, SHA-256 of their concatenated digests."""
     windows: list[Count] = []
@@ -122,38 +108,30 @@ class Settings(Record):
 
     seed: int = 0
     device: str = "cpu"
-    dtype: str = "float32"
-    """Type of the model's weights; measures are computed in float64."""
+    dtype: str = "float32"  # Type of the model's weights; measures are computed in float64
     source: Sources = "both"
     analyzers: list[str] = []
-    text: Text | None = None
-    """The text, if any; several texts are described as one."""
+    text: Text | None = None  # The text, if any; several texts are described as one
     texts: list[Text] = []
-    placement: Placement | None = None
-    """Position of the windows (or lines) in each text; None without a text."""
-    intervals: Intervals | None = None
-    """Population of standard errors and intervals; None without a text."""
-    noise: Text | None = None
-    """Random pixels or sound, if the model reads no text."""
+    placement: Placement | None = None  # Position of the windows (or lines) in each text; None without a text
+    intervals: Intervals | None = None  # Population of standard errors and intervals; None without a text
+    noise: Text | None = None  # Random pixels or sound, if the model reads no text
     calibration: Text | None = None
     """Text used to fit parameters or heal weights; it is not part of the evaluated input."""
     calibrations: list[Text] = []
     windows_requested: Count | None = None
-    windows: Count | None = None
-    """Number of windows, lines, images or sounds read; None if none were."""
+    windows: Count | None = None  # Number of windows, lines, images or sounds read; None if none were
     length: Count | None = None
     """Tokens in a window; the maximum for a line (`pack` false); those that the attention saw of an image."""
     pack: bool | None = None
     """True if continuous text was cut into windows, False if each line is one sequence; None without a text."""
     layers: list[Count] | None = None
-    heads: list[Count] | None = None
-    """Requested layers and heads; None means all."""
+    heads: list[Count] | None = None  # Requested layers and heads; None means all
     select: str | None = None
     """Tokens that a query selects, `argmax` or `top-p:0.9`; None if selection was not analysed."""
     options: dict[str, bool | int | float | str] = {}
     """Other options that were set, except those on files, outputs and work."""
-    notes: list[str] = []
-    """Notes on the input that a reader must know, one sentence each."""
+    notes: list[str] = []  # Notes on the input that a reader must know, one sentence each
 
     @property
     def fed(self) -> str:

@@ -32,10 +32,8 @@ class Windows:
 
     windows: Sequence[tuple[str, int]]
     """The name of each window's text, and its number there; in the order of the sequences."""
-    units: Sequence[Mapping[str, str | int]]
-    """Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`."""
-    values: Mapping[str, Float[Tensor, "windows units"]]
-    """Values by measure; NaN if missing."""
+    units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
+    values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Windows) and all(
@@ -56,8 +54,7 @@ class Windows:
                 }
 
 
-Verdict = Literal["agrees", "partly checked", "not checked", "differs"]
-"""Verdict of `doctor` on a site, or on a model."""
+Verdict = Literal["agrees", "partly checked", "not checked", "differs"]  # Verdict of `doctor` on a site, or on a model
 
 
 class Environment(Record):
@@ -76,14 +73,10 @@ class Extreme(Record):
     head: Count
     measure: str
     value: Number
-    rank: Count
-    """1 for the most extreme head at its end."""
-    of: Count
-    """Number of heads in its part."""
-    percentile: Number
-    """100 · (heads below it + ½)/heads."""
-    text: str
-    """Its rank, its value and the median: `largest tokens.share_distance of 32: 0.0489, median 0.00635`."""
+    rank: Count  # 1 for the most extreme head at its end
+    of: Count  # Number of heads in its part
+    percentile: Number  # 100 · (heads below it + ½)/heads
+    text: str  # Its rank, its value and the median: `largest tokens.share_distance of 32: 0.0489, median 0.00635`
 
 
 class TextSummary(Record):
@@ -102,29 +95,23 @@ class Summary(Record):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    medians: dict[str, Number] = {}
-    """Median over heads of each measure."""
+    medians: dict[str, Number] = {}  # Median over heads of each measure
     median_errors: dict[str, Number] = {}
     """Standard error of that median: bootstrap over windows (or texts), all heads together."""
-    median_nulls: dict[str, Null] = {}
-    """Median of so many heads expected by chance."""
+    median_nulls: dict[str, Null] = {}  # Median of so many heads expected by chance
     layers: list[dict[str, Number]] = []
     layer_errors: list[dict[str, Number]] = []
-    layer_nulls: list[dict[str, Null]] = []
-    """The same over the heads of each layer, in the order of `layer_numbers`."""
+    layer_nulls: list[dict[str, Null]] = []  # The same over the heads of each layer, in the order of `layer_numbers`
     layer_numbers: list[Count] = []
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
     texts: list[TextSummary] = []
-    between_texts: dict[str, Number] = {}
-    """Standard deviation of the texts' medians, by measure."""
-    extremes: list[Extreme] = []
-    """Heads at the ends of the measures, the furthest from the median first."""
+    between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
+    extremes: list[Extreme] = []  # Heads at the ends of the measures, the furthest from the median first
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
     reasons: Reasons = {}
-    verdict: Verdict | None = None
-    """Verdict of `doctor`: `agrees` if everything was checked and nothing differs."""
+    verdict: Verdict | None = None  # Verdict of `doctor`: `agrees` if everything was checked and nothing differs
 
 
 class SiteCheck(Record):
@@ -133,15 +120,12 @@ class SiteCheck(Record):
     site: str
     part: Part
     heads: Count
-    route: str
-    """How its weights were read."""
+    route: str  # How its weights were read
     tokens_error: Number | None
     """‖P − P_model‖ / ‖P_model‖ of the attention matrices from the captured queries and keys."""
-    weights_error: Number | None
-    """The same from the weights times the module's inputs."""
+    weights_error: Number | None  # The same from the weights times the module's inputs
     reason: str | None = None
-    passed: bool
-    """True if no error exceeds the tolerance."""
+    passed: bool  # True if no error exceeds the tolerance
     verdict: Verdict | None = None
     """`differs` if an error does, `partly checked` if one is missing, `not checked` if both are; None in version 1."""
 
@@ -149,8 +133,7 @@ class SiteCheck(Record):
 class InspectionBody(Record):
     """Body of kind `inspection`: details of single heads, if they were requested; its measures are in `heads`."""
 
-    selections: list[Selection] = []
-    """Selected tokens per head (`inspect --show selection`)."""
+    selections: list[Selection] = []  # Selected tokens per head (`inspect --show selection`)
     attention: list[AttentionRows] = []
     """Attention of the tokens of one sequence, per head (`inspect --show attention`)."""
 
@@ -159,8 +142,7 @@ class SwapBody(Swap):
     """Body of kind `swap`: the effect of the first kernel, with those of the other kernels and the plan of ranks."""
 
     others: list[Swap] = []
-    plan: Plan | None = None
-    """The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)."""
+    plan: Plan | None = None  # The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)
 
 
 Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
@@ -181,8 +163,7 @@ class Report(Record):
     )
 
     schema_version: Literal["2"] = "2"
-    kind: Kind
-    """Kind: the name of the field that contains the body."""
+    kind: Kind  # Kind: the name of the field that contains the body
     tool: Tool
     command: str
     model: ModelInfo
@@ -198,12 +179,9 @@ class Report(Record):
     doctor: list[SiteCheck] = []
     experiments: list[Experiment] = []
     studies: list[StudyTable] = []
-    windows_file: File | None = None
-    """File of --windows-csv that was written with it into the same folder."""
-    timings: dict[str, Number] = {}
-    """Seconds by stage."""
-    peak_memory_bytes: Count = 0
-    """Largest resident memory of the process."""
+    windows_file: File | None = None  # File of --windows-csv that was written with it into the same folder
+    timings: dict[str, Number] = {}  # Seconds by stage
+    peak_memory_bytes: Count = 0  # Largest resident memory of the process
     _windows: Windows | None = PrivateAttr(None)
 
     @model_validator(mode="after")

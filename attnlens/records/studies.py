@@ -15,24 +15,18 @@ Bound = Literal["within", "at least", "at most"]
 class Curve(Record):
     """A quantity against steps: the median over trials or heads, and its quartiles."""
 
-    steps: list[Number]
-    """Iteration, training step, dimension or factor of each value."""
+    steps: list[Number]  # Iteration, training step, dimension or factor of each value
     median: list[Number | None]
     low: list[Number | None] | None = None
     high: list[Number | None] | None = None
-    quantity: str | None = None
-    """Quantity and unit, as on the axis label: `KL, nats`; None if unknown."""
-    bounded: bool = False
-    """True if the quantity is at most 1, as a share is, so that a linear axis shows it whole."""
+    quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
+    bounded: bool = False  # True if the quantity is at most 1, as a share is, so that a linear axis shows it whole
     picture: str | None = None
     """Title, after the experiment's name, of the picture whose axes it shares with others; None: those of the other
     curves, or separate axes if its quantity is unknown."""
-    label: str | None = None
-    """Label among the lines of its picture, if it is not its name: `from zero`."""
-    published: bool = False
-    """True for published values, which are drawn dashed."""
-    null_of: str | None = None
-    """Name of the curve whose null it is: mean in `median`, and one sd below and above."""
+    label: str | None = None  # Label among the lines of its picture, if it is not its name: `from zero`
+    published: bool = False  # True for published values, which are drawn dashed
+    null_of: str | None = None  # Name of the curve whose null it is: mean in `median`, and one sd below and above
 
 
 class Trajectory(Record):
@@ -50,29 +44,22 @@ class Experiment(Record):
 
     name: str
     question: str
-    model: str | None = None
-    """Model it ran on, if it is not the report's: `demo`."""
+    model: str | None = None  # Model it ran on, if it is not the report's: `demo`
     settings: dict[str, JsonValue] = {}
     labels: dict[str, str] = {}
     """Labels of figures and settings that are not their names with blanks for underscores: `W_mm_d4`: `W_mm, d = 4`."""
     final: dict[str, Number | None]
-    errors: dict[str, Number] = {}
-    """Standard errors of the figures that are means over trials."""
-    reasons: Reasons = {}
-    """Reasons for the figures that are None."""
-    published: dict[str, Number] | None = None
-    """Published values of the same figures."""
+    errors: dict[str, Number] = {}  # Standard errors of the figures that are means over trials
+    reasons: Reasons = {}  # Reasons for the figures that are None
+    published: dict[str, Number] | None = None  # Published values of the same figures
     source: str | None = None
     tolerance: dict[str, Number] | None = None
     bounds: dict[str, Bound] = {}
     """Figures whose published value is a lower or upper bound; the others must be within the tolerance."""
-    passed: bool | None = None
-    """True if every published figure is met; None if there is none."""
-    axis: str = "iteration"
-    """Unit of the steps of its curves."""
+    passed: bool | None = None  # True if every published figure is met; None if there is none
+    axis: str = "iteration"  # Unit of the steps of its curves
     curves: dict[str, Curve] = {}
-    trajectories: list[Trajectory] = []
-    """One per head and measure, if the steps are training checkpoints."""
+    trajectories: list[Trajectory] = []  # One per head and measure, if the steps are training checkpoints
 
     def meets(self, figure: str) -> bool | None:
         """Return whether a figure agrees with the published one; None if none was published, False without a value."""
@@ -96,8 +83,7 @@ class Experiment(Record):
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
 
-LEVEL = 0.05
-"""Probability of any false decision among all pairs of a table."""
+LEVEL = 0.05  # Probability of any false decision among all pairs of a table
 
 
 class StudyColumn(Record):
@@ -108,33 +94,24 @@ class StudyColumn(Record):
     metric: Literal["perplexity", "BLEU", "accuracy"]
     """Measure of the paper; perplexity is compared by its logarithm, the loss."""
     higher_is_better: bool
-    vocabulary: Count
-    """Number of input ids; 0 for a series."""
-    length: Count
-    """Maximum number of tokens of a sequence."""
+    vocabulary: Count  # Number of input ids; 0 for a series
+    length: Count  # Maximum number of tokens of a sequence
     files: list[File] = []
-    sizes: dict[str, JsonValue]
-    """Layers, widths, steps and rates, which all its cells share."""
-    left_out: dict[str, Count] = {}
-    """Number of omitted or changed examples, by part or by the change."""
-    repeated: Count = 0
-    """Pairs left out of training because they are held out too."""
-    published: str | None = None
-    """Data and measure of the paper's numbers; None if it has none."""
+    sizes: dict[str, JsonValue]  # Layers, widths, steps and rates, which all its cells share
+    left_out: dict[str, Count] = {}  # Number of omitted or changed examples, by part or by the change
+    repeated: Count = 0  # Pairs left out of training because they are held out too
+    published: str | None = None  # Data and measure of the paper's numbers; None if it has none
 
 
 class StudyRun(Record):
     """One training run of a cell, from one seed."""
 
     seed: Count
-    scores: dict[str, Number] = {}
-    """Results on the test set; empty if it did not converge."""
-    steps: list[Count]
-    """Steps at which the validation loss was measured."""
+    scores: dict[str, Number] = {}  # Results on the test set; empty if it did not converge
+    steps: list[Count]  # Steps at which the validation loss was measured
     losses: list[Number]
     seconds: Number
-    problem: str | None = None
-    """Reason why it did not converge; None if it did."""
+    problem: str | None = None  # Reason why it did not converge; None if it did
 
 
 class StudyCell(Record):
@@ -142,30 +119,23 @@ class StudyCell(Record):
 
     name: str
     task: str
-    form: dict[str, JsonValue]
-    """Kernel, symmetry, positions, value function; if several were searched, the chosen one."""
+    form: dict[str, JsonValue]  # Kernel, symmetry, positions, value function; if several were searched, the chosen one
     rate: Number
-    forms: Count
-    """Number of forms searched at each learning rate."""
+    forms: Count  # Number of forms searched at each learning rate
     searched: list[tuple[Number, Number | None]]
     """(learning rate, validation loss) of the search; None if a run did not converge."""
     mean: Number | None
     """Mean over runs of the task's measure (perplexity: exp of the mean loss); None if a run did not converge."""
-    se: Number | None
-    """Standard error of the mean over seeds; for perplexity, perplexity times that of the loss."""
+    se: Number | None  # Standard error of the mean over seeds; for perplexity, perplexity times that of the loss
     runs: list[StudyRun]
     parameters: Count
-    kernel_parameters: Count
-    """Number of parameters of the model, and of its projections of queries, keys and positions."""
+    kernel_parameters: Count  # Number of parameters of the model, and of its projections of queries, keys and positions
     tokens: Count
-    tokens_per_second: Number
-    """Median over a few training steps, on one core or one GPU."""
+    tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number
     """Ratio of tokens_per_second to that of a standard transformer with torch's scaled_dot_product_attention."""
-    heads: dict[str, Curve] = {}
-    """Medians over heads against the training step, of the first seed's run, by measure."""
-    features: str = ""
-    """Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown."""
+    heads: dict[str, Curve] = {}  # Medians over heads against the training step, of the first seed's run, by measure
+    features: str = ""  # Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown
     published: Number | None = None
     published_diverged: bool = False
 
@@ -186,16 +156,12 @@ class StudyPair(Record):
     """Two cells of a task, compared over the same seeds."""
 
     task: str
-    measure: str
-    """Compared measure: loss, BLEU or accuracy on the test set."""
+    measure: str  # Compared measure: loss, BLEU or accuracy on the test set
     first: str
-    second: str
-    """Names of the two rows."""
+    second: str  # Names of the two rows
     difference: Number
-    p: Number | None
-    """Two-sided, of no difference; None if runs have no spread."""
-    p_holm: Number | None
-    """Corrected for all pairs of the table (Holm)."""
+    p: Number | None  # Two-sided, of no difference; None if runs have no spread
+    p_holm: Number | None  # Corrected for all pairs of the table (Holm)
     agrees: bool | None = None
     """True if the better of the two is the same as in the paper; None if the paper has no numbers or equal ones."""
 
@@ -205,11 +171,9 @@ class StudyOrdering(Record):
 
     task: str
     measure: str
-    tau: Number
-    """Kendall's τ_a of our means and the published numbers, better first in both."""
+    tau: Number  # Kendall's τ_a of our means and the published numbers, better first in both
     low: Number
-    high: Number
-    """95 % interval of τ: every undecided pair contradicts the paper, or every one agrees."""
+    high: Number  # 95 % interval of τ: every undecided pair contradicts the paper, or every one agrees
     agree: Count
     disagree: Count
     undecided: Count
@@ -227,5 +191,4 @@ class StudyTable(Record):
     cells: list[StudyCell]
     not_trained: list[str] = []
     pairs: list[StudyPair] = []
-    orderings: list[StudyOrdering] = []
-    """One per task with at least two cells that the paper has too."""
+    orderings: list[StudyOrdering] = []  # One per task with at least two cells that the paper has too

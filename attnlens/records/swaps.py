@@ -13,26 +13,18 @@ from attnlens.records.measures import Count, Interval, Number, Reasons, Record
 class Predictor(Record):
     """Rank correlation over heads between one measure and the harm of one kernel."""
 
-    measure: str
-    """Qualified name (`tokens.entropy`)."""
-    rho: Number
-    """Spearman's ρ of the measure with the harm, −1 to 1."""
-    heads: Count
-    """Number of heads that have both."""
-    left_out: Count = 0
-    """Number of heads that lack the measure or diverged."""
+    measure: str  # Qualified name (`tokens.entropy`)
+    rho: Number  # Spearman's ρ of the measure with the harm, −1 to 1
+    heads: Count  # Number of heads that have both
+    left_out: Count = 0  # Number of heads that lack the measure or diverged
     heads_ci95: Interval | None = None
     layers_ci95: Interval | None = None
     sequences_ci95: Interval | None = None
     """Bootstrap of heads (those of a shared module together), of whole layers, and of windows (or texts)."""
-    p_value: Number | None = None
-    """Two-sided, by permutations of heads, of this measure alone."""
-    p_corrected: Number | None = None
-    """The same corrected for all measures looked at (maxT, Westfall & Young 1993)."""
-    holds: bool = False
-    """True if p_corrected < 0.05, and the interval over layers lies on one side of 0."""
-    values: list[Number | None] = []
-    """The measure of each head, in the order of the sweep."""
+    p_value: Number | None = None  # Two-sided, by permutations of heads, of this measure alone
+    p_corrected: Number | None = None  # The same corrected for all measures looked at (maxT, Westfall & Young 1993)
+    holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
+    values: list[Number | None] = []  # The measure of each head, in the order of the sweep
     reasons: Reasons = {}
 
 
@@ -40,17 +32,14 @@ class Prediction(Record):
     """Scope of the search for measures that predict the harm of one kernel."""
 
     heads: Count
-    diverged: Count = 0
-    """Number of these that diverged and have no harm."""
-    measures: Count
-    """Number of measures compared; p-values are corrected for it."""
+    diverged: Count = 0  # Number of these that diverged and have no harm
+    measures: Count  # Number of measures compared; p-values are corrected for it
     permutations: Count
     reliability: Number | None = None
     """2r/(1 + r), r Spearman's ρ over heads of the harms on two halves of the windows; at least 0."""
     ceiling: Number | None = None
     """√reliability: the expected ρ of a measure that predicts the harm perfectly apart from noise between windows."""
-    left_out: dict[str, str] = {}
-    """Measures that were not compared, and why."""
+    left_out: dict[str, str] = {}  # Measures that were not compared, and why
     reasons: Reasons = {}
 
 
@@ -59,8 +48,7 @@ class Change(Record):
 
     before: Number
     after: Number
-    delta: Number
-    """after − before, of the changed and the original model."""
+    delta: Number  # after − before, of the changed and the original model
     ci95: Interval | None = None
     """Interval of delta: studentised paired bootstrap over windows, or from five texts on over texts."""
 
@@ -68,8 +56,7 @@ class Change(Record):
 class Pair(Record):
     """A cost of the original model and of the changed one."""
 
-    before: Number | None
-    """Of the original model under its own attention implementation."""
+    before: Number | None  # Of the original model under its own attention implementation
     after: Number | None
 
 
@@ -87,8 +74,7 @@ class PositionChange(Record):
     """How the loss changed on the tokens at some places of their sequences."""
 
     first: int
-    last: int
-    """The first and the last of these positions, counted from 1 over a sequence's predicted tokens."""
+    last: int  # The first and the last of these positions, counted from 1 over a sequence's predicted tokens
     tokens: int
     change: Change
 
@@ -111,17 +97,12 @@ class Agreement(Record):
     """Number of tokens for which the greedy continuations of two models agree."""
 
     prompts: int
-    source: str
-    """What they are: `windows` (the first halves of evaluated ones), or the name of their file."""
+    source: str  # What they are: `windows` (the first halves of evaluated ones), or the name of their file
     prompt_tokens: int
-    tokens: int
-    """Maximum number of generated tokens."""
-    until: list[int]
-    """Tokens of each prompt until the first that differs; `tokens` if none does."""
-    median: Number
-    """Lower median; if it equals `tokens`, at least half of the prompts never differ."""
-    quartiles: Interval
-    """Their lower quartiles."""
+    tokens: int  # Maximum number of generated tokens
+    until: list[int]  # Tokens of each prompt until the first that differs; `tokens` if none does
+    median: Number  # Lower median; if it equals `tokens`, at least half of the prompts never differ
+    quartiles: Interval  # Their lower quartiles
     never: int
 
 
@@ -130,8 +111,7 @@ class TextCosine(Record):
 
     name: str
     sequences: int
-    cosine: Number
-    """Mean over its tokens."""
+    cosine: Number  # Mean over its tokens
     ci95: Interval | None = None
 
 
@@ -141,27 +121,20 @@ class Outcome(Record):
     loss: Change | None = None
     """Nats per predicted token over all sequences; None if there is nothing to predict, or it diverged."""
     loss_by_text: list[TextChange] = []
-    loss_by_position: list[PositionChange] = []
-    """The same by place in the sequence, from the front, of causal models."""
-    beyond_window: BeyondWindow | None = None
-    """The same on tokens whose evidence no window reaches, of causal models."""
+    loss_by_position: list[PositionChange] = []  # The same by place in the sequence, from the front, of causal models
+    beyond_window: BeyondWindow | None = None  # The same on tokens whose evidence no window reaches, of causal models
     perplexity: Change | None = None
-    kl: Number | None = None
-    """KL(original ‖ changed) of the predictions, nats per predicted token."""
+    kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None
     """Studentised bootstrap over windows, or from five texts on over texts, as that of the loss."""
-    top1_agreement: Number | None = None
-    """Share of predicted tokens on which both have the same first choice."""
-    hidden_cosine: Number | None = None
-    """Mean cosine of the last hidden states, token by token."""
+    top1_agreement: Number | None = None  # Share of predicted tokens on which both have the same first choice
+    hidden_cosine: Number | None = None  # Mean cosine of the last hidden states, token by token
     hidden_cosine_ci95: Interval | None = None
     hidden_cosine_by_text: list[TextCosine] = []
-    hidden_cka: Number | None = None
-    """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
+    hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019).
     agreement: Agreement | None = None
     """For how long greedy continuations are the original's, with a key-value cache; None if nothing is generated."""
-    diverged: bool = False
-    """True if the changed model's predictions or hidden states are not finite."""
+    diverged: bool = False  # True if the changed model's predictions or hidden states are not finite
     reasons: Reasons = {}
 
 
@@ -180,8 +153,7 @@ class Control(Outcome):
     role: ControlRole
     kernel: str | None
     """As it can be typed; if sites differ, with ranges of numbers: `sink-window:4,68–80 by layer`, `4,68–all`."""
-    state: Number | None = None
-    """Numbers that a head keeps of a whole window's tokens, mean over sites."""
+    state: Number | None = None  # Numbers that a head keeps of a whole window's tokens, mean over sites
 
 
 class HealingStep(Record):
@@ -190,10 +162,8 @@ class HealingStep(Record):
     step: int
     validation: Number | None
     """Distance to the original on held-out calibration text: KL in nats per token, or 1 − cosine."""
-    loss: Number | None = None
-    """Loss on the evaluation text, at the steps drawn; it is never used to choose."""
-    tokens: int | None = None
-    """Tokens trained on so far, counting repetitions; None in older reports."""
+    loss: Number | None = None  # Loss on the evaluation text, at the steps drawn; it is never used to choose
+    tokens: int | None = None  # Tokens trained on so far, counting repetitions; None in older reports
     stage: HealingStage | None = None
 
 
@@ -208,13 +178,10 @@ class HealingRate(Record):
 class HealingTraining(Record):
     """One stage of a healing."""
 
-    stage: HealingStage
-    """transfer: each site's output against its own; whole: the models' predictions, or the text."""
+    stage: HealingStage  # transfer: each site's output against its own; whole: the models' predictions, or the text
     steps: int
-    tokens: int
-    """Tokens trained on, without those of the range test: up to eight steps at each of its rates."""
-    seconds: Number
-    """Duration of the steps, without range test and checks."""
+    tokens: int  # Tokens trained on, without those of the range test: up to eight steps at each of its rates
+    seconds: Number  # Duration of the steps, without range test and checks
     tokens_per_second: Number | None = None
     learning_rate: Number
     """Largest learning rate of AdamW; 0 if none that was tried led nearer, so that the stage was left out."""
@@ -230,51 +197,40 @@ class HealingControl(Record):
 
     best: int
     tokens: int
-    learning_rate: Number
-    """Largest learning rate of AdamW."""
-    loss: Change
-    """Nats per token of the evaluation text: the original, and the original trained."""
+    learning_rate: Number  # Largest learning rate of AdamW
+    loss: Change  # Nats per token of the evaluation text: the original, and the original trained
     perplexity: Change
-    ratio: Number
-    """Perplexity of the healed model over that of the trained original."""
+    ratio: Number  # Perplexity of the healed model over that of the trained original
     ratio_ci95: Interval | None = None
 
 
 class Healing(Record):
     """How W_Q and W_K were fine-tuned towards the original model."""
 
-    steps: int
-    """Requested steps, or the steps done if tokens or a time were requested."""
-    best: int
-    """The step whose weights were kept: the least validation distance."""
+    steps: int  # Requested steps, or the steps done if tokens or a time were requested
+    best: int  # The step whose weights were kept: the least validation distance
     parameters: int
-    learning_rate: Number
-    """Largest learning rate of AdamW in the last stage that trained."""
+    learning_rate: Number  # Largest learning rate of AdamW in the last stage that trained
     curve: list[HealingStep]
-    eta: Number | None = None
-    """Weight η of the KSVD regulariser in the training loss; None for kernels without one."""
+    eta: Number | None = None  # Weight η of the KSVD regulariser in the training loss; None for kernels without one
     ksvd_convention: Literal["paper", "code"] | None = None
     """How its objective J is counted: the paper's sums, or the published code's means with Λ²."""
     amount: str | None = Field(None, validation_alias=AliasChoices("asked", "amount"), serialization_alias="asked")
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
-    rank: int | None = None
-    """Rank of each weight's change; None if it was free."""
+    rank: int | None = None  # Rank of each weight's change; None if it was free
     batch: int | None = None
     tokens: int | None = None
     """Tokens trained on, counting repetitions, without those of the range tests, whose steps are undone."""
-    seconds: Number | None = None
-    """Duration of range tests, steps and checks."""
+    seconds: Number | None = None  # Duration of range tests, steps and checks
     stages: list[HealingTraining] = []
-    peak_memory_bytes: int | None = None
-    """Largest memory meanwhile: resident (CPU) or allocated (GPU)."""
+    peak_memory_bytes: int | None = None  # Largest memory meanwhile: resident (CPU) or allocated (GPU)
     control: HealingControl | None = None
     interrupted: bool = False
     reasons: Reasons = {}
 
 
-PARTS: tuple[Part, ...] = get_args(Part)
-"""Order of parts, which keeps the layers of one part together."""
+PARTS: tuple[Part, ...] = get_args(Part)  # Order of parts, which keeps the layers of one part together
 Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
 
 
@@ -285,8 +241,7 @@ class SiteSwap(Record):
     layer: int
     part: Part
     heads: list[int]
-    path: str
-    """Computation path: sdpa, running sums, row tiles, …"""
+    path: str  # Computation path: sdpa, running sums, row tiles, …
     output_error: Number | None = None
     """‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values."""
     off_simplex: Number | None = None
@@ -297,32 +252,25 @@ class Effect(Record):
     """Effect on the loss of swapping a single head or layer (`--sweep`)."""
 
     layer: int
-    head: int | None = None
-    """The query head; None for the whole layer."""
+    head: int | None = None  # The query head; None for the whole layer
     part: Part
-    delta: Number | None
-    """Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged."""
+    delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged
     ci95: Interval | None = None
     p_value: Number | None = None
     """Two-sided, of no change, by a studentised bootstrap over windows (or texts); None for a distance."""
-    significant: bool = False
-    """True if it is significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)."""
+    significant: bool = False  # True if it is significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)
 
 
 class Swap(Outcome):
     """Effect of one kernel on the model; the top-level fields describe its last stage."""
 
-    kernel: str
-    """As typed, with its parameters: `rbf:gamma=0.5+window:64`."""
-    formula: str
-    """log k(q, k), or the whole output if the kernel is not a function of queries and keys."""
+    kernel: str  # As typed, with its parameters: `rbf:gamma=0.5+window:64`
+    formula: str  # log k(q, k), or the whole output if the kernel is not a function of queries and keys
     formula_of: Literal["log k", "output"] = "log k"
     parameters: dict[str, Number] = {}
-    fitted: list[str] = []
-    """Parameters that were chosen per head from calibration text."""
+    fitted: list[str] = []  # Parameters that were chosen per head from calibration text
     task: Task
-    noise: bool = False
-    """True if the input is random noise, so that losses are meaningless."""
+    noise: bool = False  # True if the input is random noise, so that losses are meaningless
     sites: list[SiteSwap]
     identity_error: Number
     """Relative change of the outputs when attention is recomputed with the model's own kernel; at most 1e-5."""
@@ -330,25 +278,20 @@ class Swap(Outcome):
     """Relative change of outputs before a position when the tokens after it change; 0 if nothing leaks."""
     mask_error: Number | None = None
     """Relative change of outputs at real tokens when the padding's content changes; 0 if nothing leaks."""
-    off_simplex: Number | None = None
-    """Share of the attention's mass that is negative, mean over the exchanged sites."""
-    tokens_per_second: Pair
-    """Forward passes of the evaluation, median over batches."""
-    peak_memory_bytes: Pair
-    """Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)."""
+    off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the exchanged sites
+    tokens_per_second: Pair  # Forward passes of the evaluation, median over batches
+    peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
     stages: list[Stage]
     healing: Healing | None = None
     state: Number | None = None
     """Numbers that a swapped head caches for a window, mean over sites: m·(value_dim + 1) by running sums over m
     features; else head_dim + value_dim for each token, or each key that a filter keeps."""
     controls: list[Control] = []
-    sweep: list[Effect] = []
-    """Each head or layer swapped alone, the most harmful first."""
+    sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
     predictors: list[Predictor] = []
     """Correlation of each measure of `inspect` with the effects of single heads, the surest first."""
     prediction: Prediction | None = None
-    notes: list[str] = []
-    """What a reader must know: what a softcap, a bias, a QK-norm does to this kernel."""
+    notes: list[str] = []  # What a reader must know: what a softcap, a bias, a QK-norm does to this kernel
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:

@@ -19,31 +19,23 @@ if TYPE_CHECKING:
 class Call:
     """One attention computation, as the model asks for it: softmax(log k(q, k) + bias, over the keys allowed) v."""
 
-    query: Float[Tensor, "batch heads queries head_dim"]
-    """Queries after projection, QK-norm and rotation."""
-    key: Float[Tensor, "batch kv_heads keys head_dim"]
-    """Keys, not repeated under GQA."""
-    value: Float[Tensor, "batch kv_heads keys value_dim"]
-    """Values, not repeated under GQA."""
+    query: Float[Tensor, "batch heads queries head_dim"]  # Queries after projection, QK-norm and rotation
+    key: Float[Tensor, "batch kv_heads keys head_dim"]  # Keys, not repeated under GQA
+    value: Float[Tensor, "batch kv_heads keys value_dim"]  # Values, not repeated under GQA
     scale: float
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None
     """Keys that a query can see; None means all, or those up to itself if `causal`."""
-    causal: bool = False
-    """True if query i sees the keys 0 … i and `allowed` is None."""
+    causal: bool = False  # True if query i sees the keys 0 … i and `allowed` is None
     bias: Float[Tensor, "#batch #heads queries keys"] | None = None
     """Terms that the model adds to the scores before the mask (T5's position bias)."""
-    softcap: float | None = None
-    """Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
+    softcap: float | None = None  # Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)
     sinks: Float[Tensor, " heads"] | None = None
     """A logit per head that takes part in the softmax and has no value (gpt-oss)."""
-    dropout: float = 0.0
-    """Dropout probability of the attention weights; 0 if the module is not in training."""
+    dropout: float = 0.0  # Dropout probability of the attention weights; 0 if the module is not in training
     cross: bool = False
     """True if queries and keys belong to different sequences, so that no query has a place among the keys."""
-    module: nn.Module | None = None
-    """The attention module; None outside a model."""
-    traced: bool = False
-    """True if the module computes it with its own code."""
+    module: nn.Module | None = None  # The attention module; None outside a model
+    traced: bool = False  # True if the module computes it with its own code
     places: Int[Tensor, "#batch queries"] | None = None
     """Position of each query's token, if the model passes it to its attention."""
     selected: tuple[int, ...] | None = None
@@ -141,15 +133,12 @@ Source = Literal["weights", "tokens"]
 class Site:
     """One attention computation of a model: a module, and which of its calls in one forward pass."""
 
-    path: str
-    """Dotted path of the attention module in the model."""
+    path: str  # Dotted path of the attention module in the model
     ordinal: int
     layer: int
     """Index of the call of that module in one forward pass, and of the site in the order of execution, from 0."""
-    part: Part
-    """Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention."""
-    repeated: bool = False
-    """True if the module is called more than once in a forward pass (as in ALBERT)."""
+    part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
+    repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
     traced: bool = False
     """True if the module computes attention with its own code, so that it is traced in a running pass."""
 
@@ -168,12 +157,9 @@ class Rotation:
     """
 
     pairs: Int[Tensor, "pairs 2"]
-    angles: Float[Tensor, "positions pairs"]
-    """Coordinates that are rotated together, and their angles φ, in float64."""
-    size: int
-    """head_dim."""
-    by_distance: bool = True
-    """True if R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j."""
+    angles: Float[Tensor, "positions pairs"]  # Coordinates that are rotated together, and their angles φ, in float64
+    size: int  # head_dim
+    by_distance: bool = True  # True if R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j
 
     @property
     def transposed(self) -> Rotation:
@@ -215,21 +201,18 @@ class QueryKey:
     """Queries as the model uses them (after bias, QK-norm and rotation), or W_Q."""
     key: Float[Tensor, "*batch kv_heads m head_dim"]
     """Keys, one for each *key* head: under GQA several query heads share one."""
-    scale: float
-    """Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)."""
+    scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)
     source: Source
     site: Site
     heads: tuple[int, ...]
-    key_of: tuple[int, ...]
-    """Number of each query head in the model, and index of its key head in `key`."""
+    key_of: tuple[int, ...]  # Number of each query head in the model, and index of its key head in `key`
     rotation: Rotation | None = None
     """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None
     """Tokens: keys that a query can see; None means all."""
     bias: Float[Tensor, "*batch #heads n m"] | None = None
     softcap: float | None = None
-    sinks: Float[Tensor, " heads"] | None = None
-    """Tokens: terms, bound and further logits of the scores, as in `Call`."""
+    sinks: Float[Tensor, " heads"] | None = None  # Tokens: terms, bound and further logits of the scores, as in `Call`
     value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
     """Tokens: values, one for each *key* head; None if only queries and keys are known."""
     inputs: Float[Tensor, "*batch n d_model"] | None = None

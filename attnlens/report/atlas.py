@@ -26,8 +26,7 @@ SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
 """A model counts as one of the atlas if the mean difference of their quantiles in interquartile ranges, as the median
 over at least ENOUGH measures, is less than SAME: it is 0.1 between a model and its fine-tuning, at least 0.38 between
 lineages. With fewer measures, relative differences in parameters below ABOUT decide."""
-DEPTHS: tuple[Third, ...] = ("first", "middle", "last")
-"""Names of the thirds of the layers."""
+DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def build_page(report: records.Report) -> str:
     return html(documents.page(report))
 
 
-WRITERS: dict[str, Callable[[records.Report], str]] = {
+WRITERS: dict[str, Callable[[records.Report], str]] = {  # Function that returns the text of a report, by kind of file
     "json": lambda report: report.to_json(),
     "csv": lambda report: spreadsheet(documents.rows(report)),
     "windows_csv": lambda report: spreadsheet(documents.windows(report)),
@@ -33,7 +33,6 @@ WRITERS: dict[str, Callable[[records.Report], str]] = {
     "plan": _plan,
     "html": build_page,
 }
-"""Function that returns the text of a report, by kind of file."""
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 

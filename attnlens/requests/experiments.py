@@ -82,11 +82,10 @@ class StudyRequest(EngineRequest):
     )
 
 
-MOST = 4096
-"""Largest size of an instance: a larger one is a typo, and would fill the memory or never end."""
+MOST = 4096  # Largest size of an instance: a larger one is a typo, and would fill the memory or never end
 DRAWN = frozenset({"trials", "seed", "n", "t", "d"})
 TRAINED = DRAWN | {"lr", "loss", "iterations", "attention", "start"}
-USES = {
+USES = {  # Synthetic experiments, with the options that each one uses
     "local-convergence": TRAINED | {"m", "head_function", "parameterisation"},
     "global-selection": TRAINED,
     "feasibility": DRAWN | {"attention"},
@@ -94,7 +93,6 @@ USES = {
     "multi-token": TRAINED | {"head_function"},
     "next-token": DRAWN | {"lr", "iterations"},
 }
-"""Synthetic experiments, with the options that each one uses."""
 ExperimentNames = Annotated[
     tuple[str, ...],
     checks(lambda name, value: tuple(checked_name("experiment", each, USES) for each in words(name, value))),

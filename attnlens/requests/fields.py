@@ -75,24 +75,17 @@ class Details(TypedDict, total=False):
     """Properties of an option besides its name, type, default and help; all can be omitted."""
 
     panel: str
-    metavar: str
-    """Placeholder of the value; by default its type."""
-    flag: str
-    """Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`."""
-    shown: str
-    """Default as the help shows it, if it differs from the default."""
+    metavar: str  # Placeholder of the value; by default its type
+    flag: str  # Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`
+    shown: str  # Default as the help shows it, if it differs from the default
     least: int
-    most: int
-    """Bounds of a number."""
+    most: int  # Bounds of a number
     call_only: CallOnly
     """Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
     dangerous, or names what is `read` or `written`."""
-    noun: str
-    """Noun for the allowed words in messages, if it is not the option's name."""
-    typed: object
-    """Type that typer parses, if it differs from the one that follows from the annotation."""
-    python_only: bool
-    """True for a keyword of the Python function that no command offers."""
+    noun: str  # Noun for the allowed words in messages, if it is not the option's name
+    typed: object  # Type that typer parses, if it differs from the one that follows from the annotation
+    python_only: bool  # True for a keyword of the Python function that no command offers
 
 
 def option(help: str, default: object = None, **about: Unpack[Details]) -> Any:  # noqa: A002  # typer's name
@@ -104,8 +97,7 @@ def option(help: str, default: object = None, **about: Unpack[Details]) -> Any: 
 
 keyword = partial(option, python_only=True)
 """Create the field of a keyword of the Python function that no command offers."""
-switch = partial(option, default=False)
-"""Create the field of an option that is off by default."""
+switch = partial(option, default=False)  # Create the field of an option that is off by default
 
 
 def details(field: FieldInfo) -> Details:
@@ -299,15 +291,12 @@ def positive(name: str, value: object, below: float = LARGEST) -> float:
     raise UsageError(f"{name}={format_argument(value)} is not a positive number{limit}.", "Give a number such as 0.05.")
 
 
-Words = Annotated[tuple[str, ...], checks(words)]
-"""Names or paths; callers may give a single one."""
+Words = Annotated[tuple[str, ...], checks(words)]  # Names or paths; callers may give a single one
 AnalyzerNames = Annotated[tuple[str, ...], checks(_analyzers)]
-Numbers = Annotated[list[int], checks(numbers)]
-"""Numbers of layers or heads."""
+Numbers = Annotated[list[int], checks(numbers)]  # Numbers of layers or heads
 Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]
 """Whole number, of Python or numpy."""
-Place = Annotated[str, checks(path)] | None
-"""Path, or another name of a location."""
+Place = Annotated[str, checks(path)] | None  # Path, or another name of a location
 FilePlace = Annotated[str, checks(_place)] | None
 FolderPlace = Annotated[str, checks(folder)] | None
 Word = Annotated[str, checks(word)]

@@ -41,8 +41,7 @@ INPUT, OUTPUT, WORK, BASELINE, DANGEROUS = "Input", "Output", "Work", "Baseline"
 """Panels of the help, besides the default one."""
 input_option, work_option, baseline_option = (partial(option, panel=panel) for panel in (INPUT, WORK, BASELINE))
 dangerous_switch = partial(switch, panel=DANGEROUS, call_only="dangerous")
-one_file = partial(option, panel=INPUT, metavar="FILE", call_only="read")
-"""Create an option that names a file."""
+one_file = partial(option, panel=INPUT, metavar="FILE", call_only="read")  # Create an option that names a file
 # as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
 several_files = partial(one_file, default=(), typed=list[Path] | None)
 """Create an option that names one file each time and can be repeated."""
@@ -58,8 +57,7 @@ def is_recorded(field: FieldInfo) -> bool:
 
 MOST_JOBS = 4096
 SAY_SHARD = f"Write I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
-ARRAY = "SLURM_ARRAY_TASK_"
-"""Prefix of the variables in which Slurm describes a job's task in an array."""
+ARRAY = "SLURM_ARRAY_TASK_"  # Prefix of the variables in which Slurm describes a job's task in an array
 
 
 def _shard(name: str, value: object) -> str:
@@ -220,8 +218,7 @@ class Loading(Request):
     allow_pickle: bool = dangerous_switch("Load `.bin` weights (pickles; tensors only).")
 
 
-PAIRS = ".tsv"
-"""Ending of a text with a pair of texts per line."""
+PAIRS = ".tsv"  # Ending of a text with a pair of texts per line
 
 
 class Feeding(Loading):

@@ -38,26 +38,21 @@ if TYPE_CHECKING:
     from attnlens.records import Plan
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
-UNITS: dict[str, tuple[HealingUnit, float]] = {
+UNITS: dict[str, tuple[HealingUnit, float]] = {  # Counted quantity and size of each unit
     **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
     **{"tok": ("tokens", 1), "ktok": ("tokens", 1e3), "Mtok": ("tokens", 1e6)},
     **{"s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600)},
 }
-"""Counted quantity and size of each unit."""
-STEPS = 200
-"""Training steps of a healing by default."""
-MOST_DIRECTIONS = 65536
-"""Rank above every head_dim, so that it removes nothing."""
-LATENTS = re.compile(r"([a-z]+=[a-z0-9]+(,|$))+")
-"""Form of latents, as in `group=all,rotation=before`."""
+STEPS = 200  # Training steps of a healing by default
+MOST_DIRECTIONS = 65536  # Rank above every head_dim, so that it removes nothing
+LATENTS = re.compile(r"([a-z]+=[a-z0-9]+(,|$))+")  # Form of latents, as in `group=all,rotation=before`
 
 
 @dataclass(frozen=True)
 class Amount:
     """Length of a training."""
 
-    number: float
-    """Number of units."""
+    number: float  # Number of units
     unit: HealingUnit
 
     def __str__(self) -> str:
@@ -254,10 +249,8 @@ class RankOptions:
     """Checked options on the ranks of the kernel `rank`; those of a plan, if there is one."""
 
     budget: Budget
-    plan: Plan | None
-    """Plan whose ranks are used instead of a search."""
-    latents: str | None
-    """Form of the latents; None: chosen by the search."""
+    plan: Plan | None  # Plan whose ranks are used instead of a search
+    latents: str | None  # Form of the latents; None: chosen by the search
 
     @classmethod
     def of(cls, request: RanksRequest | HealRequest) -> RankOptions:
@@ -300,14 +293,12 @@ class HealOptions:
     """Checked options of one healing; the fields are those of HealRequest."""
 
     amount: Amount
-    batch: int | None = None
-    """Sequences per optimiser step; None: those of a forward pass."""
+    batch: int | None = None  # Sequences per optimiser step; None: those of a forward pass
     rank: int | None = None
     goal: HealingGoal = "teacher"
     control: bool = False
     checkpointing: bool = False
-    eta: float | None = None
-    """Weight of the KSVD regulariser; None without regularisation."""
+    eta: float | None = None  # Weight of the KSVD regulariser; None without regularisation
     convention: Convention = "paper"
 
     @classmethod

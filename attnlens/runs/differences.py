@@ -398,11 +398,10 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
     return total / count if math.isfinite(total) else None
 
 
-COLUMNS = {
+COLUMNS = {  # Columns of each window, in this order, with the fields of Differences that contain them
     **{"loss.before": "before", "loss.after": "after", "kl": "divergences", "tokens": "counts"},
     **{"hidden_cosine": "cosines", "hidden_tokens": "real"},
 }
-"""Columns of each window, in this order, with the fields of Differences that contain them."""
 
 
 def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:

@@ -71,11 +71,10 @@ def guess_notes(
     ]
 
 
-RECORDED = (
+RECORDED = (  # Settings that are options, so that a model can be read in the same way again
     *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
     *("placement", "intervals", "layers", "heads"),
 )
-"""Settings that are options, so that a model can be read in the same way again."""
 NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": None}
 """Settings of a run without any input."""
 

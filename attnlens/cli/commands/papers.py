@@ -30,12 +30,11 @@ SYNTHETIC = opt.parameters(SyntheticRequest)
 FOLLOWED = opt.parameters(requests.CheckpointsRequest, without=("adapter", "engine"))
 SYNTHETIC_RUN, HEAD_RUN, SERIES_RUN = "the synthetic experiments", "a head", "checkpoints"
 SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
-CONVERGE_KINDS: dict[str, set[str]] = {
+CONVERGE_KINDS: dict[str, set[str]] = {  # Options of each kind of run, in addition to the common ones
     SYNTHETIC_RUN: {*SYNTHETIC},
     HEAD_RUN: {"models", "head", "iterations"} | INPUT,
     SERIES_RUN: SERIES | {*SharedRequest.model_fields} | INPUT,
 }
-"""Options of each kind of run, in addition to the common ones."""
 TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",

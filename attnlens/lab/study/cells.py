@@ -397,13 +397,12 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     )
 
 
-DATA: dict[str, TaskForm] = {
+DATA: dict[str, TaskForm] = {  # Option → form of the task its files are for
     "series": "classification",
     "labelled": "classification",
     "pairs": "translation",
     "text": "language",
 }
-"""Option → form of the task its files are for."""
 
 
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:

@@ -32,11 +32,10 @@ class Scale:
     looks: int = 6  # number of validation-loss evaluations in a run
 
 
-SCALES: dict[str, Scale] = {
+SCALES: dict[str, Scale] = {  # Sizes for every form of task; tiny: minutes on two cores; small: an hour on a GPU
     "tiny": Scale(2, 64, 4, 256, 1024, 64, 32, 300, 100, (6e-3, 2e-2, 6e-2), 3, 256, 0.0),
     "small": Scale(6, 256, 4, 1024, 8192, 128, 64, 20_000, 2_000, (2.5e-4, 5e-4, 1e-3), 5, 2_000, 0.1),
 }
-"""Sizes for every form of task; tiny: minutes on two cores; small: an hour on a GPU."""
 PAPER: dict[TaskForm, Scale] = {
     # Transformer-XL's base model for WikiText-103, used by Tsai et al., but with byte pairs instead of words
     "language": Scale(16, 410, 10, 2100, 32_000, 150, 60, 200_000, 5_000, (1.25e-4, 2.5e-4, 5e-4), 5, 7_000, 0.1),
@@ -104,13 +103,12 @@ def _kernels() -> Iterator[PaperCell]:
 
 
 SYMMETRIC_PRODUCT = AttentionForm(positions="symmetric product")
-PLACINGS = {
+PLACINGS = {  # Name → form, BLEU and perplexity with and without positions in the values (Table 4)
     "direct sum (Eq. 4)": (SUM, (33.98, 34.02), (30.97, 30.50)),
     "look-up table (Eq. 6)": (AttentionForm(positions="table"), (34.04, 34.12), (27.56, 27.45)),
     "product, asymmetric (Eq. 5)": (PRODUCT, (33.32, 33.62), (24.18, 24.10)),
     "product, symmetric (Eq. 9)": (SYMMETRIC_PRODUCT, (34.60, 34.71), (24.42, 24.28)),
 }
-"""Name → form, BLEU and perplexity with and without positions in the values (Table 4)."""
 
 
 def _positions() -> Iterator[PaperCell]:

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from attnlens.lab.study.tables import Scale
 
-Rows: TypeAlias = list[tuple[str, ...]]
-"""Columns of each line of a file."""
+Rows: TypeAlias = list[tuple[str, ...]]  # Columns of each line of a file
 Series: TypeAlias = "Sequence[tuple[Tensor, str]]"
 """Ids (tokens,) or a series (steps, channels) of each example, and its label; numbers of steps can differ."""
 LARGEST_CONTENT = 2**30  # bytes of the largest file accepted, both packed and unpacked

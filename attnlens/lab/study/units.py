@@ -264,11 +264,10 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
-MEASURES = (
+MEASURES = (  # Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
-"""Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences."""
 DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
 """Selection: share of decided queries, and cosine between a head and the SVM of its own choices."""
 SEQUENCES = 8  # sequences on which tokens.* are measured

@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 class Anchored(NamedTuple):
     """Tokens relative to α, the token of the largest weight, so that differences far below it keep their digits."""
 
-    chosen: Int[Tensor, "trials n"]
-    """Index α."""
-    token: Float[Tensor, "trials n d"]
-    """x_α."""
-    differences: Float[Tensor, "trials n T d"]
-    """u_t = x_t − x_α."""
+    chosen: Int[Tensor, "trials n"]  # Index α
+    token: Float[Tensor, "trials n d"]  # x_α
+    differences: Float[Tensor, "trials n T d"]  # u_t = x_t − x_α
     pulls: Bool[Tensor, "trials n T"]
     """True if t is allowed and u_t is not 0; α itself and its duplicates have no effect on the gradient."""
 
@@ -86,16 +83,11 @@ PredictionHead: TypeAlias = Linear | Relu | Scores
 class Instances:
     """Trials of one size: f_i = h(Σ_t s_it x_it), s_i = softmax_t(x_itᵀ W z_i) (Tarzanagh et al. 2023, Eq. 1)."""
 
-    tokens: Float[Tensor, "trials n T d"]
-    """Tokens x."""
-    queries: Float[Tensor, "trials n d_query"]
-    """Queries z."""
-    labels: Float[Tensor, "trials n"]
-    """Labels Y = ±1."""
-    head: PredictionHead
-    """Prediction head h."""
-    allowed: Bool[Tensor, "trials n T"] | None = None
-    """Tokens that take part in the softmax (a causal mask); None: all."""
+    tokens: Float[Tensor, "trials n T d"]  # Tokens x
+    queries: Float[Tensor, "trials n d_query"]  # Queries z
+    labels: Float[Tensor, "trials n"]  # Labels Y = ±1
+    head: PredictionHead  # Prediction head h
+    allowed: Bool[Tensor, "trials n T"] | None = None  # Tokens that take part in the softmax (a causal mask); None: all
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
         """Return the tokens relative to the chosen ones."""
@@ -134,16 +126,11 @@ LARGEST = torch.finfo(torch.float64).max
 class Descent:
     """Values recorded at the chosen iterations of a descent, and its final state."""
 
-    steps: tuple[int, ...]
-    """Recorded iterations; 0 is the start."""
-    W: Float[Tensor, "steps trials d d_query"]
-    """Form W, or K Qᵀ."""
-    chosen: Int[Tensor, "steps trials n"]
-    """α, the token of the largest weight."""
-    largest: Float[Tensor, "steps trials n"]
-    """Largest softmax weight."""
-    log_weights: Float[Tensor, "trials n T"]
-    """log s at the end; −∞ if not allowed."""
+    steps: tuple[int, ...]  # Recorded iterations; 0 is the start
+    W: Float[Tensor, "steps trials d d_query"]  # Form W, or K Qᵀ
+    chosen: Int[Tensor, "steps trials n"]  # α, the token of the largest weight
+    largest: Float[Tensor, "steps trials n"]  # Largest softmax weight
+    log_weights: Float[Tensor, "trials n T"]  # log s at the end; −∞ if not allowed
     stationary: Bool[Tensor, " trials"]
     """True if the gradient was exactly 0 at the last step, so that the trial no longer moves."""
 

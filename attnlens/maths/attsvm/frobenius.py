@@ -26,34 +26,22 @@ if TYPE_CHECKING:
     Each = Float[ndarray, " constraints"]
 
 EPS = float(np.finfo(np.float64).eps)
-LARGE = 2**22
-"""Numbers in explicit vectors (32 MB) beyond which the Gram matrix is factored instead."""
-PIVOTS = 3
-"""Consecutive exchanges without a new minimum of wrong signs before pivoting gives up."""
-LEAST_DAMPING = 1e-12
-"""Damping, relative to the diagonal of G, below which a step is Newton's up to rounding."""
-SHORTEST = 1e-6
-"""Smallest fraction of a Newton step that is tried."""
+LARGE = 2**22  # Numbers in explicit vectors (32 MB) beyond which the Gram matrix is factored instead
+PIVOTS = 3  # Consecutive exchanges without a new minimum of wrong signs before pivoting gives up
+LEAST_DAMPING = 1e-12  # Damping, relative to the diagonal of G, below which a step is Newton's up to rounding
+SHORTEST = 1e-6  # Smallest fraction of a Newton step that is tried
 DECREASE = 1e-4
 """Share of the decrease predicted by the slope that a step must reach (Armijo's condition; the usual constant)."""
-LONG = 1e-3
-"""Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist."""
-RESOLVED = 1e-12
-"""Residual of NNLS that is rounding: in float64 such a w cannot be distinguished from a missing one."""
+LONG = 1e-3  # Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist
+RESOLVED = 1e-12  # Residual of NNLS that is rounding: in float64 such a w cannot be distinguished from a missing one
 INSIDE = 1e-10
 """Squared share of an inequality's length outside the equalities' span below which it may contradict them."""
-MISSED = 1e-9
-"""Residual, relative to the largest b, allowed for equalities that depend on others."""
-REFINEMENTS = 2
-"""Number of refinement steps for λ if equalities were eliminated."""
-SMALL = 128
-"""Inequalities up to which all are in the working set from the start."""
-DAMPING = 1e-2
-"""Added to the diagonal of G, which is at most 1, in the first damped step."""
-PATIENCE = 60
-"""Most damped steps for a degenerate problem."""
-WORST = 4
-"""Number of a query's most violated constraints that enter at once."""
+MISSED = 1e-9  # Residual, relative to the largest b, allowed for equalities that depend on others
+REFINEMENTS = 2  # Number of refinement steps for λ if equalities were eliminated
+SMALL = 128  # Inequalities up to which all are in the working set from the start
+DAMPING = 1e-2  # Added to the diagonal of G, which is at most 1, in the first damped step
+PATIENCE = 60  # Most damped steps for a degenerate problem
+WORST = 4  # Number of a query's most violated constraints that enter at once
 
 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
@@ -99,12 +87,10 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 class Separability:
     """Exactly one of the two exists: W with u W z ≥ b, or λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
 
-    verdict: bool | None
-    """True if a W exists; None if neither proof was found within the iteration limit."""
+    verdict: bool | None  # True if a W exists; None if neither proof was found within the iteration limit
     distance: float | None
     """Least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or the certificate's residual ≈ 0; None if unknown."""
-    multipliers: Float[Tensor, " constraints"]
-    """λ of the proof; a certificate has Σλ = 1 over the inequalities."""
+    multipliers: Float[Tensor, " constraints"]  # λ of the proof; a certificate has Σλ = 1 over the inequalities
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:

@@ -23,24 +23,19 @@ if TYPE_CHECKING:
 
 TIE = 1e-6
 """Scores closer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
-MOST_CONSTRAINTS = 2**15
-"""Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers."""
+MOST_CONSTRAINTS = 2**15  # Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
 """Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
-TOLERANCE = 1e-8
-"""Relative duality gap of a head's SVM; its norm is then known to half of this."""
-SPAN = 1e-6
-"""Relative singular value below which differences of tokens span nothing: rounding of float32 inputs."""
+TOLERANCE = 1e-8  # Relative duality gap of a head's SVM; its norm is then known to half of this
+SPAN = 1e-6  # Relative singular value below which differences of tokens span nothing: rounding of float32 inputs
 
 
 @dataclass(frozen=True)
 class FactoredForm:
     """M = L Rᵀ by its factors: token x has the score xᵀ M z for query z."""
 
-    left: Float[Tensor, "d rank"]
-    """L, on the keys' side."""
-    right: Float[Tensor, "d_query rank"]
-    """R, on the queries' side, including the scale."""
+    left: Float[Tensor, "d rank"]  # L, on the keys' side
+    right: Float[Tensor, "d_query rank"]  # R, on the queries' side, including the scale
 
     def scores(self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]) -> Scores:
         """Return xᵀ M z of every query and token."""
@@ -61,10 +56,8 @@ class FactoredForm:
 class Scene:
     """One sequence as seen by a head."""
 
-    tokens: Float[Tensor, "keys d"]
-    """Tokens x that are selected among."""
-    queries: Float[Tensor, "queries d_query"]
-    """Queries z that select."""
+    tokens: Float[Tensor, "keys d"]  # Tokens x that are selected among
+    queries: Float[Tensor, "queries d_query"]  # Queries z that select
     log_copies: Scores
     """Log of the number of copies of a token that a query may see, at the first of them; −∞ at other copies and if
     hidden."""
@@ -79,10 +72,8 @@ class Scene:
 class Softmax:
     """Further parameters of the head's softmax; neither changes the order of the tokens."""
 
-    softcap: float | None = None
-    """Bound on scores, softcap · tanh(score / softcap), or None."""
-    sink: float | None = None
-    """Logit that takes weight without a token, or None."""
+    softcap: float | None = None  # Bound on scores, softcap · tanh(score / softcap), or None
+    sink: float | None = None  # Logit that takes weight without a token, or None
 
     def cap_scores(self, scores: Scores) -> Scores:
         """Return the scores after softcapping, as the softmax uses them."""
@@ -93,16 +84,12 @@ class Softmax:
 class Selections:
     """Queries of several scenes, each with the tokens that the head selects."""
 
-    scene: Int[Tensor, " queries"]
-    """Index of each query's scene."""
-    position: Int[Tensor, " queries"]
-    """Index of the query in its scene."""
-    sets: tuple[Bool[Tensor, " keys"], ...]
-    """O_i, the selected tokens."""
+    scene: Int[Tensor, " queries"]  # Index of each query's scene
+    position: Int[Tensor, " queries"]  # Index of the query in its scene
+    sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
     log_odds: Float[Tensor, " queries"]
     """log p_max/(1 − p_max), which distinguishes saturated queries whose p_max rounds to 1."""
-    tied: int
-    """Number of queries left out because the scores of a selected and another token are equal."""
+    tied: int  # Number of queries left out because the scores of a selected and another token are equal
     decided: float
     """Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes; NaN without any."""
 
@@ -116,12 +103,9 @@ class Selections:
 class HeadProblem:
     """The selection problem of a head, and the head's form in the problem's coordinates."""
 
-    problem: Problem
-    """Problem whose queries are coordinates in an orthonormal basis of their span, without loss."""
-    form: FactoredForm
-    """Form of the head in the same coordinates."""
-    token_of: Int[Tensor, " constraints"]
-    """Index of the token on the lesser side of each constraint, in its scene."""
+    problem: Problem  # Problem whose queries are coordinates in an orthonormal basis of their span, without loss
+    form: FactoredForm  # Form of the head in the same coordinates
+    token_of: Int[Tensor, " constraints"]  # Index of the token on the lesser side of each constraint, in its scene
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
@@ -251,20 +235,13 @@ def _select_top_p(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: 
 class Nearness:
     """A head compared with the max-margin form that selects the same tokens, independent of the scale of M."""
 
-    chosen: Selections
-    """HeadProblem queries and their selected tokens."""
-    posed: HeadProblem
-    """The selection problem."""
-    solution: Solution
-    """Its certified solution W_mm."""
-    best: float
-    """1/‖W_mm‖_F, the largest least margin of a form of unit norm."""
-    norm: float
-    """‖ΠM‖_F; Π projects onto span(U) ⊗ span(Z)."""
-    margins: Float[Tensor, " queries"]
-    """Least (logit_α − logit_t)/‖ΠM‖_F of each query."""
-    svm_cosine: float
-    """⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]."""
+    chosen: Selections  # HeadProblem queries and their selected tokens
+    posed: HeadProblem  # The selection problem
+    solution: Solution  # Its certified solution W_mm
+    best: float  # 1/‖W_mm‖_F, the largest least margin of a form of unit norm
+    norm: float  # ‖ΠM‖_F; Π projects onto span(U) ⊗ span(Z)
+    margins: Float[Tensor, " queries"]  # Least (logit_α − logit_t)/‖ΠM‖_F of each query
+    svm_cosine: float  # ⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:

@@ -32,30 +32,20 @@ if TYPE_CHECKING:
     Matrix = Float[Tensor, "d d_query"]
 
 EPS = float(np.finfo(np.float64).eps)
-PATIENCE = 8
-"""Steps without a better bound after which rounding dominates."""
+PATIENCE = 8  # Steps without a better bound after which rounding dominates
 LEAST_CENTRING = 1e-6
 """Lower limit on the ratio whose cube is Mehrotra's centring: the affine step can end on the border, at ratio 0."""
-EQUALITY = 0.1
-"""Allowed error of an equality, as a share of the tolerance."""
-INSIDE = 0.95
-"""Share of the way to the border of the cone that a step can take."""
+EQUALITY = 0.1  # Allowed error of an equality, as a share of the tolerance
+INSIDE = 0.95  # Share of the way to the border of the cone that a step can take
 NEWTON_STEPS = 6
 """Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
-CONVERGED = 1e-14
-"""Relative length of a step that ends the iteration: the next one would be rounding."""
-MOST_UNKNOWNS = 1000
-"""Size up to which the system is solved, as a dense one: about a second per step."""
-SMALL = 256
-"""Constraints up to which all are in the working set from the start."""
-FIRST_GAP = 1e-2
-"""Relative gap to which the first working set is solved, because it will change anyway."""
-NEAR = 1e-8
-"""Relative gap that the interior-point method reaches reliably; Newton's method does the rest."""
-POLISHED = 1e-6
-"""Relative gap below which rank and support are clear, so that Newton's method can take over."""
-SLACK = 1e-12
-"""Rounding allowed for an inequality below its margin, relative to the largest margin."""
+CONVERGED = 1e-14  # Relative length of a step that ends the iteration: the next one would be rounding
+MOST_UNKNOWNS = 1000  # Size up to which the system is solved, as a dense one: about a second per step
+SMALL = 256  # Constraints up to which all are in the working set from the start
+FIRST_GAP = 1e-2  # Relative gap to which the first working set is solved, because it will change anyway
+NEAR = 1e-8  # Relative gap that the interior-point method reaches reliably; Newton's method does the rest
+POLISHED = 1e-6  # Relative gap below which rank and support are clear, so that Newton's method can take over
+SLACK = 1e-12  # Rounding allowed for an inequality below its margin, relative to the largest margin
 
 
 @dataclass(frozen=True)

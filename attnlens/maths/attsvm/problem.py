@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     Mask = Bool[Tensor, "n tokens"]
     Pairs = Int[Tensor, " pairs"]
 
-LEAST, MOST = 1e-50, 1e50
-"""Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
+LEAST, MOST = 1e-50, 1e50  # Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64
 PROOF = 1e-10
 """‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
 ROUNDING = 1e-10
@@ -43,16 +42,11 @@ class Problem:
     u_c = x_α − x_t is a difference of two tokens, z_q(c) the query of the constraint. Everything is float64.
     """
 
-    differences: Float[Tensor, "constraints d"]
-    """u_c, one row per constraint."""
-    queries: Float[Tensor, "queries d_query"]
-    """z, one row per query."""
-    query_of: Int[Tensor, " constraints"]
-    """Index of each constraint's query."""
-    margins: Float[Tensor, " constraints"]
-    """b_c: 1, or a label margin, or the log-ratio of two weights."""
-    equal: Bool[Tensor, " constraints"]
-    """True for equality constraints (inside a set of tokens that are all kept)."""
+    differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
+    queries: Float[Tensor, "queries d_query"]  # z, one row per query
+    query_of: Int[Tensor, " constraints"]  # Index of each constraint's query
+    margins: Float[Tensor, " constraints"]  # b_c: 1, or a label margin, or the log-ratio of two weights
+    equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of tokens that are all kept)
 
     @property
     def paired_queries(self) -> Float[Tensor, "constraints d_query"]:
@@ -103,22 +97,17 @@ class Solution:
     was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
     multipliers: Float[Tensor, " constraints"]
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
-    support: Bool[Tensor, " constraints"]
-    """Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding."""
-    iterations: int
-    """Number of steps of the outer loop."""
+    support: Bool[Tensor, " constraints"]  # Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding
+    iterations: int  # Number of steps of the outer loop
     W: Float[Tensor, "d d_query"] | None = None
     """Solution, scaled so that its least margin is met exactly; None if there is none."""
-    norm: float | None = None
-    """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
+    norm: float | None = None  # ‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm
     gap: float | None = None
     """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
-    least: float | None = None
-    """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
+    least: float | None = None  # min over inequalities of u W z − b, before W is rescaled; 0 at the optimum
     kkt: float | None = None
     """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
-    residual: float | None = None
-    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof."""
+    residual: float | None = None  # ‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof
 
 
 def selection(

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     Loads = Float[ndarray, " k"]
     Gram = Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]]
 
-BETWEEN = 25
-"""L-BFGS-B steps between two polishings."""
+BETWEEN = 25  # L-BFGS-B steps between two polishings
 NEWTON, WIDEST = 30, 1000
 """Newton steps of one polishing, and the most λ that a step solves for: its cost grows with their cube."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
@@ -41,18 +40,13 @@ NOTICED = 1e-6
 class SoftMargin:
     """The W that violates its constraints least: min ½‖W‖² + C Σ max(0, b − u W z), |b − u W z| at equalities."""
 
-    W: Float[Tensor, "d d_query"]
-    """W(λ), not rescaled."""
-    multipliers: Float[Tensor, " constraints"]
-    """λ in [0, C], in [−C, C] at equalities."""
-    slack: float
-    """Σ max(0, b − u W z), |b − u W z| at equalities: 0 if the problem is separable and C is large enough."""
+    W: Float[Tensor, "d d_query"]  # W(λ), not rescaled
+    multipliers: Float[Tensor, " constraints"]  # λ in [0, C], in [−C, C] at equalities
+    slack: float  # Σ max(0, b − u W z), |b − u W z| at equalities: 0 if the problem is separable and C is large enough
     violated: float
     """Share of the constraints with slack beyond rounding; an inequality on the wrong side has slack above b."""
-    gap: float
-    """Relative duality gap (P − D)/P of the objective."""
-    iterations: int
-    """L-BFGS-B steps."""
+    gap: float  # Relative duality gap (P − D)/P of the objective
+    iterations: int  # L-BFGS-B steps
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
@@ -101,10 +95,8 @@ def _build_solution(problem: Problem, multipliers: Float[Tensor, " constraints"]
 class Box:
     """The problem min ½λᵀGλ − bᵀλ over low ≤ λ ≤ high."""
 
-    product: Callable[[Loads], Loads]
-    """λ → Gλ."""
-    gram: Gram
-    """Indices of some λ → their block of G."""
+    product: Callable[[Loads], Loads]  # λ → Gλ
+    gram: Gram  # Indices of some λ → their block of G
     bounds: Loads
     low: Loads
     high: Loads

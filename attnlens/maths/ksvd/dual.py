@@ -128,12 +128,9 @@ class Dual:
     Components beyond K's rank have σ = 0 and columns of zeros, because their singular vectors would be arbitrary.
     """
 
-    left: Float[Tensor, "*batch n s"]
-    """H_e, one row per query; its non-zero columns are orthonormal."""
-    values: Float[Tensor, "*batch s"]
-    """σ, descending, in the kernel's unit."""
-    right: Float[Tensor, "*batch m s"]
-    """H_r, one row per key; its non-zero columns are orthonormal."""
+    left: Float[Tensor, "*batch n s"]  # H_e, one row per query; its non-zero columns are orthonormal
+    values: Float[Tensor, "*batch s"]  # σ, descending, in the kernel's unit
+    right: Float[Tensor, "*batch m s"]  # H_r, one row per key; its non-zero columns are orthonormal
 
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
@@ -299,10 +296,8 @@ class Nystrom:
     they give K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
     """
 
-    through_keys: Float[Tensor, "*batch m_sampled s"]
-    """V Σ^{−½}; zero columns beyond the block's rank."""
-    through_queries: Float[Tensor, "*batch n_sampled s"]
-    """U Σ^{−½}; zero columns beyond the block's rank."""
+    through_keys: Float[Tensor, "*batch m_sampled s"]  # V Σ^{−½}; zero columns beyond the block's rank
+    through_queries: Float[Tensor, "*batch n_sampled s"]  # U Σ^{−½}; zero columns beyond the block's rank
 
     def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Float[Tensor, "*batch n s"]:
         """Return φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
@@ -338,10 +333,8 @@ class Primal:
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
     key_weight: Float[Tensor, "*batch sampled s"]
     """W_r = Σ_i Fφ_q(x_i) h_{e,i}ᵀ: the keys' weights are built from the queries."""
-    multipliers: Float[Tensor, "*batch s"]
-    """Λ = Σ⁻¹, 0 where σ is 0: h_e = Λe and h_r = Λr."""
-    projection: Sampled | None = None
-    """F; None is the identity."""
+    multipliers: Float[Tensor, "*batch s"]  # Λ = Σ⁻¹, 0 where σ is 0: h_e = Λe and h_r = Λr
+    projection: Sampled | None = None  # F; None is the identity
 
     def e_scores(self, query_features: Queries) -> Float[Tensor, "*batch n s"]:
         """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""

@@ -190,10 +190,8 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 
 
 EPS = torch.finfo(torch.float64).eps
-GLANCE = 128
-"""Tokens of the leading block that is searched for a witness before the whole matrix, which costs more."""
-FACTORED = 8192
-"""Most tokens of a kernel that is formed and factored whole: three matrices of 0.5 GB."""
+GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
+FACTORED = 8192  # Most tokens of a kernel that is formed and factored whole: three matrices of 0.5 GB
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 

@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 LONG = 2048**2
 """Heads with more query–key pairs are long: their matrices are read in tiles, and full spectra are not computed. At
 2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
-TILE = 1 << 22
-"""Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time."""
-BLOCK = 64
-"""Vectors multiplied at once: tiles are computed anew for each product, and serve all of them."""
-SMALL = 1024
-"""Largest number of columns of a matrix that is decomposed as a whole."""
-LARGEST_BASIS = 1024
-"""Vectors of the Krylov space; ranks up to about a quarter of it can be proven."""
+TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
+BLOCK = 64  # Vectors multiplied at once: tiles are computed anew for each product, and serve all of them
+SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
+LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
 POWERS = 8
 """Largest power of the deflated matrix used to bound its norm: the bound tends to the norm as the power grows."""
 SLACK = 1.3
@@ -77,8 +73,7 @@ class TiledMatrix:
 
     tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]
     """Rows of P in order; columns that a tile lacks are zero."""
-    size: int
-    """Number of columns m."""
+    size: int  # Number of columns m
 
     def multiply_gram(self, x: Float[Tensor, "m some"]) -> Float[Tensor, "m some"]:
         """Return A x."""

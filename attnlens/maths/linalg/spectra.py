@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 
 
 EPS = torch.finfo(torch.float64).eps
-STEPS = 20
-"""Steps of each iteration; three times as many find up to a sixth fewer features on demo."""
+STEPS = 20  # Steps of each iteration; three times as many find up to a sixth fewer features on demo
 RIDGE = 1e-9
 """Regularisation of Newton's equations per query: adding a constant to b changes nothing, so that they are singular."""
-BOUND = 3.0
-"""Bound on each entry of a Newton step: where a weight is 1, b is unbounded and Newton's steps diverge."""
-PIECE = 1 << 18
-"""Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache."""
+BOUND = 3.0  # Bound on each entry of a Newton step: where a weight is 1, b is unbounded and Newton's steps diverge
+PIECE = 1 << 18  # Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
 
 
 def taylor_order(

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 RESIDUAL = 1e-11
 """Residual, relative to ‖L‖, at which conjugate gradients stop. The explained share is then too small by less than
 RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any such number in float64."""
-STEPS = 1000
-"""Most steps of conjugate gradients; real masks take 6 to 20."""
+STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
 @dataclass(frozen=True)
@@ -175,10 +174,8 @@ class IntervalMask:
     then differences of running sums, so that a product with the normal equations does not need n × m numbers.
     """
 
-    keys: Ends
-    """Keys that each query sees."""
-    queries: Ends
-    """Queries that see each key."""
+    keys: Ends  # Keys that each query sees
+    queries: Ends  # Queries that see each key
 
     @property
     def pairs(self) -> Sums:

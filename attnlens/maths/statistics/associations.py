@@ -34,18 +34,13 @@ LEAST = 1e-5
 """Lower limit on variances, as a share of their median: differences equal by chance must not give certainty."""
 COUNTED = 0.5
 """Share of the degrees of freedom added by other pairs that counts: pairs that share a treatment share noise."""
-FEWEST = 3
-"""Variances needed to estimate how variances are spread; fewer are not moderated."""
+FEWEST = 3  # Variances needed to estimate how variances are spread; fewer are not moderated
 NEAR_ONE = 1 - 1e-12
 """Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""
-PERMUTATIONS = 10_000
-"""Permutations of heads for a p-value."""
-DRAWS = 1000
-"""Bootstrap samples of windows for an interval."""
-SPLITS = 100
-"""Random halvings of the windows."""
-ROUNDING = 1e-9
-"""Rounding by which equal scores of permutations can differ."""
+PERMUTATIONS = 10_000  # Permutations of heads for a p-value
+DRAWS = 1000  # Bootstrap samples of windows for an interval
+SPLITS = 100  # Random halvings of the windows
+ROUNDING = 1e-9  # Rounding by which equal scores of permutations can differ
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ class Blocks:
     its noise, so that only half of what the others add is counted. The tests check the resulting false positive rate.
     """
 
-    values: Float[Tensor, "treatments blocks"]
-    """One row per treatment, one column per block; finite."""
+    values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
     kinds: Sequence[int] = ()
     """Kind of each treatment. A pair is only compared with pairs of the same two kinds; if empty, there is one kind."""
 

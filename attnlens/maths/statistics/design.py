@@ -96,8 +96,7 @@ class LinearCKA:
         return cross**2 / (x_norm * y_norm) if x_norm * y_norm > 0 else None
 
 
-FEWEST_TEXTS = 5
-"""Texts from which intervals are over texts: fewer do not show how texts vary."""
+FEWEST_TEXTS = 5  # Texts from which intervals are over texts: fewer do not show how texts vary
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,16 @@ stats = LazyModule("scipy.stats")
 
 DRAWN_BYTES = 2**26
 """Bytes of random factors processed at once; those of all draws together exceed a layer of a large model."""
-MEDIAN_DRAWS = 2000
-"""Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %."""
+MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
 FEWEST_DRAWS = 8
 """Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
 better: a sample that draws one of two windows twice has almost no error of its own."""
-MEDIAN_ERROR_DRAWS = 1000
-"""Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %."""
-DRAWS = 20_000
-"""Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported."""
-MOST_WINDOWS = 256
-"""Windows above which Student's t is as good: the effect of skewness decreases with √windows."""
+MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
+DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported
+MOST_WINDOWS = 256  # Windows above which Student's t is as good: the effect of skewness decreases with √windows
 ENOUGH = 50
 """Samples beyond a unit's own score after which its p-value is known accurately enough (Besag & Clifford 1991)."""
-PIECE = 500
-"""Samples computed at once: after each piece, units with ENOUGH samples beyond their score are left out."""
+PIECE = 500  # Samples computed at once: after each piece, units with ENOUGH samples beyond their score are left out
 
 
 def gaussian_null(

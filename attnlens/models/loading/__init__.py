@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from attnlens.models.loading.deferred import DeferredWeights
     from attnlens.models.loading.stored import TensorFiles
 
-SWAPPED = "attnlens.json"
-"""Name of the file that marks a folder whose model was saved with another kernel."""
+SWAPPED = "attnlens.json"  # Name of the file that marks a folder whose model was saved with another kernel
 
 WITHOUT_TOKENIZER = None, "the model's weights are read from their files, so it cannot run"
 
@@ -49,24 +48,15 @@ WITHOUT_TOKENIZER = None, "the model's weights are read from their files, so it 
 class Loaded:
     """A model in evaluation mode without gradients, with its tokenizer and description."""
 
-    model: PreTrainedModel
-    """The model, with the head that the checkpoint names."""
-    tokenizer: PreTrainedTokenizerBase | None
-    """The model's tokenizer, or None."""
-    tokenizer_problem: str
-    """Reason why the tokenizer is missing; empty if it is not."""
-    info: ModelInfo
-    """Description of the model; its conventions are not known yet."""
-    kind: InputKind
-    """Kind of input that the model reads."""
-    missing_keys: tuple[str, ...] = ()
-    """Parameters that the checkpoint lacks; their values are random."""
-    unused_keys: tuple[str, ...] = ()
-    """Tensors of the checkpoint that the model does not use."""
-    adapter: Adapted | None = None
-    """The adapter that was merged into the weights."""
-    folder: Path | None = None
-    """Folder of the checkpoint; None for a model in memory."""
+    model: PreTrainedModel  # The model, with the head that the checkpoint names
+    tokenizer: PreTrainedTokenizerBase | None  # The model's tokenizer, or None
+    tokenizer_problem: str  # Reason why the tokenizer is missing; empty if it is not
+    info: ModelInfo  # Description of the model; its conventions are not known yet
+    kind: InputKind  # Kind of input that the model reads
+    missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
+    unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
+    adapter: Adapted | None = None  # The adapter that was merged into the weights
+    folder: Path | None = None  # Folder of the checkpoint; None for a model in memory
     deferred: DeferredWeights | None = None
     """Source of the weights, read module by module, if the model has only shapes; None if it is in memory."""
     shapes: Loaded | None = None

@@ -34,24 +34,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-PREFIX = "base_model.model."
-"""Start of the name of every tensor that peft writes."""
+PREFIX = "base_model.model."  # Start of the name of every tensor that peft writes
 PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
 """Module path and part of a low-rank tensor's name."""
 LONGEST, SECONDS = 4096, 10.0
 """Characters of the longest expression for module names, and the time limit for matching all of them."""
-LARGEST = 2**20
-"""Maximum size of adapter_config.json in bytes, since every name in it is compared with every module."""
+LARGEST = 2**20  # Maximum size of adapter_config.json in bytes, since every name in it is compared with every module
 NAMING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
 APPLIED = {"r", "lora_alpha", "use_rslora", "use_dora"}
-WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {  # Settings that do not change how the stored tensors are merged
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "revision", "lora_dropout", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     *("peft_type", "base_model_name_or_path", "init_lora_weights"),
     *("bias", "modules_to_save"),  # these train whole tensors, and every stored tensor is applied
     "fan_in_fan_out",  # peft decides it by the layer's class
 }
-"""Settings that do not change how the stored tensors are merged."""
 SAY_FOLDER = f"Give the folder with {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
 SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
 SAY_AGAIN = "Download the adapter again."
@@ -62,8 +59,7 @@ class AdapterFiles(NamedTuple):
 
     id: str
     folder: Path
-    revision: str | None = None
-    """The commit of an adapter from the hub."""
+    revision: str | None = None  # The commit of an adapter from the hub
 
 
 def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
@@ -101,8 +97,7 @@ class Adapted:
     """peft's merged layers, removed from the model, keyed by the path of the wrapped module; base weights on meta."""
     originals: Mapping[str, Tensor]
     """The base model's values of the tensors that the adapter stores whole, keyed by parameter name."""
-    unplaced: tuple[str, ...]
-    """Whole tensors of the adapter that match no parameter of the model."""
+    unplaced: tuple[str, ...]  # Whole tensors of the adapter that match no parameter of the model
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:

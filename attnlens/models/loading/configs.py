@@ -131,22 +131,20 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
         raise kind(f"{problem}: {first_line(error)}", remedy) from error
 
 
-SIZES = {
+SIZES = {  # Names of widths, layer counts and head counts in the configs of transformers
     *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv", "vocab_size"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
     *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
 }
-"""Names of widths, layer counts and head counts in the configs of transformers."""
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
 """Names of counts for which config classes build a list or a map before any check."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
 """Layers allowed for any number of tensors, since layers can share them (ALBERT); maximum number of labels."""
-CHOICES = {
+CHOICES = {  # Settings that choose the code that computes a model, or the file that its weights are read from
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
     *("fusion_config", "transformers_weights"),
 }
-"""Settings that choose the code that computes a model, or the file that its weights are read from."""
 DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
 """Quantisation methods that attnlens decodes into plain numbers."""
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")

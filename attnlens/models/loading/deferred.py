@@ -48,16 +48,11 @@ if TYPE_CHECKING:
 class DeferredWeights:
     """Weights of a model that has only shapes; the weights of a module are read while it is being inspected."""
 
-    model: PreTrainedModel
-    """The model, whose tensors have only shapes."""
-    files: TensorFiles
-    """Files that the weights are read from."""
-    rounded_to: torch.dtype | None
-    """Type to which weights are rounded when read; None: the stored type."""
-    bytes_read: int = 0
-    """Number of bytes read so far."""
-    nonfinite: list[str] = field(default_factory=list)
-    """Names of parameters with NaN or Inf among those read so far."""
+    model: PreTrainedModel  # The model, whose tensors have only shapes
+    files: TensorFiles  # Files that the weights are read from
+    rounded_to: torch.dtype | None  # Type to which weights are rounded when read; None: the stored type
+    bytes_read: int = 0  # Number of bytes read so far
+    nonfinite: list[str] = field(default_factory=list)  # Names of parameters with NaN or Inf among those read so far
 
     def __post_init__(self) -> None:
         for module in self.model.modules():

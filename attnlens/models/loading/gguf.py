@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.integrations.gguf.reader import TensorInfo
 
-LONGEST = 2**26
-"""Maximum size of a header in bytes; the largest vocabularies need a quarter of it."""
+LONGEST = 2**26  # Maximum size of a header in bytes; the largest vocabularies need a quarter of it
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
 
 
@@ -40,12 +39,10 @@ SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read ex
 class Header(NamedTuple):
     """The metadata of a GGUF file."""
 
-    fields: Mapping[str, object]
-    """Numbers, texts and lists of numbers, keyed by name; the length of a list of texts."""
+    fields: Mapping[str, object]  # Numbers, texts and lists of numbers, keyed by name; the length of a list of texts
     tensors: list[TensorInfo]
     """Name, shape in torch's order, storage type, offset relative to `data`, and size in bytes of each tensor."""
-    data: int
-    """Offset of the tensor data in the file, in bytes."""
+    data: int  # Offset of the tensor data in the file, in bytes
 
     @property
     def architecture(self) -> str:
@@ -92,7 +89,7 @@ def read_header(path: Path) -> Header:
 # --- settings --------------------------------------------------------------------------------------------------------
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-ATTRIBUTES = {
+ATTRIBUTES = {  # Config attributes for the value of each field; those that the config has are set
     "attention.layer_norm_rms_epsilon": EPSILONS,
     "attention.layer_norm_epsilon": EPSILONS,
     "attention.sliding_window": ("sliding_window",),
@@ -101,14 +98,12 @@ ATTRIBUTES = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-"""Config attributes for the value of each field; those that the config has are set."""
 BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
 """Fields that the tensor shapes repeat, so that transformers rejects a wrong value."""
-ROTATION = re.compile(
+ROTATION = re.compile(  # Names of the fields of a rotation that are applied or checked
     r"rope\.(dimension_count|freq_base)(_swa)?|rope\.scale_linear"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|attn_factor|yarn_beta_(fast|slow))"
 )
-"""Names of the fields of a rotation that are applied or checked."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the frequencies of a rotation are divided by."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
@@ -117,8 +112,7 @@ BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
-OF_ATTENTION = re.compile(r"attn|rope_f")
-"""Pattern in the names of tensors that change attention."""
+OF_ATTENTION = re.compile(r"attn|rope_f")  # Pattern in the names of tensors that change attention
 
 
 class Settings:

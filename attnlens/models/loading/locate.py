@@ -18,18 +18,15 @@ from urllib.request import getproxies, proxy_bypass
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
 
-PATIENCE, ANSWER = 2.0, 8.0
-"""Seconds within which the hub must accept a connection, and answer the first request."""
+PATIENCE, ANSWER = 2.0, 8.0  # Seconds within which the hub must accept a connection, and answer the first request
 
 
 @dataclass(frozen=True)
 class Hub:
     """A model on the hub at one revision."""
 
-    id: str
-    """`name` or `org/name`."""
-    revision: str | None
-    """Branch, tag or commit; None means the default branch."""
+    id: str  # `name` or `org/name`
+    revision: str | None  # Branch, tag or commit; None means the default branch
 
     def fetch(self, select: Callable[[Collection[str]], list[str]], *, offline: bool = False) -> Path:
         """Download the files `select(names of all files)` unless cached; return their folder, named by the commit.
@@ -124,16 +121,14 @@ def _address(text: str, variable: str) -> tuple[SplitResult, int]:
     return parts, port or (443 if parts.scheme == "https" else 80)
 
 
-TOKENIZERS = (
+TOKENIZERS = (  # Name patterns of tokenizer files
     *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
     *("*.model", "*.spm", "*.codes", "*.tiktoken"),
 )
-"""Name patterns of tokenizer files."""
-READ = (
+READ = (  # Name patterns of the small files next to the weights that transformers may open
     *("config.json", "generation_config.json", "*processor_config.json", "*.index.json"),
     *("*tokens*.json", "*.jinja", "normalizer.json", *TOKENIZERS),
 )
-"""Name patterns of the small files next to the weights that transformers may open."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Suffixes of the files that are downloaded with the weights."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -168,8 +163,7 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))  # noqa: PTH208  # only names are needed
 
 
-Json = dict[str, Any]
-"""JSON object of a model's file, whose values are checked where they are used."""
+Json = dict[str, Any]  # JSON object of a model's file, whose values are checked where they are used
 
 
 def read_json(path: Path) -> Json:
@@ -260,22 +254,15 @@ SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin",
 class Location:
     """Location of a model on this machine, and the form of its weights."""
 
-    id: str
-    """The name that the user gave, without the revision."""
-    folder: Path
-    """The folder of config, tokenizer and weights."""
-    form: Storage
-    """Storage format of the weights."""
-    file: str
-    """Name of the weight file in that folder, or of the index of its shards."""
-    revision: str | None = None
-    """The commit of a hub model."""
-    trusts_link: bool = False
-    """True if the user named the weight file itself; a symlink is then trusted."""
+    id: str  # The name that the user gave, without the revision
+    folder: Path  # The folder of config, tokenizer and weights
+    form: Storage  # Storage format of the weights
+    file: str  # Name of the weight file in that folder, or of the index of its shards
+    revision: str | None = None  # The commit of a hub model
+    trusts_link: bool = False  # True if the user named the weight file itself; a symlink is then trusted
     urls: tuple[tuple[str, str], ...] = ()
     """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
-    trusts_code: bool = False
-    """True if the user allows the model's own Python code to run."""
+    trusts_code: bool = False  # True if the user allows the model's own Python code to run
 
     @property
     def weights(self) -> tuple[Path, ...]:

@@ -24,17 +24,14 @@ from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
 from attnlens.models.loading.locate import CONFIG, Json, Location
 from attnlens.models.loading.stored import Stored
 
-PartReader = Callable[[str], Tensor]
-"""Function that reads one tensor of a weight by the suffix of its name."""
-Settings = Json
-"""Quantisation settings in config.json."""
+PartReader = Callable[[str], Tensor]  # Function that reads one tensor of a weight by the suffix of its name
+Settings = Json  # Quantisation settings in config.json
 Shaped = TypeVar("Shaped", Tensor, Stored)
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
 """Suffixes of float8 scales: two after the weight's name, two after its module's name."""
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Position in an AWQ word of the code for each of eight neighbouring columns."""
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # Position in an AWQ word of the code for each of eight neighbouring columns
 QUANT_STATE = ".quant_state.bitsandbytes__"
 """Suffix after the weight's name, followed by the code type, of bitsandbytes' tensor that describes the codes."""
 
@@ -62,11 +59,9 @@ class CodedWeight:
 
     name: str
     scheme: Scheme
-    parts: Mapping[str, str]
-    """Names of its tensors in the files, keyed by their suffix; "" is the key of the codes."""
+    parts: Mapping[str, str]  # Names of its tensors in the files, keyed by their suffix; "" is the key of the codes
     settings: Settings
-    where: str
-    """Folder and method, for errors."""
+    where: str  # Folder and method, for errors
 
     def decode(self, read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight in float32; `read` reads one of its tensors by its name. Raises ModelError."""
@@ -349,12 +344,9 @@ def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
 class Scheme:
     """Storage scheme of one kind of coded weight."""
 
-    code: str
-    """Suffix of the codes' name after the weight's stem."""
-    target: str
-    """Suffix of the weight's own name after the stem."""
-    companions: tuple[str, ...]
-    """Suffixes of its other tensors; at least one of them must exist."""
+    code: str  # Suffix of the codes' name after the weight's stem
+    target: str  # Suffix of the weight's own name after the stem
+    companions: tuple[str, ...]  # Suffixes of its other tensors; at least one of them must exist
     decode: Callable[[Parts[Tensor], Settings], Tensor]
     """Function from parts and settings to the weight in float32; raises CodesError."""
     shape: Callable[[Parts[Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape

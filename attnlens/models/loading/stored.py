@@ -23,20 +23,13 @@ if TYPE_CHECKING:
 
 FLOATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 """torch's and safetensors' names of the floating-point types of unquantised weights."""
-LENGTH = 8
-"""Bytes before a safetensors header, which give its length."""
-LONGEST = 100 * 2**20
-"""Maximum size of a header in bytes, as in the safetensors library."""
-MOST_DIMENSIONS = 8
-"""Maximum number of a tensor's dimensions: the product of millions of sizes would take hours."""
-SAMPLE = 4096
-"""Bytes sampled at the beginning, in the middle and at the end of a tensor."""
-ATTEMPTS = 5
-"""Number of requests for a range; each asks only for the bytes that have not arrived."""
-WAIT = 0.5
-"""Seconds before the second attempt, doubled before each later one."""
-PATIENCE = 30.0
-"""Seconds without a byte after which a connection counts as dropped."""
+LENGTH = 8  # Bytes before a safetensors header, which give its length
+LONGEST = 100 * 2**20  # Maximum size of a header in bytes, as in the safetensors library
+MOST_DIMENSIONS = 8  # Maximum number of a tensor's dimensions: the product of millions of sizes would take hours
+SAMPLE = 4096  # Bytes sampled at the beginning, in the middle and at the end of a tensor
+ATTEMPTS = 5  # Number of requests for a range; each asks only for the bytes that have not arrived
+WAIT = 0.5  # Seconds before the second attempt, doubled before each later one
+PATIENCE = 30.0  # Seconds without a byte after which a connection counts as dropped
 SAY_LATER = "Run the command again: finished work is kept."
 
 
@@ -44,10 +37,8 @@ class Stored(NamedTuple):
     """Shape, type and position of a tensor in a file."""
 
     shape: tuple[int, ...]
-    type: str
-    """Name of the type in safetensors; F32 for all tensors of a GGUF file, since they are decoded."""
-    start: int = 0
-    """Offset of its data in a safetensors file, in bytes."""
+    type: str  # Name of the type in safetensors; F32 for all tensors of a GGUF file, since they are decoded
+    start: int = 0  # Offset of its data in a safetensors file, in bytes
 
     @property
     def bytes(self) -> int:
@@ -162,12 +153,10 @@ class RemoteFile:
 class TensorFiles(ABC):
     """The tensors of weight files, each read and decoded only on request."""
 
-    headers: list[FileInParts]
-    """Records of the files for a report."""
+    headers: list[FileInParts]  # Records of the files for a report
     stored: Mapping[str, Stored]
     """Shape and type of each tensor: F32 if it is decoded. Those of a GGUF file have the model's names."""
-    ignored: Sequence[str] = ()
-    """Tensors left out because the model lacks them."""
+    ignored: Sequence[str] = ()  # Tensors left out because the model lacks them
 
     @abstractmethod
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:

@@ -44,11 +44,10 @@ if TYPE_CHECKING:
 
 Modality = Literal["image", "audio"]
 Processor = Callable[..., Mapping[str, object]]  # from images or sounds to tensors
-INPUTS: dict[Modality, tuple[str, ...]] = {
+INPUTS: dict[Modality, tuple[str, ...]] = {  # Names of the prepared image or sound in a forward pass
     "image": ("pixel_values", "flattened_patches", "pixel_values_videos"),
     "audio": ("input_values", "input_features"),
 }
-"""Names of the prepared image or sound in a forward pass."""
 RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
 TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
 """Names in the config of the placeholder id for a part of an image or sound."""

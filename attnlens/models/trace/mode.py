@@ -423,10 +423,9 @@ def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
     return dict(zip(positional, args, strict=False)) | kwargs
 
 
-_plain_multi_head = types.FunctionType(
+_plain_multi_head = types.FunctionType(  # torch's multi_head_attention_forward, without its dispatch to function modes
     F.multi_head_attention_forward.__code__,  # a copy of the function with other globals
     vars(F) | {"has_torch_function": lambda _arguments: False},  # otherwise it would call the mode again, without end
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
-"""torch's multi_head_attention_forward, without its dispatch to function modes."""
 _plain_multi_head.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

@@ -212,11 +212,10 @@ STEPS_END = frozenset(
     | {"log_softmax", "max", "amax", "logsumexp"}
 )
 """Functions after which a tensor no longer contains scores or weights of a head; a row's maximum does not either."""
-MULTIPLYING = frozenset(
+MULTIPLYING = frozenset(  # Functions that multiply a tensor by another one; torch names `/=` `__idiv__`
     {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__idiv__", "divide"}
     | {"true_divide", "pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"}
 )
-"""Functions that multiply a tensor by another one; torch names `/=` `__idiv__`."""
 
 
 @dataclass

@@ -259,11 +259,10 @@ def linear(norms: Norms) -> Iterator[None]:
         yield
 
 
-LENGTHS = frozenset(
+LENGTHS = frozenset(  # Functions that compute the lengths in hand-written normalisations
     {torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt, torch.norm, Tensor.norm, torch.linalg.norm}
     | {torch.linalg.vector_norm}
 )
-"""Functions that compute the lengths in hand-written normalisations."""
 
 
 class WithoutLengths(TorchFunctionMode):

@@ -22,7 +22,7 @@ from attnlens.wording import format_number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SETTINGS = {
+SETTINGS = {  # Settings over matplotlib's defaults; the user's matplotlibrc is ignored
     "font.family": "DejaVu Sans",
     "font.size": 7.5,
     "axes.titlesize": 8.5,
@@ -44,16 +44,14 @@ SETTINGS = {
     "svg.hashsalt": "attnlens",
     "pdf.fonttype": 42,
 }
-"""Settings over matplotlib's defaults; the user's matplotlibrc is ignored."""
 
 Style = dict[str, Any]  # keywords of a matplotlib artist
 
-FORMATS: dict[str, dict[str, None]] = {
+FORMATS: dict[str, dict[str, None]] = {  # Suffix → metadata to leave out, so that the bytes depend only on the report
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-"""Suffix → metadata to leave out, so that the bytes depend only on the report."""
 
 INK = "#222222"
 MUTED = "#666666"

@@ -64,8 +64,7 @@ MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
-ALARMS = ("FAILS", "FAIL", "DIFFERS")
-"""Verdicts that report a problem."""
+ALARMS = ("FAILS", "FAIL", "DIFFERS")  # Verdicts that report a problem
 
 
 def document(doc: Document) -> Group:

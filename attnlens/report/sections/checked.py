@@ -11,8 +11,7 @@ from attnlens.report.sections.section import TEXTS, Cell, Document, Heading, Row
 from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, big, clean, format_count
 
-SHOWN = 10
-"""Number of heads listed; --json and --csv contain all."""
+SHOWN = 10  # Number of heads listed; --json and --csv contain all
 
 
 def describe_check(check: Check) -> str:

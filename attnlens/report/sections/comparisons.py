@@ -38,8 +38,7 @@ HEADS = (
     "held-out sequences, weights.* of s W_Q W_Kᵀ. – : no value, for shares of causal heads, the SVM of kernels that "
     "are not functions of products or have a position bias, kernels that can be negative, and primal layers."
 )
-FEW_WORDS = 5
-"""BLEU below which a translation shares only single words with its reference."""
+FEW_WORDS = 5  # BLEU below which a translation shares only single words with its reference
 
 
 @section(10, "studies")
@@ -205,8 +204,7 @@ def study_rows(report: Report) -> list[Row]:
 
 LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
 """Distance between corresponding heads → title of its column."""
-ENOUGH_HEADS = 4
-"""Least number of heads for which the spread of a measure over heads is used as the unit of changes."""
+ENOUGH_HEADS = 4  # Least number of heads for which the spread of a measure over heads is used as the unit of changes
 EXPLAINED = (
     "own KL: each block of the second model gets the first model's hidden states, so only that block's own change "
     "counts. KL as run includes the effect of earlier blocks."

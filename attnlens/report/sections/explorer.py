@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-AROUND = 3
-"""Number of unmarked tokens shown on each side of a marked one."""
+AROUND = 3  # Number of unmarked tokens shown on each side of a marked one
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
 """Signs around a token by kind of mark; one token can have several."""
 LEGEND = "<query> [selected] {support}: support vectors among the other tokens; … unmarked tokens"
@@ -80,8 +79,7 @@ def _mark_tokens(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Pie
         yield before.rstrip(), ()
 
 
-MOST_STEPS = 400_000
-"""Largest total number of curve values on a page; beyond it, each curve keeps evenly spaced steps."""
+MOST_STEPS = 400_000  # Largest total number of curve values on a page; beyond it, each curve keeps evenly spaced steps
 VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
 """Significant digits of values, errors and curves on the page; the report's numbers have nine."""
 Numbers = list[float | None]

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 MOST_CELLS = 16_000
 """Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
-MOST_TEXTS = 6
-"""Number of texts that have a row at the foot of the table; further texts are left out."""
+MOST_TEXTS = 6  # Number of texts that have a row at the foot of the table; further texts are left out
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 READ_AS = (
     "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "

@@ -11,14 +11,12 @@ from attnlens.report.sections.swaps import UNITS, figures
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean, group_pairs
 
-STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
-"""Name of each stage of healing."""
-SAVED = {
+STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}  # Name of each stage of healing
+SAVED = {  # Description of each cost that a plan saves or adds, by field
     "parameters": "parameters for queries and keys",
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
-"""Description of each cost that a plan saves or adds, by field."""
 RANK = "rank: one per key head, for all query heads that share it."
 LATENT = "Latents: numbers cached per token instead of a site's keys."
 ESTIMATED = "Estimated: on the calibration text that chose the ranks; biased by that choice."
@@ -38,8 +36,7 @@ FURTHER = (
     "New text: upper end of the prediction interval over the texts' rises, for a text of the same kind and length."
 )
 LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
-BUDGETED = {"loss": "loss", "ppl": "perplexity"}
-"""Quantity that a budget is a share of, in words."""
+BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """Population that an interval covers, by what it is over."""
 

@@ -16,8 +16,7 @@ from attnlens.report.sections.facts import bounds, null_words
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean
 
-NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}
-"""Titles of the columns that name the rows."""
+NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of the columns that name the rows
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:

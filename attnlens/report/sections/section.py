@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from attnlens.report.shapes import Shapes
 
 Cell = str | int | float | bool | None
-Row = Mapping[str, Cell]
-"""Row of a spreadsheet, column → value; a missing column or None is an empty cell."""
+Row = Mapping[str, Cell]  # Row of a spreadsheet, column → value; a missing column or None is an empty cell
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,8 @@ def sort_by_group(columns: Sequence[Column]) -> list[Column]:
     return sorted(columns, key=lambda column: order.index(column.group))
 
 
-Piece = tuple[str, tuple[str, ...]]
-"""Part of a text, and the kinds of its marks: `query`, `selected`, `support`."""
-Passage = tuple[str, Sequence[Piece]]
-"""Caption, and the pieces of a text."""
+Piece = tuple[str, tuple[str, ...]]  # Part of a text, and the kinds of its marks: `query`, `selected`, `support`
+Passage = tuple[str, Sequence[Piece]]  # Caption, and the pieces of a text
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,7 @@ class Document:
 View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
 """Where sections go: the summary on a terminal or as markdown; what --verbose and --table add to it; the first sections
 of the HTML page, above its interactive part; and those below it."""
-TEXTS: tuple[View, ...] = ("terminal", "markdown")
-"""Views of the summary."""
+TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views of the summary
 Builder = Callable[["Shapes", View], Iterable[Section]]
 """Function that yields sections of a report, whose arrays are computed once, for a view; none if they do not apply."""
 _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}

@@ -14,27 +14,24 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 DIVERGED = "diverged"
-SHARED = ("one key", "floor")
-"""Roles of the controls that do not depend on the kernel."""
-UNITS = {
+SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
+UNITS = {  # Unit of loss and KL, by task
     "causal": "nats per token",
     "masked": "nats per masked token",
     "seq2seq": "nats per token",
     "classification": "nats per prediction",
     "hidden": "nats",
 }
-"""Unit of loss and KL, by task."""
 EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
 """Short name of the quantity that a swap is judged by, for axes."""
-CONTROLS = {
+CONTROLS = {  # Explanation of the controls, by role
     "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
     "floor": "equal weights (uniform)",
     "filter alone": "a filter and its kernel alone, or a hybrid's window and far part alone",
     "far part, healed": "its far part alone after healing",
 }
-"""Explanation of the controls, by role."""
-WORDS = {
+WORDS = {  # Name in words of each field of a Swap, if it differs from the field's name
     "kl": "KL",
     "loss.ci95": "interval of the loss",
     "perplexity.ci95": "interval of the perplexity",
@@ -46,8 +43,7 @@ WORDS = {
     "beyond_window": "loss beyond a window",
     "agreement": "greedy agreement",
 }
-"""Name in words of each field of a Swap, if it differs from the field's name."""
-PARAMETERS = {
+PARAMETERS = {  # Name in words of each fitted parameter, if it differs from the parameter's name
     "near_log_weight": "γ",
     "query_weight": "map of queries",
     "key_weight": "map of keys",
@@ -56,7 +52,6 @@ PARAMETERS = {
     "signs": "form N",
     "gate": "gates",
 }
-"""Name in words of each fitted parameter, if it differs from the parameter's name."""
 
 
 def figures(number: float | None, count: int = 3) -> str:

@@ -13,8 +13,7 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format
 
 MOST, FEW = 10, 3
 """Number of most harmful units, and of least harmful ones, shown for a single kernel, and for each of several."""
-MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
-"""Number of measures shown for a single kernel, and for each of several kernels."""
+MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown for a single kernel, and for each of several kernels
 
 
 @section(44, "swap")

@@ -323,11 +323,10 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tu
     return candidates
 
 
-NEVER_RUN = (
+NEVER_RUN = (  # Reason for a missing identity error of a model that is read from its files
     "the model was not loaded and therefore not run: each site's queries and keys were compared with those of its own "
     "module, which contained only its weights"
 )
-"""Reason for a missing identity error of a model that is read from its files."""
 
 
 def summarise(results: Results) -> records.Summary:
