@@ -29,6 +29,7 @@ LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset instead of a file
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
+RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # old names of options
 _ONE_AT_A_TIME = RLock()
 """Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
 differentiation supports one level per process."""
@@ -42,7 +43,8 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     import difflib
 
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
-    hint = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(written, options, n=1))
+    near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
     raise UsageError(f"There is no {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
