@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnlens.analyzers import ksvd, spectrum, symmetry
 from attnlens.maths import linalg
 from attnlens.maths.linalg import long as tiled
-from attnlens.maths.linalg.long import TiledMatrix, least_rank, split_tiles
-from attnlens.maths.linalg.visible import find_intervals
+from attnlens.maths.linalg.long import IntervalMask, TiledMatrix, find_intervals, least_rank, split_tiles
 
 T = 240
 ALL = torch.ones(T, T, dtype=torch.bool)
@@ -125,16 +124,18 @@ def test_cross_attention_in_tiles(hidden, long):
 def test_a_mask_with_gaps_has_no_shares_and_its_attention_is_measured(long):
     mask = ALL.tril() & ((torch.arange(T) < 4) | (torch.arange(T)[:, None] - torch.arange(T) < 50))
     found = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
-    assert find_intervals(mask[None])[1].item()
+    assert find_intervals(mask) is None
     assert long(linalg.visible_shares, found).key.isnan().all()
     torch.testing.assert_close(long(linalg.first_weight, found), linalg.first_weight(found))
 
 
 def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
-    found = heads("causal")
-    assert not linalg.visible_shares(found).key.isnan().any()
-    monkeypatch.setattr("attnlens.maths.linalg.visible.STEPS", 2)
-    assert linalg.visible_shares(found).key.isnan().all()
+    fit = find_intervals(MASKS["causal"])
+    assert isinstance(fit, IntervalMask)
+    right = random(T) - random(T).mean()
+    assert not np.isnan(fit.explained_squares(right, None)[0])
+    monkeypatch.setattr("attnlens.maths.linalg.long.STEPS", 2)
+    assert np.isnan(fit.explained_squares(right, None)[0])
 
 
 @pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])

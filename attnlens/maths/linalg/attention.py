@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
-    Stack = Float[Tensor, "some n n"]
-    PerToken = Float[Tensor, " n"]
-    PerHead = Float[Tensor, "*batch heads"]
 
-
-def entropy(query_key: QueryKey) -> PerHead:
+def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
 
     Queries with fewer than two allowed keys are left out; NaN if none remain. A sink logit counts as one more allowed
@@ -31,17 +27,17 @@ def entropy(query_key: QueryKey) -> PerHead:
     return _average_queries(query_key, _entropies)
 
 
-def max_weight(query_key: QueryKey) -> PerHead:
+def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return the mean over queries of max_j p_ij, in [0, 1], without queries that see no key; NaN if none remain."""
     return _average_queries(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
 
 
-def first_weight(query_key: QueryKey) -> PerHead:
+def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return the mean weight of each query's first visible key, in [0, 1], over queries with at least two; else NaN."""
     return _average_queries(query_key, _first_weights)
 
 
-def even_weight(query_key: QueryKey) -> PerHead:
+def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return the mean of 1/m over queries that see m ≥ 2 keys: the `first_weight` of uniform attention.
 
     A sink logit counts as one more key. NaN if no query sees two keys.
@@ -65,7 +61,7 @@ def attention_singular_values(
     return query_key.shared[name]
 
 
-def attention_rank(query_key: QueryKey, share: float) -> PerHead:
+def attention_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
@@ -135,10 +131,10 @@ class Anatomy:
     centred column means of L. Softmax ignores what depends on the query alone, so it depends on L only through LJ.
     """
 
-    positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel
-    negative: PerHead  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
-    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
-    key: PerHead  # n‖c‖²/‖LJ‖²: key salience, the same for every query
+    positive: Float[Tensor, "*batch heads"]  # Σμ₊²/‖LJ‖²: a positive definite kernel
+    negative: Float[Tensor, "*batch heads"]  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
+    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
+    key: Float[Tensor, "*batch heads"]  # n‖c‖²/‖LJ‖²: key salience, the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
@@ -170,7 +166,7 @@ def _factored_parts(query: Float[Tensor, "some n head_dim"], key: Float[Tensor, 
     return _shares(core, salience, whole, (gram * (key.mT @ key)).sum((-2, -1)), n)
 
 
-def _dense_parts(logits: Stack) -> Tensor:
+def _dense_parts(logits: Float[Tensor, "some n n"]) -> Tensor:
     centred = logits - logits.mean(-1, keepdim=True)
     salience = centred.mean(-2, keepdim=True)
     n = logits.shape[-1]
@@ -191,11 +187,12 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 
 EPS = torch.finfo(torch.float64).eps
 GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
-FACTORED = 8192  # Most tokens of a kernel that is formed and factored whole: three matrices of 0.5 GB
+FACTORED = 8192
+"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
-def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
+def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch heads"]:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
     K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax ignores row constants, and
@@ -206,36 +203,43 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     return over_heads(_verdicts, logits)
 
 
-def definite_kernel(query_key: QueryKey) -> PerHead:
+def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return `definite` of the head's own logits of all pairs, without position bias or mask.
 
-    More than FACTORED tokens are searched for a witness in tiles, without a factorisation.
+    Long logits are searched for a witness in tiles.
     """
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide the definiteness of one long head; UNDECIDED if it has more than FACTORED tokens and no witness."""
+    """Decide the definiteness of one long head; UNDECIDED if it lacks a witness and exceeds FACTORED tokens."""
     n = head.query.shape[-2]
-    if n <= FACTORED:
-        return float(definite(head.logits))
     gauge, half, largest = _gauge(head)
-    border = 1 + EPS * max(largest, n) * n  # strict: as in `_verdicts`
-    has_witness = any(float(kernel.amax()) > border for kernel in _kernel_tiles(head, gauge, half))
-    return INDEFINITE if has_witness else UNDECIDED
+    rounding = EPS * max(largest, n)
+    # Strict: as in `_verdicts`.
+    if any(float(kernel.amax()) > 1 + rounding * n for _, kernel in _kernel_tiles(head, gauge, half)):
+        return INDEFINITE
+    if n > FACTORED:
+        return UNDECIDED
+    whole = gauge.new_empty(1, n, n)
+    for rows, kernel in _kernel_tiles(head, gauge, half):
+        whole[0, rows] = kernel
+    return float(_decide_by_cholesky(whole, gauge.new_tensor([rounding])))
 
 
-def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[Float[Tensor, "rows n"]]:
+def _kernel_tiles(
+    head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
+) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
     """Yield the rows of `_unit_kernel` of one long head."""
     offset = gauge - half
     for rows, tile in split_tiles(head):
         logits, transposed = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
         kernel = (logits + offset[rows, None] - half).clamp_(max=1.0).exp_()
-        yield kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
+        yield rows, kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
-def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
+def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
     """Return κ − ρ, half the diagonal of the logits after adding κ − ρ, and the largest |L| of one long head."""
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)
@@ -249,7 +253,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
     return gauge, (torch.cat(diagonal) + gauge) / 2, largest
 
 
-def _verdicts(logits: Stack) -> Float[Tensor, " some"]:
+def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
     """Search a leading block for a witness, then the whole; decide the heads without one by Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
@@ -267,7 +271,7 @@ def _verdicts(logits: Stack) -> Float[Tensor, " some"]:
     return verdicts
 
 
-def _unit_kernel(logits: Stack) -> Stack:
+def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
     """Return sym K scaled to unit diagonal, for K_ij = exp(logits).
 
     Exponents are clamped to 1: a clamped entry is above e/2 > 1 with or without clamping, and so is a witness.
@@ -277,7 +281,7 @@ def _unit_kernel(logits: Stack) -> Stack:
     return (kernel + kernel.mT).div_(2)
 
 
-def _decide_by_cholesky(kernel: Stack, rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
+def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
     """Return POSITIVE if K + tol has a Cholesky factor, INDEFINITE if K + 4 tol has none; tol = rounding · ‖K‖_∞.
 
     The factorisation rounds by less than tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3 tol.
@@ -291,7 +295,7 @@ def _decide_by_cholesky(kernel: Stack, rounding: Float[Tensor, " some"]) -> Floa
     return verdicts
 
 
-def _has_cholesky(kernel: Stack, shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
+def _has_cholesky(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
     """Return whether K + shift · I has a Cholesky factor."""
     shifted = kernel.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])

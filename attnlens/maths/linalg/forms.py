@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,11 +19,9 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey, Rotation
 
-    Square = Float[Tensor, "some size size"]
-    Distances = Float[Tensor, "*batch positions"]
-    Gram = Float[Tensor, "*batch size size"]
-    Stacked = Float[Tensor, "columns columns"]
-
+PANELS = 4
+"""Column panels in which AᵀA is computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications."""
+ROWS = 512  # Rows of a factor multiplied at once: with their products they fit in the second-level cache
 LARGEST_CONDITION = 1e5
 """Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
 
@@ -52,24 +52,28 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
     """
     if query_key.site.part == "cross":
         return None
+    score = float(_sum_symmetry(query_key))
+    return None if math.isnan(score) else score
+
+
+def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
+    """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
     # Query heads that share a key head share its factor, so their own factors can be summed first.
-    key, rotation = query_key.key.double(), query_key.rotation
-    query = torch.zeros_like(key).index_add(0, torch.tensor(query_key.key_of).to(key.device), query_key.query.double())
-    query, key = (torch.cat(tuple(factor), 1) for factor in (query, key))
-    if rotation is None and 3 * query.shape[1] > len(query):  # the matrix takes fewer multiplications than three Grams
+    kv_heads, rows, size = query_key.key.shape
+    query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
+    for head, key_head in enumerate(query_key.key_of):
+        query_sums[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
+    query, key = _concatenate(query_sums.mT), _concatenate(query_key.key)
+    if query_key.rotation is None:
+        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
+            return _trace_ratio(_gram_by_panels(query), _gram_by_panels(key), key.mT @ query)
         matrix = query @ key.mT
-        score = (matrix * matrix.mT).sum() / matrix.square().sum()
-    else:
-        grams = query.mT @ query, key.mT @ key, key.mT @ query
-        if rotation is None:
-            score = _trace_ratio(*grams)
-        elif not rotation.by_distance:
-            score = _trace_ratio(*(_average_blocks(rotation, gram) for gram in grams))
-        else:
-            query_gram, key_gram, cross = grams
-            crossed = _block_traces(rotation, cross, cross)
-            score = _divide_over_distances(crossed, _block_traces(rotation, query_gram, key_gram))
-    return None if score.isnan() else float(score)
+        return (matrix * matrix.mT).sum() / matrix.square().sum()
+    rotation = query_key.rotation
+    query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
+    if not rotation.by_distance:
+        return _trace_ratio(*(_average_blocks(rotation, gram) for gram in (query_gram, key_gram, cross)))
+    return _divide_over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
 def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
@@ -82,19 +86,29 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
     if form.rotation is not None:
         query_gram = average_rotations(form.rotation.transposed, form.query_mean)
         key_gram = average_rotations(form.rotation.transposed, form.key_mean)
-    rows, columns = (
-        _sum_outstanding(over_heads(_row_norms, factor, gram))
-        for factor, gram in ((form.query_key.query, key_gram), (form.query_key.paired_key, query_gram))
-    )
+    query, key = form.query_key.query, form.query_key.key
+    rows = _sum_outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
+    if form.group is None:
+        columns = _sum_outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram).squeeze(-2))
+    else:  # the Gram matrices of the query heads that share a key head, stacked, so that each key head is read once
+        grams = query_gram.reshape(*query_gram.shape[:-3], -1, form.group * query_gram.shape[-1], query_gram.shape[-1])
+        columns = _sum_outstanding(over_heads(_row_norms, key, grams).flatten(-3, -2))
     none = rows + columns == 0
     return torch.where(none, 0.0, (rows - columns) / torch.where(none, 1.0, rows + columns))
 
 
-def _row_norms(factor: Tensor, gram: Tensor) -> Tensor:
-    """Return the norms of a factor's rows under a Gram matrix."""
-    factor = factor.double()
+def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
+    """Return row norms of a factor under several vertically stacked Gram matrices, ROWS rows at a time."""
+    norms = []
+    for head, gram in zip(factor, grams, strict=True):
+        rows = head.double().mT
+        parts = []
+        for part in rows.split(ROWS, 1):
+            products = (gram @ part).reshape(-1, *part.shape)
+            parts.append(products.mul_(part).sum(1))
+        norms.append(torch.cat(parts, 1))
     # Rounding may leave a zero row's square below zero.
-    return ((factor @ gram) * factor).sum(-1).clamp(min=0).sqrt()
+    return torch.stack(norms).clamp(min=0).sqrt()
 
 
 def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
@@ -103,24 +117,47 @@ def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
 
-def _divide_over_distances(crossed: Distances, squared: Distances) -> Float[Tensor, "*batch"]:
+def _divide_over_distances(
+    crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
+) -> Float[Tensor, "*batch"]:
     """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
-def _trace_ratio(query: Gram, key: Gram, cross: Gram) -> Float[Tensor, "*batch"]:
+def _trace_ratio(
+    query: Float[Tensor, "*batch size size"],
+    key: Float[Tensor, "*batch size size"],
+    cross: Float[Tensor, "*batch size size"],
+) -> Float[Tensor, "*batch"]:
     """Return tr(CC)/tr(G_Q G_K)."""
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
-def _average_blocks(rotation: Rotation, gram: Stacked) -> Stacked:
+def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
     """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return average_rotations(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
-def _block_traces(rotation: Rotation, left: Stacked, right: Stacked) -> Float[Tensor, " positions"]:
+def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
+    """Concatenate the heads' factors along columns."""
+    return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
+
+
+def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
+    """Return AᵀA, computing only the blocks on and above the diagonal and mirroring them."""
+    gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
+    for start in range(0, len(gram), size):
+        rows = slice(start, start + size)
+        gram[rows, start:] = factor[:, rows].mT @ factor[:, start:]
+        gram[start + size :, rows] = gram[rows, start + size :].mT
+    return gram
+
+
+def _block_traces(
+    rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
+) -> Float[Tensor, " positions"]:
     """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`.
 
     One row of blocks at a time, to save memory.
@@ -132,7 +169,9 @@ def _block_traces(rotation: Rotation, left: Stacked, right: Stacked) -> Float[Te
     return torch.stack(rows).sum(0)
 
 
-def cholesky_root(gram: Square) -> tuple[Square, Bool[Tensor, " some"]]:
+def cholesky_root(
+    gram: Float[Tensor, "some size size"],
+) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
     """Return R by Cholesky at unit column lengths, 0 if ill-conditioned, and whether √size / min diag(R) ≤ 1e5."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
@@ -142,13 +181,13 @@ def cholesky_root(gram: Square) -> tuple[Square, Bool[Tensor, " some"]]:
     return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
 
 
-def factor_root(factor: Float[Tensor, "some n size"]) -> Square:
+def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
     """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
     return pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
-def eigenvalue_root(gram: Square) -> Square:
+def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
     For an ill-conditioned Gram matrix whose factor is too long for QR. Values of R below 1e-8 (√eps) of the largest are
@@ -179,15 +218,14 @@ def average_rotations(
     total, difference = difference_part + sum_part, difference_part - sum_part
     upper = torch.cat((total.real, -total.imag), -1)
     mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
-    inverse = order.argsort()[: rotation.size]
-    return mean[..., inverse[:, None], inverse]
+    return _index(mean, order.argsort()[: rotation.size])
 
 
 def rotation_traces(
     rotation: Rotation,
     left: Float[Tensor, "*batch terms head_dim head_dim"],
     right: Float[Tensor, "*batch terms head_dim head_dim"],
-) -> Distances:
+) -> Float[Tensor, "*batch positions"]:
     """Return Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), averaged over ±Δ, for each distance Δ = 0 … positions − 1.
 
     In this mean the products of a cos with a sin cancel.
@@ -220,8 +258,15 @@ def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
 def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
     """Return the quarters of a matrix in that order: first × first members of the pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
-    ordered = pad(matrix, (0, missing, 0, missing))[..., order[:, None], order]
+    ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
+
+
+def _index(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+    """Return the matrix with rows and columns in this order; the matrix itself if already in order (as in Llama)."""
+    if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
+        return matrix
+    return matrix[..., order[:, None], order]
 
 
 @dataclass(frozen=True)
@@ -240,30 +285,45 @@ class Form:
         """Rotation of queries and keys by position, or None."""
         return self.query_key.rotation
 
-    @cached_property
+    @property
     def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """G_Q = W_QᵀW_Q."""
-        return _inner(self.query_key.query, self.query_key.query)
+        return self._compute_once("query_gram", lambda: _gram(self.query_key.query))
 
-    @cached_property
+    @property
     def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """G_K = W_KᵀW_K of each head's key head, computed once per key head."""
-        return _inner(self.query_key.key, self.query_key.key)[..., list(self.query_key.key_of), :, :]
+        key_of = list(self.query_key.key_of)
+        return self._compute_once("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
 
     @cached_property
     def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
-        return _inner(self.query_key.paired_key, self.query_key.query)
+        query = self.query_key.query.double()
+        if self.group is None:
+            return over_heads(_inner, self.query_key.paired_key.double(), query)
+        *lead, heads, rows, size = query.shape
+        # The query heads of one key head, side by side: one product per key head.
+        grouped = query.mT.reshape(*lead, heads // self.group, self.group * size, rows).mT
+        crossed = over_heads(_inner, self.query_key.key.double(), grouped)
+        return crossed.reshape(*crossed.shape[:-1], self.group, size).movedim(-2, -3).flatten(-4, -3)
 
-    @cached_property
+    @property
+    def group(self) -> int | None:
+        """Number of consecutive query heads sharing each key head; None if irregular (a subset of a site's heads)."""
+        key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
+        group = len(key_of) // kv_heads
+        return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
+
+    @property
     def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; G_Q without rotation."""
-        return self._average(self.query_gram)
+        return self._compute_once("query_mean", lambda: self._average(self.query_gram))
 
-    @cached_property
+    @property
     def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """Gram matrix of the stacked [W_K R(i)]_i over the number of positions; G_K without rotation."""
-        return self._average(self.key_gram)
+        return self._compute_once("key_mean", lambda: self._average(self.key_gram))
 
     @cached_property
     def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
@@ -336,19 +396,31 @@ class Form:
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
+    def _compute_once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute a value once per QueryKey, for all analyzers."""
+        shared = self.query_key.shared
+        if name not in shared:
+            shared[name] = compute()
+        return shared[name]
+
     def _average(self, gram: Tensor) -> Tensor:
         return gram if self.rotation is None else average_rotations(self.rotation, gram)
 
-    def _root(self, where: Bool[Tensor, "*batch heads"], gram: Square, *factors: Tensor) -> Square:
+    def _root(
+        self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
+    ) -> Float[Tensor, "some size size"]:
         """Return roots of ill-conditioned Gram matrices: by QR of the factors or, under rotation, by eigenvalues."""
         if self.rotation is None:
             return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
         return over_heads(eigenvalue_root, gram)
 
 
+def _gram(factor: Tensor) -> Tensor:
+    return over_heads(_inner, factor.double(), factor.double())
+
+
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Return AᵀB of each head."""
-    return over_heads(lambda first, second: first.double().mT @ second.double(), left, right)
+    return left.mT @ right
 
 
 def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
@@ -387,15 +459,10 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is float32's, in which models compute the cos and sin
     of their rotations. NaN if M = 0.
     """
-    query, key = query_key.query.double(), query_key.paired_key.double()
-    before, key_before = base.query.double(), base.paired_key.double()
-    # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: in this form each block is as large as the difference, so that rounding is
-    # relative to the difference, not to M.
-    left = over_heads(_balanced_root, query - before, before, key, key - key_before)
-    right = over_heads(_balanced_root, key, key - key_before, query - before, before)
-    values = over_heads(_core_singular_values, left, right) * abs(query_key.scale)
+    values = _difference_singular_values(query_key, base)
     # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
-    squared = ((before.mT @ before) * (key_before.mT @ key_before)).sum((-2, -1))
+    query, key = base.query.double(), base.paired_key.double()
+    squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
     norm = squared.clamp(min=0).sqrt() * abs(base.scale)  # rounding can leave the square of 0 below 0
     difference = values.square().sum(-1).sqrt()
     rows = max(query_key.query.shape[-2], query_key.key.shape[-2])
@@ -403,6 +470,19 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     # Strict: if nothing changed, no σ is above the border; if M and ΔM are 0, the border is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
     return difference / norm, rank.masked_fill(norm == 0, torch.nan)
+
+
+def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Tensor, "*batch heads twice"]:
+    """Return σ(ΔM), descending, of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ.
+
+    In this form each block is as large as the difference, so that rounding is relative to the difference, not to M.
+    """
+    query, key = query_key.query.double(), query_key.paired_key.double()
+    before, key_before = base.query.double(), base.paired_key.double()
+    left = over_heads(_balanced_root, query - before, before, key, key - key_before)
+    right = over_heads(_balanced_root, key, key - key_before, query - before, before)
+    values: Tensor = over_heads(_core_singular_values, left, right)
+    return values * abs(query_key.scale)
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matrices of long sequences in tiles of rows, and their leading singular values."""
+"""Matrices of long sequences in tiles of rows: leading singular values, and masks made of intervals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
     from attnlens.records import QueryKey
@@ -30,6 +31,10 @@ ROUNDING = 1e-10
 """Energies closer than this share of the total are a tie, and prove nothing: the rounding of their sums is smaller."""
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
+RESIDUAL = 1e-10
+"""Relative residual at which conjugate gradients stop. The explained sum of squares is then too small by less than
+RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any such number in float64."""
+STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
 def is_long(query_key: QueryKey) -> bool:
@@ -188,3 +193,101 @@ def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator:
 def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Float[Tensor, "m some"]:
     device = next(iter(matrix.tiles())).device
     return torch.randn(matrix.size, BLOCK, dtype=torch.float64, generator=generator).to(device)
+
+
+@dataclass(frozen=True)
+class IntervalMask:
+    """A mask in which each query sees an interval of keys, and each key is seen by an interval of queries.
+
+    Causal masks, windows, consecutive documents, prefixes and all pairs are such masks. Sums over what a query sees are
+    then differences of running sums. So is the product of the normal equations of b_j + c_{j−i} with a vector.
+    """
+
+    keys: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
+    """First key of each query, and one past its last; equal if the query sees none."""
+    queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # First query of each key, and one past its last
+
+    def explained_squares(
+        self, by_key: Float[Tensor, " m"], by_distance: Float[Tensor, " distances"] | None
+    ) -> tuple[float, float]:
+        """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
+
+        The arguments are the scores' sums per key and per distance j − i from 1 − n on (None for cross-attention).
+        """
+        size, zeros = len(by_key), by_key.new_zeros(len(self.keys[0]) + len(by_key) - 1)
+        key_counts, query_counts = self._counts(self.keys), self._counts(self.queries)
+        pairs = torch.cat((query_counts, self._sum_by_distance(torch.ones_like(key_counts), self.keys)))
+        scale = torch.where(pairs > 0, pairs.clamp(min=1).rsqrt(), 0.0)
+        of_keys = _solve_energy(lambda b: self._multiply_normal(b, zeros)[:size], by_key, scale[:size])
+        if by_distance is None:
+            return of_keys, math.nan
+        right = torch.cat((by_key, by_distance))
+        both = _solve_energy(lambda x: self._multiply_normal(x[:size], x[size:]), right, scale)
+        return of_keys, both - of_keys
+
+    def _counts(self, ends: tuple[Tensor, Tensor]) -> Float[Tensor, " size"]:
+        return (ends[1] - ends[0]).double()
+
+    def _distances(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return the indices j − i + n − 1 of each query's and each key's distances: first, and one past the last."""
+        n = len(self.keys[0])
+        query, key = (torch.arange(len(ends[0]), device=ends[0].device) for ends in (self.keys, self.queries))
+        of_queries = self.keys[0] - query + n - 1, self.keys[1] - query + n - 1
+        return of_queries, (key - self.queries[1] + n, key - self.queries[0] + n)
+
+    def _multiply_normal(self, b: Float[Tensor, " m"], c: Float[Tensor, " distances"]) -> Float[Tensor, " both"]:
+        """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
+        of_queries, of_keys = self._distances()
+        row_sums = _sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)
+        row_means = row_sums / self._counts(self.keys).clamp(min=1)
+        keys = self._counts(self.queries) * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
+        pairs = self._sum_by_distance(torch.ones_like(row_means), self.keys)
+        distances = pairs * c + self._sum_by_distance(b, self.queries) - self._sum_by_distance(row_means, self.keys)
+        return torch.cat((keys, distances))
+
+    def _sum_by_distance(
+        self, values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]
+    ) -> Float[Tensor, " distances"]:
+        """Sum, over the pairs of each distance, the value of their query (if `ends` is `keys`) or of their key."""
+        first, past_last = self._distances()[0 if ends is self.keys else 1]
+        change = values.new_zeros(len(self.keys[0]) + len(self.queries[0]))
+        change.index_add_(0, first, values).index_add_(0, past_last, -values)
+        return change.cumsum(0)[:-1]
+
+
+def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
+    """Return the intervals of a mask; None if the keys seen by a query, or the queries seeing a key, have a gap."""
+    sides = []
+    for axis in (1, 0):
+        count, first = allowed.sum(axis), allowed.byte().argmax(axis)
+        last = allowed.shape[axis] - 1 - allowed.flip(axis).byte().argmax(axis)
+        if bool(((count > 0) & (last - first + 1 != count)).any()):
+            return None
+        sides.append((first, first + count))
+    return IntervalMask(*sides)
+
+
+def _sum_intervals(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
+    """Sum the values from each start to just before each end."""
+    running = pad(values.cumsum(0), (1, 0))
+    return running[ends[1]] - running[ends[0]]
+
+
+def _solve_energy(
+    multiply: Callable[[Float[Tensor, " size"]], Float[Tensor, " size"]],
+    right: Float[Tensor, " size"],
+    scale: Float[Tensor, " size"],
+) -> float:
+    """Return gᵀN⁺g, g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
+    goal = right * scale
+    solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
+    squared = start = goal @ goal
+    for _ in range(STEPS):
+        if squared <= RESIDUAL**2 * start:
+            return float(solution @ goal)
+        product = multiply(direction * scale) * scale
+        step = squared / (direction @ product)
+        solution, remainder = solution + step * direction, remainder - step * product
+        before, squared = squared, remainder @ remainder
+        direction = remainder + squared / before * direction
+    return math.nan

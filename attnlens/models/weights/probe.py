@@ -28,6 +28,24 @@ if TYPE_CHECKING:
 Function = Callable[..., object]
 Keywords = Mapping[str, object] | None
 
+
+class FewTokens(TorchFunctionMode):
+    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
+
+    def __torch_function__(
+        self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
+    ) -> object:
+        """Call a torch function, with the shortcut for F.linear."""
+        if function is not F.linear or kwargs or type(args[0]) is not Tensor:
+            return function(*args, **kwargs or {})
+        x, steps = args[0], args[0].stride()
+        if not any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
+            return F.linear(*args)
+        distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
+        result = F.linear(distinct, *args[1:])
+        return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
+
+
 TOLERANCE = 1e-4  # relative difference between a module and its linear model; norms and cos, sin are mostly float32
 
 
@@ -74,7 +92,7 @@ class Probe:
 
         # attention that goes through transformers' interface need not be traced
         traced = None if self.target.site.traced else ()
-        with answer_calls(self.model, answer, modules=traced, content=content):
+        with answer_calls(self.model, answer, modules=traced, content=content), FewTokens():
             try:
                 functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
             except _AttentionRequested as request:
