@@ -121,9 +121,9 @@ class SizesRequest(DescentRequest):
         "Query z: drawn independently (`cross`), or one of the tokens (`self`)."
     )
     start: Literal["random", "zero"] | None = keyword("Initial W: `random` or `zero`.")
-    trials: Whole | None = synthetic_option("Random instances.", least=1, most=100_000)
+    trials: Whole | None = synthetic_option("Random instances.", least=1, most=10_000)
     # trial i draws from seed + i
-    seed: Whole = option("Random seed.", 0, least=0, most=LARGEST - 100_000)
+    seed: Whole = option("Random seed.", 0, least=0, most=LARGEST - 10_000)
 
 
 class SyntheticRequest(SizesRequest):

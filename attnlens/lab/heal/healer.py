@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -179,6 +179,11 @@ class Healer:
                 self.weights[name] = Trained.of_rank(by_name[name], mask, rank, seed)
         if self.options.checkpointing:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
+            if not self.blocks:
+                raise ModelError(
+                    "Checkpointing needs blocks that run exactly once per forward pass; this model has none.",
+                    "Disable checkpointing.",
+                )
         for site, swap in self.swaps.items():
             shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.convention)
             self.parameters[site] = {
@@ -349,19 +354,30 @@ def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(alike).double().sum(0).cpu()
 
 
+class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forward pass early
+    pass
+
+
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield the relative errors of each sequence at the sites of each module, and the module's regularisers."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
     calls, original = list[ModuleCall](), dict[Site, Tensor]()
     new, penalties = dict[Site, Tensor](), list[Tensor]()
+    healed = {site for site in sites if site.path in paths.values()}
 
     def record_call(*call: *ModuleCall) -> None:
         calls.append(call)
 
+    def record_output(site: Site, output: Tensor) -> None:
+        if site in healed:
+            original[site] = output
+        if len(original) == len(healed):
+            raise _AllModulesRan
+
     handles = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in paths]
-    watching = hooks.watch(model, sites, lambda _site, _call: None, original.__setitem__)
-    with torch.no_grad(), remove_hooks(handles), watching:
+    watching = hooks.watch(model, sites, lambda _site, _call: None, record_output)
+    with suppress(_AllModulesRan), torch.no_grad(), remove_hooks(handles), watching:
         hooks.forward(model, inputs)
     visit = healer.collect_penalties(swaps, penalties)
     with hooks.replace(model, sites, swaps, healer.path, visit=visit, answered=new.__setitem__):

@@ -380,9 +380,12 @@ class Trial:
 
     @classmethod
     def of(cls, search: Budgeting, part: Sample) -> Trial:
-        """Create a trial with the losses of the original model."""
+        """Create a trial with the losses of the original model; raise TextError if their mean is 0."""
         fed = feed(search.loaded, part.batches, search.task, search.seed)
-        return cls(search, part, fed, losses(search.loaded, fed, search.task, part.design))
+        original = losses(search.loaded, fed, search.task, part.design)
+        if not original.mean > 0:
+            raise TextError("The model's loss is 0 on the calibration text.", "Give another --calibration text.")
+        return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
         """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it diverges."""

@@ -227,7 +227,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
     if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
-    with at_rest(cast(PreTrainedModel, model)):
+    with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
         batches, total, targets, right = _add_losses(task, model, split, size)
         loss = total / targets
         if task.form == "classification":
@@ -251,7 +251,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
     """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
-    with at_rest(cast(PreTrainedModel, model)):
+    with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
         _, total, targets, _ = _add_losses(task, model, split, size)
     return total / targets
 

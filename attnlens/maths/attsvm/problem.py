@@ -31,6 +31,7 @@ PROOF = 1e-10
 """‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
 ROUNDING = 1e-10
 """Violation of a constraint, relative to |b| + ‖W‖‖u zᵀ‖, that float64 leaves if scaling cannot remove it."""
+BLOCK = 4096  # constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
 """Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is known to the duality gap."""
 
@@ -75,7 +76,9 @@ class Problem:
 
     def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
-        return (self.differences * directions[self.query_of]).sum(-1)
+        # In blocks: a direction per constraint would take as much memory as the differences.
+        blocks = zip(self.differences.split(BLOCK), self.query_of.split(BLOCK), strict=True)
+        return torch.cat([(block * directions[queries]).sum(-1) for block, queries in blocks])
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
         """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""

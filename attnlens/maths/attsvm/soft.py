@@ -121,7 +121,7 @@ class Box:
                 break
             options = {"maxiter": min(BETWEEN, limit - steps), "ftol": 0.0, "gtol": 0.0}
             answer = minimize(objective, loads, jac=True, method="L-BFGS-B", bounds=box, options=options)
-            loads, steps = answer.x, steps + max(answer.nit, 1)
+            loads, steps = answer.x, steps + (answer.nit or BETWEEN)
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:

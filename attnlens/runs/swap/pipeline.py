@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -106,9 +107,11 @@ class SwapWork:
             raise KeyboardInterrupt
         timings = self.session.timings | {"all": time.perf_counter() - self.start}
         report = build_report(self.session, outcome.values, outcome.missing, timings)
-        self._save(report)
         if outcome.stopped:
+            with suppress(UnsavedError):  # the interruption is reported
+                self._save(report)
             raise Interrupted(report)
+        self._save(report)
         return report, self.store.clear if self.store is not None and not outcome.missing else lambda: None
 
     def _save(self, report: Report) -> None:

@@ -324,10 +324,9 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> list[str]:
         if not special.keys().isdisjoint(("capped", "biased", "sinking")):
             notes.append("Terms that the model adds to its scores (softcap, position bias, sinks) are not used.")
         if "bounded" in special:
-            notes.append(
-                f"Fewer than {kernel.parameters['scores']:.0f} scores are used at {special['bounded']}: head_dim or "
-                "the number of samples bounds their rank."
-            )
+            bound = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
+            scores = f"Fewer than {kernel.parameters['scores']:.0f} scores are used at {special['bounded']}"
+            notes.append(f"{scores}: {bound} bounds their rank.")
         return notes
     notes = []
     if "capped" in special:
