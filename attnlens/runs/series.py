@@ -292,7 +292,7 @@ class Series:
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "texts": [(each.name, each.text) for each in self.contents],
+            "texts": key_of([(each.name, each.text) for each in self.contents]),
             "fed": [sha256(path) for path in files if path.is_file()],
             "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
             "device": str(device_of(self.request.device)),
@@ -328,8 +328,16 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report. Units without a reading have a reason, or none yet."""
+        """Build the report. Units without a reading have a reason, or none yet. Raise ModelError if heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
+        heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
+        for other, other_heads in zip(done, heads, strict=True):
+            if other_heads != heads[0]:
+                raise ModelError(
+                    f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
+                    f"{other.name} has {len(other_heads)}.",
+                    "Give checkpoints of one model.",
+                )
         reasons = {
             each.name: missing.get(unit, INTERRUPTED) for unit, each in self.units.items() if unit not in readings
         }

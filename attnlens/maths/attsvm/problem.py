@@ -77,7 +77,7 @@ class Problem:
     def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
         # In blocks: a direction per constraint would take as much memory as the differences.
-        blocks = zip(self.differences.split(BLOCK), self.query_of.split(BLOCK), strict=True)
+        blocks = zip(torch.split(self.differences, BLOCK), torch.split(self.query_of, BLOCK), strict=True)
         return torch.cat([(block * directions[queries]).sum(-1) for block, queries in blocks])
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:

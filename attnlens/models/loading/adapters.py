@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,14 +252,19 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
     """Let peft match a file's expressions with modules for at most SECONDS; `re` itself has no time limit."""
-    end = time.monotonic() + SECONDS
+    compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
-    def match(function: Callable[..., object], expression: str, path: str) -> object:
-        if len(expression) > LONGEST or (remaining := end - time.monotonic()) <= 0:
+    def match(method: str, expression: str, path: str) -> object:
+        nonlocal spent
+        if len(expression) > LONGEST or spent >= SECONDS:
             raise TimeoutError(f"its expressions for modules are too long, or matching takes more than {SECONDS:.0f} s")
-        return function(expression, path, timeout=remaining)
+        begin = time.monotonic()
+        try:
+            return getattr(compiled(expression), method)(path, timeout=SECONDS - spent)
+        finally:
+            spent += time.monotonic() - begin
 
-    matchers = {name: partial(match, getattr(regex, name)) for name in ("match", "fullmatch")}
+    matchers = {name: partial(match, name) for name in ("match", "fullmatch")}
     limited = SimpleNamespace(**vars(re) | matchers)
     with patch("peft.tuners.tuners_utils.re", limited), patch("peft.utils.other.re", limited):
         yield

@@ -42,6 +42,8 @@ class Hub:
             return self._find_cached("the hub can't be reached")
         try:
             info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
+            if not info.sha:
+                raise ValueError("the response does not contain a commit")  # noqa: TRY301  # see the last handler
             names = [sibling.rfilename for sibling in info.siblings]  # type: ignore[union-attr]  # None: a TypeError
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=select(names)))
         except errors.GatedRepoError as error:  # a subclass of RepositoryNotFoundError, so it comes first

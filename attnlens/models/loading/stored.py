@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FLOATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 """torch's and safetensors' names of the floating-point types of unquantised weights."""
+TYPE = re.compile(r"BOOL|C64|(BF|[FIU])(4|6|8|16|32|64)(_E\dM\d\w{0,8})?")  # types of the safetensors library
 LENGTH = 8  # Bytes before a safetensors header, which give its length
 LONGEST = 100 * 2**20  # Maximum size of a header in bytes, as in the safetensors library
 MOST_DIMENSIONS = 8  # Maximum number of a tensor's dimensions: the product of millions of sizes would take hours
@@ -207,11 +208,15 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
                 continue
             start, end = (begin + int(edge) for edge in entry["data_offsets"])
             tensors[name] = tensor = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]), start)
-            is_inside = len(tensor.shape) <= MOST_DIMENSIONS and begin <= start <= end <= size
-            if not is_inside or end - start != tensor.bytes:
+            is_known = len(tensor.shape) <= MOST_DIMENSIONS and min(tensor.shape, default=0) >= 0
+            if not (is_known and TYPE.fullmatch(tensor.type) and end - start == tensor.bytes):
                 raise ValueError(f"its header gives a wrong size of {shorten_text(name)}")  # noqa: TRY301  # see below
-        if begin + sum(tensor.bytes for tensor in tensors.values()) != size:
-            raise ValueError("its tensors do not fill it")  # noqa: TRY301  # handled with all other invalid headers
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.bytes)):
+            if tensor.start != begin:
+                raise ValueError("its tensors overlap, or leave a gap")  # noqa: TRY301  # handled with the others
+            begin += tensor.bytes
+        if begin != size:
+            raise ValueError("its tensors do not fill it")  # noqa: TRY301  # handled with the others
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         problem = f"{file} is truncated or not a safetensors file: {first_line(error)}."
         raise ModelError(problem, SAY_AGAIN) from None

@@ -487,7 +487,8 @@ def shared_share(
             by_length[length].append(passage)
     covered = 0
     for length, passages in by_length.items():
-        shared = {run for passage in calibrated for run in _runs(passage, length)}
+        wanted = {run for passage in passages for run in _runs(passage, length)}
+        shared = {run for passage in calibrated for run in _runs(passage, length) if run in wanted}
         covered += _count_covered(passages, length, shared)
     return covered / max(1, sum(map(len, evaluated)))
 

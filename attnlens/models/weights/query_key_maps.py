@@ -162,8 +162,10 @@ def find_rotation(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
     rounding, positions = rounding_of(probe), math.prod(probe.shapes[0][1:-1])
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]  # lengths may depend on the position (Beam)
-    for rotation in known:  # a check takes a tenth of the time of a fit
-        if len(rotation.angles) == positions and not any(_differs_from(part, rotation, rounding) for part in parts):
+    sizes = positions, probe.target.call.query.shape[-1]
+    for rotation in known if probe.target.site.part != "cross" else ():  # a check takes a tenth of the time of a fit
+        fits = (len(rotation.angles), rotation.size) == sizes
+        if fits and not any(_differs_from(part, rotation, rounding) for part in parts):
             return rotation
     others = [unit(part) if norms else part for part in _sides(probe(*probe.random(probe.least, seed=6)))]
     changes = (part - other for part, other in zip(parts, others, strict=True))

@@ -107,6 +107,8 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     if ids != other_ids:
         return compare_distributions(first, second, fdr)
     paired = first.windows is not None and second.windows is not None
+    if paired and _numbered_windows(first) != _numbered_windows(second):
+        raise UsageError("The two sides list different windows.", AGAIN)
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows((first.heads, second.heads), tests, fdr, NO_ROUNDING)
     dtypes = first.settings.dtype, second.settings.dtype
@@ -121,6 +123,13 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         rows=rows,
         notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
+
+
+def _numbered_windows(report: Report) -> list[tuple[object, int]]:
+    """Return (index of its text, number) of each window, because the same text can have two names."""
+    places = {text.name: place for place, text in enumerate(report.settings.texts)}
+    windows = [] if report.windows is None else report.windows.windows
+    return [(places.get(name, name), number) for name, number in windows]
 
 
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
@@ -193,8 +202,9 @@ def compare(
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    same_name = isinstance(first, str | PathLike) and str(first) == str(second)
-    if first is second or (same_name and all(options.get(name) is None for name in SECOND)):
+    named = isinstance(first, str | PathLike) and isinstance(second, str | PathLike)
+    same = str(first) == str(second) and all(options.get(name) is None for name in SECOND) if named else first is second
+    if same:
         raise UsageError("Both sides are the same.", "Choose another model, or another report.")
     option_sets = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]

@@ -194,7 +194,9 @@ class Inspection(PreparedRun):
             "versions": versions(),
             "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
             "from_files": self.loaded.deferred is not None,
-            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
+            "settings": self.settings.model_dump(
+                mode="json", exclude={"notes", "options"}
+            ),  # the others determine numbers
             "show": self.show,
             "weights": self.reads_weights,
             "analyzers": [[each.name, each.source] for each in self.analyzers],
