@@ -108,14 +108,14 @@ def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
 
 
 def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
-    honest = pictures.map_figure
+    honest = pictures.panel_figure
 
-    def breaking(shapes, name):
-        if name == "weights.symmetry":
+    def breaking(report, panel):
+        if panel.stem == "weights.symmetry":
             raise ZeroDivisionError
-        return honest(shapes, name)
+        return honest(report, panel)
 
-    monkeypatch.setattr(pictures, "map_figure", breaking)
+    monkeypatch.setattr(pictures, "panel_figure", breaking)
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
         deliver(
             Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")

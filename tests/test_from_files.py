@@ -256,7 +256,7 @@ def test_what_was_read_is_counted(tmp_path):
     given = loading.load(saved(tmp_path, "llama"), from_files=True)
     assert given.deferred.bytes_read == 0
     attnlens.inspect(given, source="weights", layers=[1])
-    assert given.deferred.bytes_read == 4 * (64 * 64 + 64 * 64 // 2), "of layer 1 alone"
+    assert given.deferred.bytes_read == 4 * (64 * 64 + 64 * 64 // 2) * 2, "of layer 0, which leads, and of layer 1"
 
 
 QUERIES_AND_KEYS = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")

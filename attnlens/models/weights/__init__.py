@@ -6,4 +6,4 @@ maps of its heads among its weights. Inputs: a model and its sites as `models/ho
 `Factors` in float64, whose `query_key` analyzers read. Imported by `runs/` only.
 """
 
-from attnlens.models.weights.query_key_maps import Factors, Traits, factors, frequencies, rebuild, rotations
+from attnlens.models.weights.query_key_maps import Factors, Traits, Turns, factors, frequencies, rebuild, rotations

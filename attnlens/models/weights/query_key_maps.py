@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -149,25 +149,68 @@ SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
-def find_rotation(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
+@dataclass
+class Turns:
+    """The rotations of a model's sites, each fitted at the first site of its class that has those positions."""
+
+    _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
+
+    def find_leader(self, window: Sequence[SiteCall], index: int) -> tuple[int, bool]:
+        """Return the index of the first site of the same kind, which should rotate alike, and whether it is new."""
+        kind = _kind(window[index])
+        leader = next(other for other, target in enumerate(window) if _kind(target) == kind)
+        is_new = kind not in self._fitted
+        if is_new:  # store the positions too, so that no other tensors reuse their addresses
+            self._fitted[kind] = _positions(window[leader]), {}
+        return leader, is_new
+
+    def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
+        """Return the leader's rotation if it also fits this site (others may lie between), or else a new fit.
+
+        Fits under `norms` concern directions only and are stored apart.
+        """
+        _, fits = self._fitted[_kind(probe.target)]
+        if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
+            return fits[bool(norms)]
+        rotation = find_rotation(probe, norms)
+        if leading:
+            fits[bool(norms)] = rotation
+        return rotation
+
+
+def _kind(target: SiteCall) -> tuple[object, ...]:
+    """Return the key shared by sites that rotate alike: class, part, and the identity of their position tensors."""
+    return type(target.module), target.site.part, *map(id, _positions(target))
+
+
+def _positions(target: SiteCall) -> list[Tensor]:
+    """Return the cos and sin tensors passed to the module, if any; all layers receive the same objects."""
+    embeddings = target.arguments.get("position_embeddings")
+    return [part for part in embeddings if isinstance(part, Tensor)] if isinstance(embeddings, tuple | list) else []
+
+
+def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
+    """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
+    parts = [unit(part) if norms else part for part in _sides(probe.alike)]
+    if rotation is None:
+        return not any(map(_changes_with_position, parts))
+    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
+
+
+def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
-    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation, but is checked with them.
-    Angles are those of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image. Equal rotations are
-    one object, the one among `known`; a new one is added to it.
+    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation; whether the same R rotates
+    the model's actual queries and keys is then checked. Angles are those of distances (Su et al. 2021, RoFormer, Eq.
+    16) or of each place in an image.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
     heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
-    rounding, positions = rounding_of(probe), math.prod(probe.shapes[0][1:-1])
-    parts = [unit(part) if norms else part for part in _sides(probe.alike)]  # lengths may depend on the position (Beam)
-    sizes = positions, probe.target.call.query.shape[-1]
-    for rotation in known if probe.target.site.part != "cross" else ():  # a check takes a tenth of the time of a fit
-        fits = (len(rotation.angles), rotation.size) == sizes
-        if fits and not any(_differs_from(part, rotation, rounding) for part in parts):
-            return rotation
-    others = [unit(part) if norms else part for part in _sides(probe(*probe.random(probe.least, seed=6)))]
+    parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
+    if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
+        parts, others = ([unit(part) for part in side] for side in (parts, others))
     changes = (part - other for part, other in zip(parts, others, strict=True))
     if not any(map(_changes_with_position, parts)) or not any(map(_changes_with_position, changes)):
         return None
@@ -175,15 +218,11 @@ def find_rotation(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation
         raise unreadable("queries and keys of two sequences depend on their positions")
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
         query, key = _sides(probe(*probe.random(rows, seed=5)))
+    rounding = rounding_of(probe)
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
         raise unreadable(DIRECTION)
-    if rotation.by_distance and rounding > SINGLE:
-        rotation = _fit_frequencies(rotation)
-    equal = next((other for other in known if _are_equal(other, rotation)), None)
-    if equal is None:
-        known.append(rotation)
-    return equal or rotation
+    return _fit_frequencies(rotation) if rotation.by_distance and rounding > SINGLE else rotation
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
@@ -195,9 +234,13 @@ def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotati
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            yield find_rotation(probe, norms_inside(target.module), known)
+            rotation = find_rotation(probe, norms_inside(target.module))
         except UnreadableError as error:
             yield error
+            continue
+        equal = [other for other in known if rotation is not None and _are_equal(other, rotation)]
+        known += [rotation] if rotation is not None and not equal else []
+        yield equal[0] if equal else rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -322,7 +365,9 @@ def factors(
     model: PreTrainedModel,
     first: Sequence[SiteCall],
     window: Sequence[SiteCall],
-    known: list[Rotation] | None = None,
+    *,
+    chosen: Sequence[int] | None = None,
+    turns: Turns | None = None,
     present: Present | None = None,
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
@@ -330,19 +375,26 @@ def factors(
     `first` are the sites called with a single token (position 0), `window` those called with as many positions as the
     rotations shall have. The maps must be affine, which is checked at other inputs. Norms inside the module keep their
     gains and drop their positive per-token scalars; if they act on queries or keys themselves (QK-norm), only
-    directions are checked. `known` collects the distinct rotations. Inside `present`, a module of a model that is not
-    in memory has the weights of the given names. Works in float64, one module at a time.
+    directions are checked. Works in float64, on a copy of one module at a time.
+
+    `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
+    chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
+    the given names; None stands for a model in memory.
     """
-    known = [] if known is None else known
-    for single, many in zip(first, window, strict=True):
+    turns = Turns() if turns is None else turns
+    for index in range(len(window)) if chosen is None else chosen:
         try:
-            yield _read_site(model, single, many, known, present)
+            leader, is_new = turns.find_leader(window, index)
+            if is_new and leader != index:
+                with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
+                    _read_site(model, first[leader], window[leader], turns, present, leading=True)
+            yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
         except UnreadableError as error:
             yield error
 
 
 def _read_site(
-    model: PreTrainedModel, single: SiteCall, many: SiteCall, known: list[Rotation], present: Present | None
+    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present | None, *, leading: bool
 ) -> Factors:
     """Return the factors of one site; the float64 copies of its weights are freed on return."""
     names = partial(used_weights, model, single, many.layout)
@@ -357,9 +409,9 @@ def _read_site(
             raise unreadable("its queries or keys depend on the output of other modules, so the model must be loaded")
         norms = norms_inside(single.module)
         # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
-        rotation = find_rotation(window, {}, known) if probe.whole else None
+        rotation = turns.of(window, {}, leading=leading) if probe.whole else None
         maps, groups = _find_maps(probe, norms, rotation)
-        rotation = find_rotation(window, norms if groups else {}, known)
+        rotation = turns.of(window, norms if groups else {}, leading=leading)
         if rotation is None:
             with linear(norms):
                 maps = _with_positions(maps, window)

@@ -25,7 +25,7 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
-from attnlens.records import AttentionRows, Call, Measure, Null, QueryKey, Rotation, Settings, Site, Skipped
+from attnlens.records import AttentionRows, Call, Measure, Null, QueryKey, Settings, Site, Skipped
 from attnlens.runs.feeding import measure_losses
 from attnlens.runs.inspect import sequences
 from attnlens.runs.inspect.sequences import Place
@@ -152,7 +152,7 @@ class Inspection(PreparedRun):
     identity_error: float | None = None
     """Change of the model's outputs if its attention is recomputed; None if it is unknown."""
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
-    _turns: list[Rotation] = field(default_factory=list)  # distinct rotations of the sites read so far
+    _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
     """Nulls by shape, with the rotation that each was drawn under: keeping it alive prevents reuse of its id."""
 
@@ -372,8 +372,7 @@ class Inspection(PreparedRun):
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
-        first, window = ([calls[index] for index in chosen] for calls in (self.one_token, self.window))
-        factors = weights.factors(model, first, window, self._turns, present)
+        factors = weights.factors(model, self.one_token, self.window, chosen=chosen, turns=self._turns, present=present)
         for index in chosen:
             # no variable here keeps the factors yielded last alive
             yield self._add_base(index, next(factors))
