@@ -207,5 +207,5 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
 )
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
-    """The exponential kernel of one part of its logits: symmetric, Mercer, or without the key gate or skew part."""
+    """Exponential kernel of the logits' symmetric or Mercer part, or of all but the key gate or antisymmetric part."""
     return score

@@ -176,7 +176,7 @@ class HealingRate(Record):
 
 
 class HealingTraining(Record):
-    """One stage of a healing."""
+    """One training stage of `heal`."""
 
     stage: HealingStage  # transfer: each site's output against its own; whole: the models' predictions, or the text
     steps: int

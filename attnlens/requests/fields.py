@@ -274,7 +274,7 @@ def _valid(check: Callable[..., object]) -> BeforeValidator:
 
 
 def spelled(pattern: str, problem: str, remedy: str) -> BeforeValidator:
-    """Create a validator of strings that match a pattern; `problem` has a gap for the value."""
+    """Create a validator of strings that match a pattern; `problem` contains {} for the value."""
 
     def check(value: object) -> None:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):

@@ -91,7 +91,7 @@ class WorkPlan:
 
     @classmethod
     def of(cls, request: Request) -> WorkPlan:
-        """Return the plan in a run's options; options that a kind of run lacks keep their defaults."""
+        """Build the plan from a request; fields that the request lacks keep their defaults."""
         options = {each.name: getattr(request, each.name) for each in fields(cls) if hasattr(request, each.name)}
         if shard := options.pop("shard", None):
             index, _, count = shard.partition("/")

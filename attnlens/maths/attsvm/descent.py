@@ -104,7 +104,7 @@ class Instances:
         return self.anchor(self.allowed.to(torch.uint8).argmax(-1))
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
-        """Return (α, x_tᵀWz − x_αᵀWz ≤ 0), after moving α to the token of the largest score if that is larger."""
+        """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token if it exceeds α's."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():

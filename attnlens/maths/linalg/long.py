@@ -43,7 +43,7 @@ def is_long(query_key: QueryKey) -> bool:
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield consecutive queries with the keys that they may see; all queries at once if the head is not long."""
+    """Yield blocks of consecutive queries with the keys they can see; a single block for at most LONG pairs."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key

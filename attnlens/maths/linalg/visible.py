@@ -29,7 +29,7 @@ REFINEMENTS = 2
 
 
 class Solver(NamedTuple):
-    """N⁺g for g in the range of N, a singular positive semidefinite matrix, by Cholesky of N + RIDGE and refinement."""
+    """Solver of N x = g, N singular and ≥ 0, g in its range: Cholesky of N + RIDGE·I, then iterative refinement."""
 
     matrix: Float[Tensor, "size size"]  # N, scaled on both sides
     factor: Float[Tensor, "size size"]  # Cholesky factor of matrix + RIDGE

@@ -99,7 +99,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
-    """Return whether an unused tensor has a name of quantised codes, or is the scale or zero of a stored weight."""
+    """Return whether an unused tensor is named like codes, or is the scale or zero point of a stored weight."""
     stem = SCALE.sub("", name)
     return name in stored and (
         _leaf(name) in PACKED or (stem != name and not {stem, f"{stem}.weight"}.isdisjoint(stored))

@@ -367,7 +367,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Raise MemoryError inside the context beyond MEMORY more bytes, if the system can limit addresses (Linux)."""
+    """Limit the context to MEMORY additional bytes: allocations beyond raise MemoryError. No effect outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 

@@ -116,7 +116,7 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build the head of a document; `whole`: with all caveats for reading the numbers."""
+    """Build a document's title block; include all caveats about reading the numbers if `whole`."""
     model, settings, record = report.model, report.settings, report.model.conventions
     facts = [
         model.architecture,

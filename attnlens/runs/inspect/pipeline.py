@@ -236,7 +236,7 @@ def inspect_sites(
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches; return the settings that describe them, and why none are read if they should be."""
+    """Cut the texts into batches; return settings that describe them, the batches, and why tokens can't be read."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=feeding.NOTHING_FED)
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):

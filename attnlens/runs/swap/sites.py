@@ -214,8 +214,8 @@ def choose_sites(
 ) -> dict[Site, tuple[int, ...] | None]:
     """Return the chosen sites with their heads (None: all).
 
-    Raises UsageError for missing ones, if none is left, or for a kernel that is undefined in cross-attention, and
-    ModelError if all layers are chosen and some attention cannot be replaced.
+    Raises UsageError if a requested layer or head does not exist, if no site is left, or if a kernel is undefined in
+    cross-attention; ModelError if all layers are chosen and some attention cannot be replaced.
     """
     heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
     checks.check_chosen(layers, heads, survey.sites)
