@@ -335,7 +335,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
     if problem:
         raise UsageError(
             f"The plan does not fit this model: {problem}.",
-            "Give a plan of a model of the same shape, or find one: attnlens ranks --budget loss:1%.",
+            "Give a plan made for a model of the same shape, or create one: attnlens ranks --budget loss:1%.",
         )
 
 

@@ -409,7 +409,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     if unknown := sorted({label for _, label in second} - set(classes)):
         raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", REMEDY)
     if digest == test_digest:
-        raise TextError(f"{first_name} is used for both training and testing.", "Give two files.")
+        raise TextError(f"The training and test files have the same content ({first_name}).", "Give another test file.")
     validation: list[int] = []
     for label in classes:
         of_label = [number for number, other in enumerate(labels) if other == label]

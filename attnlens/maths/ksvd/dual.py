@@ -191,7 +191,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
     """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
     if not bool(tensor.isfinite().all()):
         verb = "contain" if name.endswith("s") else "contains"
-        raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads with these queries or keys.")
+        raise UsageError(f"The {name} {verb} NaN or Inf.", "Exclude the heads whose values are not finite.")
 
 
 def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:

@@ -221,8 +221,8 @@ def _refuse_swapped(place: Location) -> None:
         problem = f"{place.folder} contains a model saved with another kernel (--save), which would be ignored here."
         raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
-        problem = f"{place.id} is a model with primal layers, which have no attention to analyse."
-        raise ModelError(problem, "Build it with attnlens.lab.primal.build; see its documentation.")
+        problem = f"{place.id} has primal layers (Primal-Attention): they compute no attention matrix to analyse."
+        raise ModelError(problem, "Choose another model, or build this one with attnlens.lab.primal.build to run it.")
 
 
 def _name_of(name: object) -> str:

@@ -54,7 +54,7 @@ def read_side(path: Path) -> Report:
     """Read a report and, if it exists, its --windows-csv file; raise UsageError for a changed file or no heads."""
     report = read_report(path)
     if not report.heads:
-        raise UsageError(f"{path} contains no heads.", "Create one with: attnlens inspect MODEL --json FILE")
+        raise UsageError(f"{path} contains no heads.", "Give a report created with: attnlens inspect MODEL --json FILE")
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:

@@ -168,7 +168,7 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
         )
     if rows > MOST_ROWS:
         raise UsageError(
-            f"--show attention keeps at most {MOST_ROWS:,} rows, but these heads have {rows:,}.",
+            f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}.",
             "Choose fewer heads with --layers or --heads, or fewer tokens with --length.",
         )
 
