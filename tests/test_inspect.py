@@ -182,7 +182,7 @@ def test_a_site_whose_mask_hides_everything_says_so():
 def test_scores_times_a_complex_number_are_refused():
     model = family("gemma2")
     model.model.model.layers[0].self_attn.scaling = (-24) ** -0.5
-    with pytest.raises(ModelError, match="multiplies its scores"):
+    with pytest.raises(ModelError, match="scales its scores"):
         attnlens.inspect(model, **SMALL)
 
 

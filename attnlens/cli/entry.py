@@ -109,4 +109,4 @@ def _prepare() -> None:
         raise UsageError("stdout is closed.", "Redirect it, e.g.: attnlens list > FILE")
     if sys.flags.optimize > 1:
         problem = "Python was started with -OO, under which transformers can't be imported."
-        raise UsageError(problem, "Leave out -OO, and PYTHONOPTIMIZE=2.")
+        raise UsageError(problem, "Start Python without -OO, and unset PYTHONOPTIMIZE.")

@@ -301,7 +301,7 @@ class Outputs:
             if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
                 raise OutputError(
                     f"{target} exists, but is neither a folder nor a picture.",
-                    "End it in .png, .svg or .pdf, or name a folder.",
+                    "Give a path that ends in .png, .svg or .pdf, or a folder.",
                 )
 
 

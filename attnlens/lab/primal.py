@@ -131,7 +131,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if layer.site.part == "cross":
         raise ModelError(
             f"{layer.site.path} is cross-attention: e- and r-scores would belong to different tokens.",
-            "Choose an encoder or a decoder alone, or leave such layers out.",
+            "Choose a model without cross-attention, or omit such layers.",
         )
     if layer.call.bias is not None:
         raise ModelError(

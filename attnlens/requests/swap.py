@@ -307,7 +307,7 @@ class HealOptions:
         if kernel.oracle:
             raise UsageError(
                 f"{kernel.spelling} can't be healed: it decomposes the evaluated text's own logits.",
-                "Omit oracle: only the fitted form is a model.",
+                "Omit oracle: only the fitted form can be trained.",
             )
         if not kernel.has_gradient:
             raise UsageError(f"{kernel.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
@@ -322,7 +322,7 @@ class HealOptions:
             eta = ETA if eta is None else eta
         elif eta is not None or convention != "paper":
             name = "ksvd_convention" if eta is None else "eta"
-            raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
+            raise UsageError(f"{name} applies only to the kernel primal.", "Leave it out, or heal primal:8.")
         return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
 
 
@@ -369,7 +369,7 @@ def heal_options(
         raise UsageError(f"heal accepts a single kernel, not {len(spellings)}.", "Give one --kernel.")
     if ranks is not None:
         if spellings != [BUDGETED]:
-            raise UsageError(f"--ranks contains a plan for the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
+            raise UsageError(f"--ranks applies only to the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
         spellings = [ranks.spelling]
         request = request.with_options(**ranks.selection)
     options = SwapOptions.of(spellings, request)

@@ -140,7 +140,7 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
         raise ModelError(
             f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
             f"{type(error).__name__}: {loading.first_line(error)}",
-            "It may need other or longer inputs, or its config.json may not belong to it.",
+            "Try other or longer inputs, or check that config.json belongs to this model.",
         ) from error
 
 
@@ -204,7 +204,7 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
     refuse_unsteady(loaded, inputs)
     raise IdentityError(
         f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "attnlens does not reproduce this model's attention, so it reports no numbers; `attnlens doctor` shows where.",
+        "Run `attnlens doctor` to find the sites that differ; attnlens reports no numbers for this model.",
     )
 
 
@@ -276,7 +276,7 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
     for noun, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
         wrong = [number for number in numbers or () if not 0 <= number < count]
         if wrong:
-            raise UsageError(f"There is no {noun} {wrong[0]}.", f"The model has {noun}s 0 to {count - 1}.")
+            raise UsageError(f"There is no {noun} {wrong[0]}.", f"Choose from {noun}s 0 to {count - 1}.")
 
 
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:

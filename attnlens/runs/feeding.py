@@ -97,7 +97,9 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
         raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
-        raise UsageError(f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass it to load.")
+        raise UsageError(
+            f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass them to load."
+        )
     return {}
 
 
@@ -269,4 +271,4 @@ def refuse_work(request: Request) -> None:
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:
-            raise UsageError(f"{name} is unavailable for a model in memory.", "Pass its name or folder, or omit it.")
+            raise UsageError(f"{name} is unavailable for a model in memory.", "Omit it, or pass a model's name.")

@@ -128,7 +128,7 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:
             option = option_name(name)
-            raise UsageError(f"{option} is an option of {' and '.join(others)}, not of {kind}.", f"Leave out {option}.")
+            raise UsageError(f"{option} applies to {' and '.join(others)}, not to {kind}.", f"Leave out {option}.")
 
 
 CLAIMS_RUN, TABLE_RUN = "claims", "a table"

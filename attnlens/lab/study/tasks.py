@@ -381,7 +381,7 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
             )
         cases.append((case, label.strip()))
     if not cases:
-        raise TextError(f"{path} has no cases below a line @data.", REMEDY)
+        raise TextError(f"{path} has no cases below its @data line.", REMEDY)
     return header, cases, digest
 
 
@@ -402,7 +402,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     if channels != others:
         raise TextError(
             f"{first_name} has {channels} channels and {second_name} has {others}.",
-            "Give the training and the test file of the same problem.",
+            "Give the training and test files of one dataset.",
         )
     labels = [label for _, label in first]
     classes = _list_classes(labels, header, first_name)

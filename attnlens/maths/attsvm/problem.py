@@ -175,7 +175,7 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
     if not (first & ~sets).any():
-        raise UnposedError("Every token is kept.", "Keep fewer tokens, so that there is something to separate.")
+        raise UnposedError("Every token is kept, so there is nothing to separate.", "Keep fewer tokens.")
     row, representative, other = pair_with_representatives(sets, first)
     inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)

@@ -103,7 +103,7 @@ def evenly_spaced(
 def require_positive(name: str, number: int) -> None:
     """Raise UsageError for a count of 0 or less."""
     if number < 1:
-        raise UsageError(f"{name} is {number}.", "It must be a positive number: give 1 or more.")
+        raise UsageError(f"{name} is {number}, but must be at least 1.", "Give 1 or more.")
 
 
 @lru_cache(maxsize=16)

@@ -232,5 +232,5 @@ def _name_of(name: object) -> str:
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
         problem = f"A value of type {type(name).__name__} is not a model name."
-        raise UsageError(problem, "Give a hub id, a path, or what load returned.")
+        raise UsageError(problem, "Give a hub id, a path, or the result of attnlens.load.")
     return arguments.word("model", name)

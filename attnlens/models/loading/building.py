@@ -66,7 +66,7 @@ def check_loaded(
         problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, {unexplained}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, {unexplained}."
+        problem = f"{where} contains {format_names(scales)} of quantised weights, {unexplained}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     configs.refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:

@@ -232,7 +232,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
             processor = load(place, revision=revision, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         problem = f"{name} has no valid preprocessor_config.json, which describes how to prepare {modality} input."
-        remedy = "Put one into the model's folder, or pass the prepared inputs to attnlens.capture."
+        remedy = "Put this file into the model's folder, or pass the prepared inputs to attnlens.capture."
         raise ModelError(problem, remedy) from error
     except UNPREPARED as error:
         raise ModelError(f"The processor of {name} can't be loaded: {first_line(error)}", remedy) from error

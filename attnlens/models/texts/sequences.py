@@ -407,7 +407,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
         raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
-        problem = f"{tokens} tokens leave no room for text in addition to {special} special tokens."
+        problem = f"--length {tokens} leaves no room for text besides {special} special tokens."
         raise UsageError(problem, "Use a larger --length.")
     return before, after
 

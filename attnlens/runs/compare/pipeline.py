@@ -195,7 +195,7 @@ def compare(
     ]
     same_name = isinstance(first, str | PathLike) and str(first) == str(second)
     if first is second or (same_name and all(options.get(name) is None for name in SECOND)):
-        raise UsageError("Both sides are the same.", "Choose another model, or another report.")
+        raise UsageError("Both sides are the same model or report.", "Choose another model, or another report.")
     option_sets = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]
     settings = next((side.settings for side in subjects if isinstance(side, Report)), None)
@@ -224,7 +224,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
     if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
-        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Omit them.")
+        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are not recomputed.", "Omit them.")
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:

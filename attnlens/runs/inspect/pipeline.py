@@ -230,7 +230,7 @@ def inspect_sites(
         shapes = survey_shapes(loaded, sample)
         sites = checks.match_sites(all_sites, shapes.sites) or ()
         if not sites:
-            raise ModelError("A pass on the meta device misses some of its attention.", "Omit --device spread.")
+            raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
     one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 

@@ -90,7 +90,7 @@ def _check_error(
     if original is not None and original > TOLERANCE:
         return f"under its own kernel too, the model's outputs change by {original:.1e} when {when}"
     raise IdentityError(
-        f"Under the new kernel outputs change by {error:.1e} when {when}.",
+        f"With the new kernel, the outputs change by {error:.1e} when {when}.",
         f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
     )
 
