@@ -64,7 +64,7 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a weight that the checkpoint lacks and that the measured values depend on, and all in words.
+    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that lists all.
 
     A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
     pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
@@ -145,7 +145,7 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
 
 
 def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
-    """Return the same sites as `others` reached them, under their names in `reached`; None if others were reached."""
+    """Return the calls in `others` at the sites in `reached`, with the latter's names; None if the sites differ."""
     by_call = {(each.site.path, each.site.ordinal): each for each in others}
     calls = [(each.site.path, each.site.ordinal) for each in reached]
     if list(by_call) != calls:

@@ -107,7 +107,7 @@ def doctor(
     """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
     P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
-    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading rather than rounding;
+    loaded in float64 (twice the memory; a loaded one is copied), so that errors are not due to rounding;
     another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
     float64. Raise UsageError for invalid arguments, TextError, and
     ModelError if the model can't be loaded or read.

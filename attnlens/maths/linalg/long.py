@@ -212,7 +212,7 @@ class IntervalMask:
     ) -> tuple[float, float]:
         """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
 
-        The arguments are the scores' sums per key and per distance j − i from 1 − n on (None for cross-attention).
+        The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """
         size, zeros = len(by_key), by_key.new_zeros(len(self.keys[0]) + len(by_key) - 1)
         key_counts, query_counts = self._counts(self.keys), self._counts(self.queries)

@@ -188,7 +188,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
     The code is kept out by a patch, because no setting covers it: with the package `kernels`, RWKV, YOSO and MRA call
     transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read only
     when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
-    The header of a GGUF file at `place`, of which transformers takes seconds to read a vocabulary, is read only once.
+    The header of a GGUF file at `place` is read only once, because transformers takes seconds to read its vocabulary.
     """
     from transformers.utils import logging
 

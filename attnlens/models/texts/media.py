@@ -433,7 +433,7 @@ def placeholder_ids(model: PreTrainedModel) -> set[int]:
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
-    """Return the first `count` ids from 10 on that are not placeholders."""
+    """Return the first `count` ids of at least 10 that are not placeholders."""
     placeholders = placeholder_ids(model)
     return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 

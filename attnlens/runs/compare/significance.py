@@ -52,7 +52,7 @@ class ChangeTest:
 
 
 def _detectable_errors(level: float, freedom: int) -> float:
-    """Return the standard errors by which a change must differ from 0 to be named with probability POWER."""
+    """Return the standard errors by which a change must differ from 0 to be reported with probability POWER."""
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
