@@ -178,7 +178,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
     if repeated > texts.MOST_SHARED:
         yield (
             f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that also occur in another of the {noun}: "
-            "errors over them are too small."
+            "standard errors are too small."
         )
 
 
