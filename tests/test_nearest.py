@@ -298,7 +298,7 @@ def test_a_report_names_the_oracle_an_analysis_and_the_fitted_form_a_model():
     report = swap_kernel(family("bert"), ["nearest:positive", "nearest:positive,oracle", "mercer"], **QUICK)
     model, analysis, tie = report.swaps
     assert analysis.kernel == "nearest:part=positive,how=oracle"
-    assert any(note.startswith("An analysis: ") for note in analysis.notes)
+    assert any(note.startswith("For analysis only: ") for note in analysis.notes)
     assert not any("nearest" in note for note in analysis.notes), "a kernel's name stands before its notes"
     assert not any("analysis" in note for note in model.notes)
     assert "N nearest to N₀" in model.formula

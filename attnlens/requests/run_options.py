@@ -50,7 +50,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return whether reports record an option: not if it names files, or concerns outputs or the way of working."""
+    """Return whether reports record an option: all except those that name files, outputs or how units are computed."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -224,7 +224,7 @@ PAIRS = ".tsv"  # Ending of a text with a pair of texts per line
 
 
 class Feeding(Loading):
-    """Options on the input of a model, and for loading it."""
+    """Options for the input of a model, and for loading it."""
 
     text: Words = several_files(
         "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or `datasets:NAME`, optionally followed "

@@ -70,7 +70,7 @@ def null_cell(mean: float, sd: float) -> str:
 
 
 def no_errors(report: Report) -> str:
-    """State that there are no errors and intervals if only one window was read; else empty."""
+    """State that errors and intervals are missing if only one window was read; else return an empty string."""
     return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
 
 

@@ -43,7 +43,7 @@ POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like the
 
 @section(20, "swap")
 def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a plan of ranks: what it promises and saves, the ranks of each layer, and the terms used."""
+    """Yield the section on a plan of ranks: promised rise and savings, the ranks of each layer, and the terms used."""
     plan = shapes.report.plan
     if plan is None:
         return
