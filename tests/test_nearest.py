@@ -389,7 +389,7 @@ def test_spellings_without_a_meaning_are_refused(spelling, words):
 def test_what_is_not_fitted_or_cannot_be_is_refused():
     with pytest.raises(UsageError, match="must be fitted"):
         attend(call(), parsed("nearest:positive"))
-    with pytest.raises(UsageError, match="reads both the query and the key"):
+    with pytest.raises(UsageError, match="needs query and key of both tokens"):
         fitted_to(call(), "positive").log(call().query, call().key, 1.0)
     with pytest.raises(UsageError, match="can't be healed"):
         attnlens.heal("demo", "nearest:positive,oracle", train=2, **QUICK)

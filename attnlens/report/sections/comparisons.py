@@ -238,7 +238,7 @@ def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield how many changes are significant, and which blocks and heads changed by their own weights or by their inputs."""
+    """Yield how many changes are significant, and which blocks and heads changed by their own weights or inputs."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
         return {(row.layer, row.head) for row in rows}
@@ -366,7 +366,7 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the significant measure with the largest change relative to its interquartile range over the first model."""
+    """Format the largest significant change relative to its interquartile range over the first model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     if not rows:
         return NO_VALUE
@@ -375,7 +375,7 @@ def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) on the smallest change of each tokens.* measure that would be significant (median over heads)."""
+    """Yield (measure, text) on the smallest change of each tokens.* measure that would be significant."""
     sizes = effect_sizes(comparison)
     by_measure: dict[str, list[float]] = defaultdict(list)
     for row in comparison.rows:
