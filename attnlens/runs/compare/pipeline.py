@@ -182,7 +182,7 @@ def compare(
 
     Returns the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
     sampling of windows and rounding of weights explain the change. q is Benjamini and Hochberg's over heads × measures;
-    those of q ≤ `fdr` count. Each side can be a report of `inspect` or its path (`.json`); a model on the other
+    a change is significant if q ≤ `fdr`. Each side can be a report of `inspect` or its path; a model on the other
     side is then inspected with its settings. `tokenizer` applies to models in memory. Models are loaded in float32
     unless `dtype` is given; `revision` and `adapter` apply to the second. Raises what `inspect` raises, and UsageError
     if both sides are the same, or read different windows.
