@@ -203,7 +203,7 @@ class SwapOptions:
         files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
         reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
         if len(reading) > 1:
-            raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Give one of them a file.")
+            raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Read one of them from a file.")
         if request.prompts is not None and not request.generate:
             raise UsageError("prompts have no effect with generate=0.", "Omit one of them.")
         if request.save is not None:

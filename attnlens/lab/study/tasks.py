@@ -431,7 +431,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
 def _list_classes(labels: Sequence[str], header: Mapping[str, str], name: str) -> list[str]:
     """Return the labels of a training file: first those of its header in that order, then the others sorted."""
     if len(set(labels)) < 2:
-        raise TextError(f"{name} has a single label: {labels[0]}.", "Give at least two classes.")
+        raise TextError(f"{name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
     single = sorted(label for label in set(labels) if labels.count(label) < 2)
     if single:
         raise TextError(f"{name} has a single case with label {single[0]}.", "Give at least two cases per class.")

@@ -63,7 +63,7 @@ def read_side(path: Path) -> Report:
     if not file.exists():
         return report
     if sha256(file) != report.windows_file.sha256:
-        raise UsageError(f"{file} is not the file that {path.name} was written with.", "Write both again.")
+        raise UsageError(f"{file} does not match its hash in {path.name}.", "Create both files again.")
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError

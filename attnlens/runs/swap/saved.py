@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
-WRITTEN = "Give a folder that --save wrote, unchanged."
+WRITTEN = "Give an unchanged folder written by --save."
 
 
 class UnsavedError(OutputError):
