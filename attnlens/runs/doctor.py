@@ -46,9 +46,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """
     count = min(heads, len(report.heads))
     if report.command != "inspect" or not report.heads:
-        raise UsageError(
-            f"A report of {report.command} has no heads to recompute.", "Give a report of attnlens inspect."
-        )
+        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
