@@ -172,9 +172,7 @@ class CheckRequest(Request):
     update_baseline: bool = switch(
         "Accept this report as the new baseline: write it to --baseline.", panel=BASELINE, call_only="written"
     )
-    recompute: Whole | None = option(
-        "Recompute this many of the report's heads from MODEL and compare.", metavar="NUMBER", least=1
-    )
+    recompute: Whole | None = option("Recompute this many heads from MODEL, and compare.", metavar="NUMBER", least=1)
     annotations: bool = switch(
         "Print GitHub annotations for the ten worst heads, and write the step summary. Enabled by default in GitHub "
         "Actions.",
@@ -245,9 +243,7 @@ class Feeding(Loading):
     windows: Whole = windows_option(32)
     batch_size: Whole = work_option("Sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
-        "--pack: cut continuous text into windows. --no-pack: read each line as one sequence.",
-        True,
-        flag="--pack/--no-pack",
+        "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"
     )
     placement: Placement = input_option(
         "Position of the windows in each text: evenly spaced (`spread`), at the beginning (`first`), or `random`.",
