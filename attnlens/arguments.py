@@ -67,7 +67,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             expected.bind(*args, **options)
         except TypeError as error:
-            raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
+            positional = [name for name in names if expected.parameters[name].kind is Parameter.POSITIONAL_OR_KEYWORD]
+            remedy = f"Its positional arguments are: {', '.join(positional) or 'none'}. Pass all others by name."
+            raise UsageError(f"{function.__name__}(): {error}.", remedy) from None
         if not callable(keywords.get("progress", print)):
             raise UsageError("progress is not a function.", "Give a function of (stage, steps done, total steps).")
         with _ONE_AT_A_TIME, _plain_torch():

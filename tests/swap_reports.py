@@ -29,7 +29,7 @@ from attnlens.records import (
 from attnlens.report.report import Report
 
 DIVERGED = "the changed model diverged: its predictions are not finite"
-HEADLESS = "the model has no head that predicts a class, a masked token, or a token from those before it alone"
+HEADLESS = "the model has no head that predicts a class, a masked token, or the next token from earlier ones"
 PREDICTING = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
 STATES = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
 NOISE = "the model's input is noise that attnlens made up"

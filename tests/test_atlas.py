@@ -122,7 +122,7 @@ def test_what_has_no_reference_has_none_and_says_why():
     cross = Subject("cross", "absolute", 128, pack=True)
     assert why("tokens.entropy", cross) == "the atlas has no trained model with heads of part cross"
     lines = Subject("encoder", "absolute", 128, pack=False)
-    assert "no window" in why("tokens.entropy", lines)
+    assert "do not read windows" in why("tokens.entropy", lines)
     assert "windows of 64 tokens" in why("tokens.entropy", Subject("encoder", "absolute", 64, pack=True))
     assert "positions bias" in why("weights.symmetry", Subject("encoder", "bias", 128, pack=True))
 

@@ -69,7 +69,7 @@ def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str)
 
 def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, demo: loading.Loaded) -> None:
     monkeypatch.setattr(attended, "MOST_ROWS", 100)
-    with pytest.raises(UsageError, match="keeps at most 100 rows, but these heads have 512"):
+    with pytest.raises(UsageError, match=r"keeps at most 100 rows \(heads × queries\), but these heads have 512"):
         library.inspect(demo, show="attention", windows=1, length=16)
     monkeypatch.setattr(attended, "MOST_TOKENS", 8)
     with pytest.raises(UsageError, match="at most 8 tokens, but these have 16"):

@@ -228,7 +228,7 @@ def test_reports_without_their_windows_have_wider_errors_and_say_so(reports, tmp
     errors = [(row.se, rows(paired, row.measure)[row.layer, row.head].se) for row in found.rows if row.se]
     assert sum(wide > narrow for wide, narrow in errors) > 0.7 * len(errors)
     (tmp_path / "a.csv").write_text("text,window,layer,head\n")
-    with pytest.raises(UsageError, match=r"is not the file that a\.json was written with"):
+    with pytest.raises(UsageError, match=r"does not match its hash in a\.json"):
         attnlens.compare(tmp_path / "a.json", tmp_path / "b.json")
 
 

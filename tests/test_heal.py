@@ -92,7 +92,7 @@ def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
     text.write_text("In the beginning God created the heaven\n" * 3)
     read = {"text": str(text), "pack": False, "windows": 3, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="no windows left"):
+    with pytest.raises(TextError, match="no windows besides"):
         swap_kernel(demo, "rbf", fit=True, **read)
 
 
@@ -124,7 +124,7 @@ def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, mor
     text.write_text("In the beginning God created the heaven and the earth. " * 3)
     read = {"text": str(text), "windows": 32, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="no windows left besides the evaluated ones") as refusal:
+    with pytest.raises(TextError, match="no windows besides those used for evaluation") as refusal:
         swap_or_heal(demo, "rbf", **read, **more)
     assert "--calibration" in refusal.value.remedy
 

@@ -100,7 +100,7 @@ def test_an_amount_is_steps_tokens_or_a_time(given, number, unit):
 def test_an_amount_that_makes_no_sense_is_refused_in_a_line(given):
     with pytest.raises(UsageError, match="--train: cannot parse") as refusal:
         Amount.of(given)
-    assert "--train 200, 500ktok, 2Mtok, 90s, 30min or 2h" in refusal.value.remedy
+    assert "--train 200, 500ktok, 2Mtok, 90s or 2h" in refusal.value.remedy
     assert "\n" not in str(refusal.value.problem)
 
 

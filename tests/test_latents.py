@@ -282,7 +282,7 @@ def test_scores_of_one_head_alone_and_a_sweep_of_heads_are_refused(demo):
 
 
 def test_a_head_whose_predictions_are_hidden_states_has_no_output_metric():
-    with pytest.raises(ModelError, match="makes no predictions"):
+    with pytest.raises(ModelError, match="needs predictions with a gradient"):
         swap_kernel(family("vit"), "rank:2,metric=output", windows=2, batch_size=2, **BARE)
 
 

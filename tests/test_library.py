@@ -537,7 +537,7 @@ def test_a_report_is_saved_as_what_the_path_ends_in(ending, begins, tmp_path):
 def test_an_ending_that_means_nothing_and_a_path_that_cannot_be_written_are_refused(tmp_path):
     report = synthetic_report(2, 3)
     for name in ("report", "report.docx"):
-        with pytest.raises(OutputError, match="no report has the suffix"):
+        with pytest.raises(OutputError, match="Cannot write a report with the suffix"):
             report.save(tmp_path / name)
     with pytest.raises(OutputError):
         report.save(tmp_path / "nowhere" / "report.json")

@@ -298,7 +298,7 @@ def test_a_report_names_the_oracle_an_analysis_and_the_fitted_form_a_model():
     report = swap_kernel(family("bert"), ["nearest:positive", "nearest:positive,oracle", "mercer"], **QUICK)
     model, analysis, tie = report.swaps
     assert analysis.kernel == "nearest:part=positive,how=oracle"
-    assert any(note.startswith("An analysis: ") for note in analysis.notes)
+    assert any(note.startswith("For analysis only: ") for note in analysis.notes)
     assert not any("nearest" in note for note in analysis.notes), "a kernel's name stands before its notes"
     assert not any("analysis" in note for note in model.notes)
     assert "N nearest to N₀" in model.formula
@@ -389,7 +389,7 @@ def test_spellings_without_a_meaning_are_refused(spelling, words):
 def test_what_is_not_fitted_or_cannot_be_is_refused():
     with pytest.raises(UsageError, match="must be fitted"):
         attend(call(), parsed("nearest:positive"))
-    with pytest.raises(UsageError, match="a query and a key alone have no score"):
+    with pytest.raises(UsageError, match="needs query and key of both tokens"):
         fitted_to(call(), "positive").log(call().query, call().key, 1.0)
     with pytest.raises(UsageError, match="can't be healed"):
         attnlens.heal("demo", "nearest:positive,oracle", train=2, **QUICK)

@@ -194,7 +194,7 @@ def test_ranks_that_contradict_something_are_refused(report, more, says):
 
 @pytest.mark.parametrize("kernel", ["rbf", "rank:8"])
 def test_a_plan_heals_no_kernel_but_its_own(report, kernel):
-    with pytest.raises(UsageError, match="a plan for the kernel rank"):
+    with pytest.raises(UsageError, match="applies only to the kernel rank"):
         attnlens.heal("no/such/model", kernel, ranks=report.plan)
 
 

@@ -204,7 +204,7 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
         (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number, not 2.0"),
         (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number, not '4'"),
         (lambda: primal.build(families.build("bert"), scores=1.5), "scores must be a whole number"),
-        (lambda: PrimalAttention(10, 3, 4), "do not divide"),
+        (lambda: PrimalAttention(10, 3, 4), "cannot be split into"),
         (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future tokens would leak"),
         (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
         (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "future tokens would leak"),

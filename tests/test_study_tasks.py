@@ -329,8 +329,8 @@ def test_files_that_are_no_problem_of_classes_are_refused(walks, tmp_path):
         ([case(3, "up")] * 4, "@data\n", "a single label: up"),
         ([case(3, "up"), case(3, "up"), case(3, "down")], "@data\n", "a single case with label down"),
         ([case(3, "left"), case(3, "right")] * 3, "@data\n", "label down, which is missing in bad.ts"),
-        ([case(3, "up")], "", "no cases below a line @data"),
-        ([], "@data\n", "no cases below a line @data"),
+        ([case(3, "up")], "", "no cases below its @data line"),
+        ([], "@data\n", "no cases below its @data line"),
         ([case(3, "up")], "@timeStamps true\n@data\n", "time stamps"),
         ([case(3, "up")], "@classLabel false\n@data\n", "no class labels"),
         ([f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, "@data\n", "3 channels and b.ts has 2"),
@@ -542,5 +542,5 @@ def test_series_of_one_name_are_told_apart_and_one_file_twice_is_refused(tmp_pat
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.ts").write_text(rows + ("" if folder == "train" else "1,1,3:a\n"))
     assert len(tasks.series(tmp_path / "train" / "x.ts", tmp_path / "test" / "x.ts").files) == 2
-    with pytest.raises(TextError, match="for both training and testing"):
+    with pytest.raises(TextError, match="have the same content"):
         tasks.series(tmp_path / "train" / "x.ts", tmp_path / "train" / "x.ts")

@@ -215,8 +215,8 @@ def test_what_a_model_adds_to_its_scores_is_said(name, words):
 
 def test_a_softcap_is_read_by_kernels_of_the_score_and_replaced_by_others():
     notes = {words: swap_kernel(family("gemma2"), words, **SMALL).swap.notes for words in ("rbf", "taylor:order=4")}
-    assert any("replaces it whole" in note for note in notes["rbf"])
-    assert any("through the model's softcap" in note for note in notes["taylor:order=4"])
+    assert any("replaces the cap too" in note for note in notes["rbf"])
+    assert any("applied to the capped scores" in note for note in notes["taylor:order=4"])
 
 
 @pytest.mark.parametrize("words", ["linear"])

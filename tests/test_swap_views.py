@@ -401,7 +401,7 @@ def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
     for word in ("Promised", "Estimated"):
         assert word not in flowing(given)
     assert "rank: one per key head" in flowing(given)
-    assert "Estimated: on the calibration text that chose the ranks" in flowing(planned())  # the control
+    assert "Estimated: on the calibration text used to choose the ranks" in flowing(planned())  # the control
     assert "Promised: on calibration text used neither to fit nor to choose" in flowing(planned())
     assert "all windows of these texts" in flowing(planned())
     assert "A rise is a ratio of two losses, Δ their difference in nats" in flowing(planned())

@@ -188,7 +188,7 @@ def test_other_windows_of_the_same_text_are_apart_and_turns_are_disjoint() -> No
     spans = [max(part) - min(part) for part in taken]
     assert min(spans) > 40, "each part lies over the whole text"
     error = rejected(TextError, fed, model, text, tokens=4, apart_from=fed(model, text, tokens=4, sequences=60))
-    assert "no windows left" in error.problem
+    assert "no windows besides" in error.problem
 
 
 def test_a_very_long_text_is_read_in_blocks_spread_over_it() -> None:

@@ -891,7 +891,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             for more, kind, said in (
                 ({"work": tmp_path / "file"}, OutputError, "Finished units cannot be kept in"),
                 ({"engine": "ray", "address": "127.0.0.1:9"}, UsageError, "No Ray cluster answers at 127.0.0.1:9"),
-                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address only applies to --engine ray"),
+                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address applies only to --engine ray"),
                 ({"jobs": 2, "work": "memory://units"}, UsageError, "memory"),
             ):
                 refused(kind, lambda c=call, m=model, o=options | more: c(*m, **o), said)
@@ -912,8 +912,8 @@ def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
     ended(program("inspect", "demo", "--engine", "dask"), "dask")
     ended(program("inspect", "demo", "--engine", "slurm"), "slurm")
     ended(program("swap-kernel", "demo", "--fit", "--calibration", "-", "--jobs", "2", stdin="x"), "from stdin")
-    ended(program("converge", "--shard", "1/2"), "--shard is an option of checkpoints")
-    ended(program("converge", "--head", "0.1", "--jobs", "2"), "--jobs is an option of checkpoints")
+    ended(program("converge", "--shard", "1/2"), "--shard applies to checkpoints")
+    ended(program("converge", "--head", "0.1", "--jobs", "2"), "--jobs applies to checkpoints")
 
 
 def test_a_worker_that_finds_another_model_is_refused_by_what_differs(tmp_path):

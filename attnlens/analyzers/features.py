@@ -26,7 +26,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Describe the null of a measure, which is drawn from queries and keys and so is not identified itself."""
+    """Build the MeasureInfo of a measure's null: drawn queries and keys give it, so attention does not determine it."""
     return replace(
         info,
         name=f"{info.name}_by_chance",

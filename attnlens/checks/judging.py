@@ -133,7 +133,7 @@ def verdict(
 ) -> Report:
     """Return the report with `checks`: one per rule, and one per measure of the baseline read from `file`."""
     if report.command == "inspect" and not report.heads:
-        raise UsageError("The report has 0 heads, so no rule could fail.", "Check a report that contains heads.")
+        raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
         problem = f"The report is incomplete. {report.coverage.sentence}."
         raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial).")

@@ -106,7 +106,7 @@ def _prepare() -> None:
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own backend to child processes
     warnings.simplefilter("ignore")  # of other libraries; PYTHONWARNINGS=error would turn them into failures
     if sys.stdout is None:
-        raise UsageError("stdout is closed.", "Redirect it, e.g.: attnlens list > FILE")
+        raise UsageError("stdout is closed.", "Redirect it to a file: attnlens list > FILE")
     if sys.flags.optimize > 1:
         problem = "Python was started with -OO, under which transformers can't be imported."
-        raise UsageError(problem, "Leave out -OO, and PYTHONOPTIMIZE=2.")
+        raise UsageError(problem, "Start Python without -OO, and unset PYTHONOPTIMIZE.")

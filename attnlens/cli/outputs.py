@@ -239,8 +239,8 @@ def guard_stdout() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(READER_LEFT) from None
-        problem = f"stdout can't be written: {error.strerror}."
-        raise OutputError(problem, "Redirect it to a file or a program.") from None
+        problem = f"Cannot write to stdout: {error.strerror}."
+        raise OutputError(problem, "Redirect stdout to a file, or pipe it to another program.") from None
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Outputs:
             if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
                 raise OutputError(
                     f"{target} exists, but is neither a folder nor a picture.",
-                    "End it in .png, .svg or .pdf, or name a folder.",
+                    "Give a path that ends in .png, .svg or .pdf, or a folder.",
                 )
 
 

@@ -118,6 +118,11 @@ def _parameter(name: str, kind: object, declared: object, default: object) -> Pa
     return {name: Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)}
 
 
+def _add_default(help: str, shown: object) -> str:  # noqa: A002
+    """Add the default to a help text; typer itself would show it in parentheses."""
+    return f"{help} [default: {shown}]" if isinstance(shown, str) else help
+
+
 def argument(
     name: str,
     help: str,  # noqa: A002  # the name that typer gives it
@@ -127,7 +132,7 @@ def argument(
     default: object = None,
 ) -> Parameters:
     """Create a positional argument; it is required if its type is `str`."""
-    declared = typer.Argument(help=help, metavar=metavar, show_default=shown)
+    declared = typer.Argument(help=_add_default(help, shown), metavar=metavar, show_default=shown is True)
     return _parameter(name, kind, declared, Parameter.empty if kind is str else default)
 
 
@@ -143,10 +148,10 @@ def option(
     declared = typer.Option(
         *flags.split(),
         envvar=f"ATTNLENS_{name.upper()}",
-        help=help,
+        help=_add_default(help, about.get("shown")),
         rich_help_panel=about.get("panel", "Options"),
         metavar=about.get("metavar"),
-        show_default=about.get("shown", True),
+        show_default="shown" not in about,
         min=about.get("least"),
         max=about.get("most"),
     )
@@ -211,7 +216,7 @@ OUTPUT_OPTIONS = {  # Options on the report's destinations and on messages
     **output("--html", "Write a self-contained HTML page."),
     **MARKDOWN,
     **QUIET,
-    **option("-v --verbose", bool, "Also show conventions and timings.", panel=OUTPUT),
+    **option("-v --verbose", bool, "Also show timings and the model's positions, biases and norms.", panel=OUTPUT),
     **REPORT_OPTIONS,
 }
 _printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSON).")

@@ -111,7 +111,7 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the moments of both together; if `equal`, with the other's weights scaled to the sum of these."""
+        """Return the sum of both moments; if `equal`, first scale the other's weights to the same total as these."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0

@@ -174,7 +174,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     """Return queries and keys unchanged for the oracle's tie; raise UsageError for the form, which mixes both."""
     if how == ORACLE:
         return query, key, scale
-    raise UsageError("nearest reads query and key of each token: a query and a key alone have no score.", TOGETHER)
+    raise UsageError("nearest needs query and key of both tokens: a query and a key alone have no score.", TOGETHER)
 
 
 @kernel(
@@ -202,10 +202,10 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     fit=NearestFit,
     needs_fit=True,
     trainable=("factor", "gate"),
-    caution="nearest reads query and key of each token together, so it needs a run without a key-value cache; "
+    caution="nearest needs query and key of every token, so the model must run without a key-value cache; "
     "symmetric and no-skew give the same attention because softmax cancels a gate on queries.",
     oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
 )
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
-    """The exponential kernel of one part of its logits: symmetric, Mercer, or without the key gate or skew part."""
+    """Exponential kernel of the logits' symmetric or Mercer part, or of all but the key gate or antisymmetric part."""
     return score

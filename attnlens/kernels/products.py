@@ -154,7 +154,7 @@ def hard(score: Score) -> Score:
 
 
 class OriginFit:
-    """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
+    """the origin b of each head, so that distances are ‖q + b − k‖: minimises (s⟨q, k⟩ − log k)², row-centred.
 
     Pairs are weighted half by attention, half uniformly. With γ fixed this is the regression of ½‖k‖² + (1 −
     2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖² unless all keys lie on a sphere.
@@ -355,10 +355,10 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     ),
 )
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
-    """An unbiased estimate of the exponential kernel by positive random features, the same for all heads.
+    """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
 
     The exponent is bounded instead of shifted by a maximum over tokens, so that no later token changes an earlier one's
-    features. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130: attention is even there.
+    features. In float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
     """
     x = wide(x) * scale**0.5
     draws: Tensor = dual.orthogonal_draws(count, x.shape[-1], seed).to(x)

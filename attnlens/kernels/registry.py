@@ -246,12 +246,12 @@ TIES = _by_name(  # of queries and keys, for self-attention only
     ),
 )
 
-WIDTH = KernelParameter("width", "tokens on each side, itself included", int, low=1, high=2**31)
+WIDTH = KernelParameter("width", "tokens on each side, including the token", int, low=1, high=2**31)
 FILTERS = _by_name(  # which keys a query keeps, by position
     Modifier(
         "window",
         "|i − j| < w",
-        "the w nearest tokens, itself included",
+        "the w nearest tokens, including the token",
         "Tsai 2.2.4; Beltagy 2020",
         (WIDTH,),
         lambda i, j, width: (i - j).abs() < width,

@@ -226,10 +226,10 @@ def cached_numbers(kernel: Kernel) -> float | None:
 
 
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
-    """Return the model's own kernel on ⌊state/(head_dim + value_dim)⌋ keys, first and nearest; None if on all keys.
+    """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if every key fits.
 
-    4 of them are first tokens, at most half; for an unbounded state 4 and 64. If both directions are seen, |i − j| < w
-    keeps 2w − 1 keys; one first token fewer then makes the number exact, if necessary.
+    These are the first 4 tokens (at most half of the keys) and the nearest; an unbounded state gives 4 and 64. In
+    bidirectional heads |i − j| < w keeps 2w − 1 keys, so one first token is dropped if the number would be off by one.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:

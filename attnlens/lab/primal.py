@@ -123,7 +123,7 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
     wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
     if wrong or not layers:
         what = f"There is no layer {wrong[0]}." if wrong else "No layers given."
-        raise UsageError(what, f"The model has layers 0 to {len(reached) - 1}.")
+        raise UsageError(what, f"Choose from layers 0 to {len(reached) - 1}.")
     return [call for call in reached if call.site.layer in layers]
 
 
@@ -131,7 +131,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if layer.site.part == "cross":
         raise ModelError(
             f"{layer.site.path} is cross-attention: e- and r-scores would belong to different tokens.",
-            "Choose an encoder or a decoder alone, or leave such layers out.",
+            "Choose a model without cross-attention, or omit such layers.",
         )
     if layer.call.bias is not None:
         raise ModelError(

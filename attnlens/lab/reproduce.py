@@ -55,12 +55,12 @@ def reproduce(
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS and quick:
-        raise UsageError("quick only applies to the experiments of claims.", "Omit quick, or use scale='tiny'.")
+        raise UsageError("quick applies only to the table claims.", "Omit quick; for small models, use scale='tiny'.")
     if table != CLAIMS:
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
         raise UsageError(
-            f"The experiments of claims do not use {', '.join(sorted(unused))}.", "Omit it, or name a table."
+            f"The table claims does not use {', '.join(sorted(unused))}.", "Omit it, or choose another table."
         )
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
@@ -175,7 +175,9 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no tokens reached this head"
     if isinstance(nearness, str):
-        raise UsageError(f"Head {head} has no selection problem: {nearness}.", "Choose another head or text.")
+        raise UsageError(
+            f"No selection problem can be posed for head {head}: {nearness}.", "Choose another head or text."
+        )
     return report, selectors[0], nearness
 
 

@@ -109,7 +109,7 @@ class Measure(Record):
 
     value: Number | None  # The mean over sequences (tokens.*) or the number itself (weights.*)
     label: str | None = None  # Name of a category, if the value is a category's number
-    se: Number | None = None  # Standard error of the mean over sequences (from five texts on, over texts)
+    se: Number | None = None  # Standard error of the mean over sequences (over texts if there are at least five)
     se_reason: str | None = None
     n: Count | None = None  # Number of sequences (tokens.*), matrices (weights.*) or posed queries (selection.*)
     null: Null | None = None

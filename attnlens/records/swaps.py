@@ -50,7 +50,7 @@ class Change(Record):
     after: Number
     delta: Number  # after − before, of the changed and the original model
     ci95: Interval | None = None
-    """Interval of delta: studentised paired bootstrap over windows, or from five texts on over texts."""
+    """Interval of delta: studentised paired bootstrap over windows, or over texts if at least five."""
 
 
 class Pair(Record):
@@ -126,7 +126,7 @@ class Outcome(Record):
     perplexity: Change | None = None
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None
-    """Studentised bootstrap over windows, or from five texts on over texts, as that of the loss."""
+    """Studentised bootstrap over windows, or over texts if at least five, as that of the loss."""
     top1_agreement: Number | None = None  # Share of predicted tokens on which both have the same first choice
     hidden_cosine: Number | None = None  # Mean cosine of the last hidden states, token by token
     hidden_cosine_ci95: Interval | None = None
@@ -176,7 +176,7 @@ class HealingRate(Record):
 
 
 class HealingTraining(Record):
-    """One stage of a healing."""
+    """One training stage of `heal`."""
 
     stage: HealingStage  # transfer: each site's output against its own; whole: the models' predictions, or the text
     steps: int

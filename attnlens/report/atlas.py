@@ -145,7 +145,7 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
         criterion = f"whose form M is of that kind (positions {subject.positions}, {subject.tokens} tokens)"
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
-        criterion = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
+        criterion = f"that read windows of {subject.tokens} tokens" if subject.pack else "that do not read windows"
     others = [model for model in alike if model.lineage not in subject.lineages]
     others = [model for model in others if depth in model.measures.get(measure, {})]
     if not others:

@@ -40,7 +40,8 @@ class Report(records.Report):
             write_atomically(target, WRITERS[ENDINGS[suffix]](self).encode())
         else:
             raise OutputError(
-                f"{target}: no report has the suffix {suffix!r}.", f"Choose from: {', '.join((*ENDINGS, *FORMATS))}."
+                f"Cannot write a report with the suffix {suffix!r} ({target}).",
+                f"Use one of: {', '.join((*ENDINGS, *FORMATS))}.",
             )
 
     def plot(self) -> Figure:

@@ -46,16 +46,16 @@ class StudyRequest(EngineRequest):
     """Options of a study: how its models are built and trained, and on what data."""
 
     scale: Literal["tiny", "small", "paper"] = option(
-        "Sizes: `tiny` (minutes on two cores), `small` (an hour on a GPU) or `paper` (as published).",
+        "Size of models and data: `tiny` (minutes on two cores), `small` (an hour on a GPU) or `paper` (as published).",
         "tiny",
         metavar="SCALE",
     )
     text: Words = several_files(
-        "Text file for language modelling; repeatable. Default: the King James text; `paper`: WikiText-103."
+        "Text file for language modelling; repeatable. Default: King James text (with `--scale paper`: WikiText-103)."
     )
     pairs: FilePlace = one_file(
         "Sentence pairs for translation, one per line: `source TAB target` or `id TAB source TAB target`. Default: "
-        "a built-in reversal task, in which order and positions provably matter; `paper`: IWSLT'14."
+        "a built-in reversal task whose solution provably needs positions (with `--scale paper`: IWSLT'14)."
     )
     series: Annotated[tuple[str, str], checks(_series)] | None = option(
         "Time series to classify, in the UEA archive's `.ts` format: a training file and a test file.",
@@ -66,19 +66,19 @@ class StudyRequest(EngineRequest):
     )
     labelled: FilePlace = one_file("Texts to classify, one per line: `text TAB label`.")
     cells: Words = option(
-        "Train only these cells, written ROW or TASK/ROW; `*` matches any characters. Repeatable.",
+        "Train only these cells of the table, written ROW or TASK/ROW; `*` matches any characters. Repeatable.",
         (),
         metavar="PATTERN",
         shown="all",
     )
-    seeds: Whole | None = option("Training runs per cell.", least=1, most=100, shown="3; small and paper: 5")
+    seeds: Whole | None = option("Number of seeds (runs) per cell.", least=1, most=100, shown="3; small and paper: 5")
     seed: Whole = option("Seed of the first run.", 0, least=0, most=LARGEST - 100)
-    jobs: Whole | None = option("Models trained at once.", least=1, most=256, shown="one per core; 1 on a GPU")
+    jobs: Whole | None = option("Models to train in parallel.", least=1, most=256, shown="one per core; 1 on a GPU")
     save: FolderPlace = new_folder(
-        "New folder for checkpoints of each cell's first-seed model, saved at each evaluation."
+        "New folder for checkpoints: each cell's first-seed model is saved at each evaluation."
     )
     work: FolderPlace = new_folder(
-        "Folder for finished runs; repeat the command to resume.", shown="in the user's cache"
+        "Folder that stores finished runs; repeat the command to resume.", shown="in the user's cache"
     )
 
 
@@ -121,7 +121,7 @@ class SizesRequest(DescentRequest):
         "Query z: drawn independently (`cross`), or one of the tokens (`self`)."
     )
     start: Literal["random", "zero"] | None = keyword("Initial W: `random` or `zero`.")
-    trials: Whole | None = synthetic_option("Random instances.", least=1, most=10_000)
+    trials: Whole | None = synthetic_option("Number of random instances per experiment.", least=1, most=10_000)
     # trial i draws from seed + i
     seed: Whole = option("Random seed.", 0, least=0, most=LARGEST - 10_000)
 

@@ -207,7 +207,7 @@ def numbers(what: str, value: object) -> list[int] | None:
 
 
 def head(value: object) -> tuple[int, int]:
-    """Parse (layer, head), or `3.7`, into two integers from 0 on. Raise UsageError for anything else."""
+    """Parse (layer, head), or `3.7`, into two integers of at least 0. Raise UsageError for anything else."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value)
         parts: list[object] = [int(part) for part in match.groups()] if match else []
@@ -274,7 +274,7 @@ def _valid(check: Callable[..., object]) -> BeforeValidator:
 
 
 def spelled(pattern: str, problem: str, remedy: str) -> BeforeValidator:
-    """Create a validator of strings that match a pattern; `problem` has a gap for the value."""
+    """Create a validator of strings that match a pattern; `problem` contains {} for the value."""
 
     def check(value: object) -> None:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):

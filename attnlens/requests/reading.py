@@ -13,7 +13,7 @@ from attnlens.requests.run_options import Feeding, is_recorded
 
 
 def settings(request: Feeding) -> Settings:
-    """Return the settings of a report that record options, those without a field of their own by name."""
+    """Return a report's settings; options without a field in `Settings` are stored by name in `options`."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
     fields = type(request).model_fields
     known = {name: getattr(request, name) for name in Settings.model_fields if name in fields and name not in later}
@@ -30,7 +30,7 @@ def choose_analyzers(
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with their names and the selection rule.
 
-    `adapted`: the model has an adapter, so that the analyzers that compare it with the model without it run too.
+    `adapted`: the model has an adapter, so the analyzers that compare it with the base model run too.
     Raise UsageError for unknown names, analyzers that read nothing from the requested source, a `select` that would be
     ignored, and a `show` that can't be satisfied.
     """

@@ -50,7 +50,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return whether reports record an option: not if it names files, or concerns outputs or the way of working."""
+    """Return whether reports record an option: all except those that name files, outputs or how units are computed."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -97,8 +97,8 @@ class KeptRequest(Request):
     """Options for storing finished units and resuming from them."""
 
     work: Place = work_option(
-        "Folder, or address such as `s3://bucket/folder`, that stores finished units until the report is written. "
-        "Repeat the command to resume.",
+        "Folder, or address such as `s3://bucket/folder`, that stores finished units of work until the report is "
+        "written. Repeat the command to resume.",
         metavar="DIR",
         call_only="written",
         shown="in the user's cache",
@@ -115,11 +115,11 @@ class SpreadRequest(Request):
         False,
     )
     device_map: Literal["auto"] | None = keyword(
-        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate). weights.* are computed from files."
+        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate); weights.* are computed from files."
     )
     max_cpu_memory: MemorySize | None = keyword(
-        "Maximum CPU memory for the weights with device_map, e.g. `8GB` (default: 3/4 of what is free); the remaining "
-        "weights are read from disk in each pass."
+        "Maximum CPU memory for the weights with device_map, e.g. `8GB` (default: 3/4 of the free memory); the "
+        "remaining weights are read from disk in each pass."
     )
 
 
@@ -138,7 +138,7 @@ class SharedRequest(KeptRequest, EngineRequest):
     """Additional options of runs whose units can be computed in other processes."""
 
     shard: Shard | None = work_option(
-        "Compute only part I of N, e.g. `2/8`; `auto` takes both numbers from Slurm or torchrun. The same command "
+        "Compute only part I of N, e.g. `2/8`; `auto` takes I and N from Slurm or torchrun. The same command "
         "without --shard computes the remaining units and writes the report.",
         metavar="I/N",
     )
@@ -172,10 +172,10 @@ class CheckRequest(Request):
     update_baseline: bool = switch(
         "Accept this report as the new baseline: write it to --baseline.", panel=BASELINE, call_only="written"
     )
-    recompute: Whole | None = option("Number of the report's heads to recompute from MODEL.", metavar="NUMBER", least=1)
+    recompute: Whole | None = option("Recompute this many heads from MODEL, and compare.", metavar="NUMBER", least=1)
     annotations: bool = switch(
-        "Print GitHub annotations for the ten worst heads, and write the step summary; enabled by default if "
-        "GITHUB_ACTIONS is set.",
+        "Print GitHub annotations for the ten worst heads, and write the step summary. Enabled by default in GitHub "
+        "Actions.",
         panel=OUTPUT,
     )
     allow_partial: bool = switch("Accept a report that covers only part of the model.")
@@ -195,11 +195,11 @@ class CheckRequest(Request):
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 dtype_option = partial(
     option,
-    "Number type of the model: `auto`, `float32`, `bfloat16`, … Measures are computed in float64.",
+    "Floating-point type of the model's weights: `auto`, `float32`, `bfloat16`, … Measures always use float64.",
     metavar="TYPE",
 )
 device_option = partial(option, default="auto", metavar="DEVICE")
-windows_option = partial(input_option, "Number of windows (or lines), over all texts.", least=1)
+windows_option = partial(input_option, "Number of windows (or lines) to read, in total over all texts.", least=1)
 
 
 class Loading(Request):
@@ -210,7 +210,7 @@ class Loading(Request):
     offline: bool = switch("Use local files only.", panel=INPUT)
     revision: Word | None = keyword("Commit, tag or branch of a hub model.")
     adapter: Place = input_option(
-        "LoRA, rsLoRA or DoRA adapter (peft) to merge into the model: a folder or a hub id.",
+        "Merge this LoRA, rsLoRA or DoRA adapter (peft) into the model: a folder or a hub id.",
         metavar="DIR|ID",
         call_only="read",
     )
@@ -222,14 +222,15 @@ PAIRS = ".tsv"  # Ending of a text with a pair of texts per line
 
 
 class Feeding(Loading):
-    """Options on the input of a model, and for loading it."""
+    """Options for the input of a model, and for loading it."""
 
     text: Words = several_files(
-        "Text file, `-` for stdin, `FILE.tsv` with a pair of texts per line, or `datasets:NAME[,config=C][,split=S]"
-        f"[,column=T]`; repeatable (ATTNLENS_TEXT separates files by `{os.pathsep}`). Default: built-in texts."
+        "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or `datasets:NAME`, optionally followed "
+        f"by `,config=C`, `,split=S` and `,column=T`. Repeatable (ATTNLENS_TEXT separates files by `{os.pathsep}`). "
+        "Default: built-in texts."
     )
     pairs: FilePlace = one_file(
-        "File with a pair of texts per line, separated by a tab, instead of `text`.", python_only=True
+        "File with one pair of texts per line, separated by a tab; replaces `text`.", python_only=True
     )
     image: Words = several_files(
         "Image file for a vision model; repeatable, one per sequence. Default: random images.", python_only=True
@@ -242,7 +243,7 @@ class Feeding(Loading):
     windows: Whole = windows_option(32)
     batch_size: Whole = work_option("Sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
-        "Cut continuous text into windows, or read each line as one sequence.", True, flag="--pack/--no-pack"
+        "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"
     )
     placement: Placement = input_option(
         "Position of the windows in each text: evenly spaced (`spread`), at the beginning (`first`), or `random`.",
@@ -250,12 +251,12 @@ class Feeding(Loading):
         metavar="PLACE",
     )
     intervals: Intervals | None = keyword(
-        "Errors and intervals generalise to other `windows` of these texts, or to other `texts` of the same kind "
-        "(default: texts if there are at least five, else windows).",
+        "What errors and intervals cover: other `windows` of these texts, or other `texts` of the same kind (default: "
+        "texts if there are at least five, else windows).",
         noun="unit of intervals",
     )
     allow_foreign_text: bool = switch(
-        "Continue even if half of the text's tokens are unknown to the tokenizer.", panel=INPUT
+        "Continue even if at least half of the text's tokens are unknown to the tokenizer.", panel=INPUT
     )
     seed: Whole = option("Random seed.", 0, least=0, most=LARGEST)
 
@@ -293,7 +294,7 @@ class SeriesRequest(ModelRequest):
     )
     select: SelectionRule = keyword(
         "Tokens that a query selects (analyzer `selection`): the one with the largest score (`argmax`), or the fewest "
-        "that together have this share of the weight (`top-p:0.9`).",
+        "tokens whose attention weights sum to at least this value (`top-p:0.9`).",
         "argmax",
     )
 

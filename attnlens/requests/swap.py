@@ -72,7 +72,7 @@ class Amount:
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
             raise UsageError(
                 f"--train: cannot parse {format_argument(value)}.",
-                "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
+                "Give a positive number of steps or tokens, or a duration: --train 200, 500ktok, 2Mtok, 90s or 2h.",
             )
         return cls(number, unit)
 
@@ -91,8 +91,8 @@ class KernelRequest(ModelRequest):
         True,
     )
     generate: Whole = option(
-        "Generate up to this many tokens greedily, and count how many agree before the changed model differs from the "
-        "original.",
+        "Generate up to this many tokens greedily, and count how many agree before the output first differs from the "
+        "original model's.",
         64,
         least=0,
         most=65536,
@@ -115,11 +115,10 @@ class SwapRequest(SharedRequest, KernelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
     sweep: Sweep | None = option(
-        "Also swap all `heads` or `layers` one at a time, and rank them by harm.", metavar="WHAT"
+        "Also swap `heads` or `layers` one at a time, and rank them by the harm to the model.", metavar="WHAT"
     )
     predictors: bool = keyword(
-        "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
-        True,
+        "Correlate each head's harm with the measures of `inspect` (in a sweep of at least eight heads).", True
     )
     fit: bool = fit_option()
     path: Route = keyword("Implementation of attention: `auto` (the fastest), `eager` or `fused`.", "auto")
@@ -130,8 +129,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     """Options of `find_ranks`."""
 
     budget: BudgetText | None = option(
-        "Find the smallest rank per key head that raises the loss or perplexity by at most this share (`loss:1%`, "
-        "`ppl:2%`), and estimate the rise on held-out windows.",
+        "Find the smallest rank per key head that raises the loss or perplexity by at most this percentage "
+        "(`loss:1%`, `ppl:2%`), and estimate the rise on held-out windows.",
         metavar="BUDGET",
         shown="loss:1%",
     )
@@ -148,24 +147,25 @@ class HealRequest(KeptRequest, KernelRequest):
     """Options of `heal`, without the kernel."""
 
     train: Annotated[Amount, checks(lambda _name, value: Amount.of(value))] = option(
-        "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
+        "Train W_Q, W_K and the kernel's parameters for a number of steps (`200`), a number of tokens (`2Mtok`) or a "
+        "duration (`30min`).",
         Amount(STEPS, "steps"),
         metavar="AMOUNT",
         typed=str,
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Train on the predictions of the original model (`teacher`), or on the next tokens of the `text`.",
+        "Training target: the predictions of the original model (`teacher`), or the next tokens of the `text`.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
     )
     batch: Whole | None = keyword(
-        "Sequences per training step (default: one batch; fewer if there are few tokens).", least=1, most=65536
+        "Sequences per training step (default: --batch-size; fewer if the training text is short).", least=1, most=65536
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "With `--learn text`: also train the same weights of the original for as many steps, and compare."
+        "With `--learn text`: also train the same weights of the original model for as many steps, and compare."
     )
     checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
     eta: float | None = keyword(
@@ -203,7 +203,7 @@ class SwapOptions:
         files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
         reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
         if len(reading) > 1:
-            raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Give one of them a file.")
+            raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Read one of them from a file.")
         if request.prompts is not None and not request.generate:
             raise UsageError("prompts have no effect with generate=0.", "Omit one of them.")
         if request.save is not None:
@@ -307,7 +307,7 @@ class HealOptions:
         if kernel.oracle:
             raise UsageError(
                 f"{kernel.spelling} can't be healed: it decomposes the evaluated text's own logits.",
-                "Omit oracle: only the fitted form is a model.",
+                "Omit oracle: only the fitted form can be trained.",
             )
         if not kernel.has_gradient:
             raise UsageError(f"{kernel.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
@@ -322,7 +322,7 @@ class HealOptions:
             eta = ETA if eta is None else eta
         elif eta is not None or convention != "paper":
             name = "ksvd_convention" if eta is None else "eta"
-            raise UsageError(f"{name} applies to the kernel primal.", "Leave it out, or heal primal:8.")
+            raise UsageError(f"{name} applies only to the kernel primal.", "Leave it out, or heal primal:8.")
         return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
 
 
@@ -369,7 +369,7 @@ def heal_options(
         raise UsageError(f"heal accepts a single kernel, not {len(spellings)}.", "Give one --kernel.")
     if ranks is not None:
         if spellings != [BUDGETED]:
-            raise UsageError(f"--ranks contains a plan for the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
+            raise UsageError(f"--ranks applies only to the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
         spellings = [ranks.spelling]
         request = request.with_options(**ranks.selection)
     options = SwapOptions.of(spellings, request)

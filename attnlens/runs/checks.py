@@ -64,7 +64,7 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a weight that the checkpoint lacks and that the measured values depend on, and all in words.
+    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that lists all.
 
     A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
     pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
@@ -140,12 +140,12 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
         raise ModelError(
             f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
             f"{type(error).__name__}: {loading.first_line(error)}",
-            "It may need other or longer inputs, or its config.json may not belong to it.",
+            "Try other or longer inputs, or check that config.json belongs to this model.",
         ) from error
 
 
 def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
-    """Return the same sites as `others` reached them, under their names in `reached`; None if others were reached."""
+    """Return the calls in `others` at the sites in `reached`, with the latter's names; None if the sites differ."""
     by_call = {(each.site.path, each.site.ordinal): each for each in others}
     calls = [(each.site.path, each.site.ordinal) for each in reached]
     if list(by_call) != calls:
@@ -204,7 +204,7 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
     refuse_unsteady(loaded, inputs)
     raise IdentityError(
         f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "attnlens does not reproduce this model's attention, so it reports no numbers; `attnlens doctor` shows where.",
+        "Run `attnlens doctor` to find the sites that differ; attnlens reports no numbers for this model.",
     )
 
 
@@ -276,7 +276,7 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
     for noun, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
         wrong = [number for number in numbers or () if not 0 <= number < count]
         if wrong:
-            raise UsageError(f"There is no {noun} {wrong[0]}.", f"The model has {noun}s 0 to {count - 1}.")
+            raise UsageError(f"There is no {noun} {wrong[0]}.", f"Choose from {noun}s 0 to {count - 1}.")
 
 
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:

@@ -86,7 +86,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Return lines padded on the left. Raise TextError for none or too long ones, UsageError without a tokenizer."""
+    """Tokenize a file's lines. Raise TextError if none exists or one is too long, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
@@ -262,7 +262,7 @@ class Differences:
         self.likeness.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
-        """Return what differs; `window`: the width beyond which evidence lies, or why it is unknown."""
+        """Build the record of all differences; `window`: width of the kernel's window, or why it is unknown."""
         fields, reasons = self._prediction_fields(seed, texts)
         state_fields, state_reasons = self._state_fields(seed, texts)
         fields |= state_fields

@@ -46,7 +46,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """
     count = min(heads, len(report.heads))
     if report.command != "inspect" or not report.heads:
-        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of inspect.")
+        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
@@ -107,7 +107,7 @@ def doctor(
     """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
     P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
-    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading rather than rounding;
+    loaded in float64 (twice the memory; a loaded one is copied), so that errors are not due to rounding;
     another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
     float64. Raise UsageError for invalid arguments, TextError, and
     ModelError if the model can't be loaded or read.

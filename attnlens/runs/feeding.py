@@ -176,7 +176,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
     if repeated > texts.MOST_SHARED:
         yield (
             f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that also occur in another of the {noun}: "
-            "errors over them are too small."
+            "standard errors are too small."
         )
 
 
@@ -269,4 +269,4 @@ def refuse_work(request: Request) -> None:
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:
-            raise UsageError(f"{name} is unavailable for a model in memory.", "Pass its name or folder, or omit it.")
+            raise UsageError(f"{name} is unavailable for a model in memory.", "Omit it, or pass a model's name.")

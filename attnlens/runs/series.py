@@ -185,7 +185,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints (None: those of demo), ordered by step, or as named if steps are missing or equal."""
+    """Find the checkpoints (None: those of demo), by step, or in the given order if steps are missing or equal."""
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names

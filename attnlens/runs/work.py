@@ -91,7 +91,7 @@ class WorkPlan:
 
     @classmethod
     def of(cls, request: Request) -> WorkPlan:
-        """Return the plan in a run's options; options that a kind of run lacks keep their defaults."""
+        """Build the plan from a request; fields that the request lacks keep their defaults."""
         options = {each.name: getattr(request, each.name) for each in fields(cls) if hasattr(request, each.name)}
         if shard := options.pop("shard", None):
             index, _, count = shard.partition("/")
@@ -125,7 +125,7 @@ class WorkPlan:
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or nothing can be kept."""
         if self.address is not None and self.engine != "ray":
-            raise errors.UsageError("address only applies to --engine ray.", "Omit it, or use --engine ray.")
+            raise errors.UsageError("address applies only to --engine ray.", "Omit it, or use --engine ray.")
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):

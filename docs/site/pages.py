@@ -127,12 +127,12 @@ def _format_argument(argument: Any) -> str:
 def _format_option(option: Any) -> Sequence[str]:
     """Format the names, meaning, default and environment variable of an option."""
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    return names, option.help or "", _format_default(option), f"`{option.envvar}`" if option.envvar else ""
+    meaning, _, shown = (option.help or "").partition(" [default: ")
+    default = shown.removesuffix("]") or _format_default(option)
+    return names, meaning, default, f"`{option.envvar}`" if option.envvar else ""
 
 
 def _format_default(option: Any) -> str:
-    if isinstance(option.show_default, str):
-        return option.show_default
     return "" if option.default in (None, False, ()) or callable(option.default) else str(option.default)
 
 

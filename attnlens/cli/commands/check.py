@@ -110,7 +110,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
         ("--update-baseline", "--baseline", request.update_baseline and request.baseline is None),
     ):
         if missing:
-            raise UsageError(f"{first} needs {second}.", "See: attnlens check --help")
+            raise UsageError(f"{first} needs {second}.", f"Add {second}, or omit {first}.")
     if not names_report(subject):
         if model:
             raise UsageError(f"{subject} is not a report that can be recomputed.", "Give a report, then its model.")
@@ -131,7 +131,7 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
     if not rules and request.baseline is None and request.recompute is None:
         raise UsageError(
             "No rules to check.",
-            "Write --rule 'tokens.entropy: min > 0.05', a table [check] in attnlens.toml, or --baseline FILE.",
+            "Add --rule 'tokens.entropy: min > 0.05' or --baseline FILE, or a table [check] to attnlens.toml.",
         )
     return rules
 

@@ -48,7 +48,7 @@ CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`; without names, demo's checkpoints.",
+        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`; if none are named, through demo's.",
         panel=TRAINED,
     ),
     **opt.option(
@@ -62,8 +62,8 @@ CHOICES = {
     **opt.option(
         "--head",
         str | None,
-        "Train on the selection problem of this head, e.g. `3.7`: on the module's inputs if scores are bilinear in "
-        "them, else on queries and keys.",
+        "Run gradient descent on the token-selection problem of this head, e.g. `3.7`; its tokens are the module's "
+        "inputs if scores are bilinear in them, else queries and keys.",
         panel=TRAINED,
         metavar="LAYER.HEAD",
     ),
@@ -73,7 +73,8 @@ CHOICES = {
 @guard
 @opt.with_options(MODELS | CHOICES | opt.STRICT, SYNTHETIC | FOLLOWED, opt.OUTPUT_OPTIONS)
 def converge(context: typer.Context) -> None:
-    """Test whether training selects tokens like a max-margin classifier: synthetic, one head, or checkpoints."""
+    """Test whether training selects tokens like a max-margin classifier: on synthetic data, for one head, or across
+    checkpoints."""
     params = context.params
     kind = kind_of(params)
     refuse_other(kind, context, CONVERGE_KINDS)
@@ -108,7 +109,7 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
-    """Return the kind of run that the parameters request. Raise UsageError for models without a question."""
+    """Return the kind of run that the parameters request. Raise UsageError for models that no option uses."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN
     if params["head"] is not None:
@@ -127,7 +128,7 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:
             option = option_name(name)
-            raise UsageError(f"{option} is an option of {' and '.join(others)}, not of {kind}.", f"Leave out {option}.")
+            raise UsageError(f"{option} applies to {' and '.join(others)}, not to {kind}.", f"Leave out {option}.")
 
 
 CLAIMS_RUN, TABLE_RUN = "claims", "a table"

@@ -109,7 +109,7 @@ class PrimalAttention(nn.Module):
         """Build the layer; raise UsageError for inconsistent numbers, warn if head_dim or samples bound the rank."""
         super().__init__()
         if heads < 1 or d_model % heads:
-            raise UsageError(f"{d_model} dimensions do not divide into {heads} heads.", "Choose a divisor of d_model.")
+            raise UsageError(f"{d_model} dimensions cannot be split into {heads} heads.", "Give a divisor of d_model.")
         if causal and samples:
             raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
         self.count, self.causal = heads, causal

@@ -72,7 +72,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
     if kernel.part is not None:
         refuse_hidden(call, kernel)
     if call.sinks is not None and kernel.signed:
-        problem = f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax."
+        problem = f"{kernel.spelling} can be negative, but this model's attention sinks require a softmax."
         raise UsageError(problem, "Choose a positive kernel for this model.")
 
 

@@ -142,7 +142,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError if the tie's parts are not properties of the model: a mask hides pairs, or a sink competes."""
     name = kernel.tied_by
     if call.sinks is not None:
-        problem = f"{name} omits terms of the query alone, but this model's attention sinks compete with them."
+        problem = f"{name} omits terms of the query alone, which matter in this model because of its attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
     real = _real(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()

@@ -223,7 +223,7 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
             return _build_corpus(problem, embeddings[inputs], inputs == labels, W)
     raise UsageError(
-        f"{TRIES} random corpora of {n} sequences of {T} among {d} tokens pose no such problem.",
+        f"None of {TRIES} random corpora poses such a problem ({n} sequences of {T} tokens from a vocabulary of {d}).",
         "Choose a larger d, or more or longer sequences.",
     )
 

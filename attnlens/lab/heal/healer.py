@@ -40,8 +40,8 @@ def trainable(
 ) -> dict[str, Tensor]:
     """Return masks of the swapped sites' weights (two axes or more): 1 for the entries to train.
 
-    These affect queries or keys of swapped heads alone, according to gradients, so that any layout works: fused,
-    interleaved, shared by several heads or sites.
+    An entry is trained if it affects the queries or keys of swapped heads and nothing else. This is found from
+    gradients, so it works for any weight layout (fused, interleaved, shared by heads or sites).
     """
     short = texts.first(inputs, 1)
     affecting: dict[str, Tensor] = {}  # entries that affect queries and keys of swapped heads

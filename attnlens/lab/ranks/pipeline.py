@@ -63,8 +63,8 @@ class RankSearch:
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
         if session.task not in ("causal", "masked", "seq2seq"):
-            reason = HEADLESS if session.task == "hidden" else "only its own predictions to be compared with"
-            problem = f"A loss budget cannot be applied: this model has {reason}."
+            reason = f"has {HEADLESS}" if session.task == "hidden" else "can only be compared with its own predictions"
+            problem = f"A loss budget cannot be applied: this model {reason}."
             raise UsageError(problem, "Use the same rank for all heads, e.g. --kernel rank:16.")
         check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
@@ -335,7 +335,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
     if problem:
         raise UsageError(
             f"The plan does not fit this model: {problem}.",
-            "Give a plan of a model of the same shape, or find one: attnlens ranks --budget loss:1%.",
+            "Give a plan made for a model of the same shape, or create one: attnlens ranks --budget loss:1%.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Search the smallest ranks within a budget: fit, choose and promise on separate windows, among nested plans."""
+"""Find the smallest ranks within a budget: fit, choose and estimate the rise on separate windows, by nested plans."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Choice:
     bases: dict[Site, Basis]  # the directions of each site
     ranks: dict[Site, list[int]]  # the rank of each latent
     swaps: hooks.Swaps  # the swap with these ranks
-    estimated: Rise | None = None  # rise on the text that chose the ranks; None if they were given
+    estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
     promised: Rise | None = None
     """Rise on calibration text not used to fit or choose; None if it diverges, or if the ranks were given."""
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, by decreasing ranks
@@ -230,8 +230,8 @@ class Budgeting:
         """Choose the smallest ranks among nested plans that stay within the budget.
 
         The rise on `choosing` must stay below the budget by `margin` half-widths of its interval, and within it on each
-        single text. `promising` only serves for the promised rise. If there are several texts, the rise on each is
-        measured with maps fitted to the others, so that the promise covers texts that were not fitted on.
+        single text. `promising` is used only for the promised rise. If there are several texts, the rise on each
+        is measured with maps fitted to the others, so that the promise covers texts not used for fitting.
         """
         self.unit = budget.unit
         fed = feed(self.loaded, fitting.batches, self.task, self.seed)

@@ -273,7 +273,7 @@ def train_cells(
     folder: Path | None,
     tell: Progress,
 ) -> list[studies.StudyCell]:
-    """Train every cell: short runs choose form and learning rate of smallest validation loss for the runs of all seeds.
+    """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
     The test set is read once per run, at its end. The heads of the run of the first seed are measured during training,
     and its model is saved to a new `folder`, if any, at every evaluation. Outcomes are kept in `store`.

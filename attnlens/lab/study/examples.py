@@ -250,7 +250,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
 
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
-    """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
+    """Compute only the `loss` of `score`, without beam search; it is used to choose settings."""
     with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
         _, total, targets, _ = _add_losses(task, model, split, size)
     return total / targets

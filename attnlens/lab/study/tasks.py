@@ -381,7 +381,7 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
             )
         cases.append((case, label.strip()))
     if not cases:
-        raise TextError(f"{path} has no cases below a line @data.", REMEDY)
+        raise TextError(f"{path} has no cases below its @data line.", REMEDY)
     return header, cases, digest
 
 
@@ -402,14 +402,14 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     if channels != others:
         raise TextError(
             f"{first_name} has {channels} channels and {second_name} has {others}.",
-            "Give the training and the test file of the same problem.",
+            "Give the training and test files of one dataset.",
         )
     labels = [label for _, label in first]
     classes = _list_classes(labels, header, first_name)
     if unknown := sorted({label for _, label in second} - set(classes)):
         raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", REMEDY)
     if digest == test_digest:
-        raise TextError(f"{first_name} is used for both training and testing.", "Give two files.")
+        raise TextError(f"The training and test files have the same content ({first_name}).", "Give another test file.")
     validation: list[int] = []
     for label in classes:
         of_label = [number for number, other in enumerate(labels) if other == label]
@@ -431,7 +431,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
 def _list_classes(labels: Sequence[str], header: Mapping[str, str], name: str) -> list[str]:
     """Return the labels of a training file: first those of its header in that order, then the others sorted."""
     if len(set(labels)) < 2:
-        raise TextError(f"{name} has a single label: {labels[0]}.", "Give at least two classes.")
+        raise TextError(f"{name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
     single = sorted(label for label in set(labels) if labels.count(label) < 2)
     if single:
         raise TextError(f"{name} has a single case with label {single[0]}.", "Give at least two cases per class.")

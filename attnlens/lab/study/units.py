@@ -277,7 +277,7 @@ def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]
     """Compute the median over heads of each measure; primal layers, and shares of causal heads, have none.
 
     tokens.* are averaged over held-out sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
-    s W_Q W_Kᵀ, and the only ones if a kernel can be negative. The SVM of the selection is posed for kernels that depend
+    s W_Q W_Kᵀ, the only measures if a kernel can be negative. The SVM of the selection is posed for kernels that depend
     on the inner product only and have no position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]

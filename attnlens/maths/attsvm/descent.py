@@ -104,7 +104,7 @@ class Instances:
         return self.anchor(self.allowed.to(torch.uint8).argmax(-1))
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
-        """Return (α, x_tᵀWz − x_αᵀWz ≤ 0), after moving α to the token of the largest score if that is larger."""
+        """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token if it exceeds α's."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
@@ -239,7 +239,7 @@ def _check(
     instances: Instances, parts: Sequence[Tensor], iterations: int, lr: float, loss: str, normaliser: str
 ) -> None:
     if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
-        raise UsageError(f"iterations={iterations} with lr={lr} means no training.", "Give numbers above 0.")
+        raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Give numbers above 0.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
             raise UsageError(f"There is no {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
@@ -250,7 +250,7 @@ def _check(
     needed = [(trials, *widths)] if len(parts) == 1 else [(trials, width, parts[0].shape[-1]) for width in widths]
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
-        raise UsageError(f"The initial factors have the shapes {shapes}.", f"These instances need {needed}.")
+        raise UsageError(f"The initial factors have shapes {shapes}, not {needed}.", "Give factors of those shapes.")
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):

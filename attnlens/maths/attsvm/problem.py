@@ -178,7 +178,7 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
     if not (first & ~sets).any():
-        raise UnposedError("Every token is kept.", "Keep fewer tokens, so that there is something to separate.")
+        raise UnposedError("Every token is kept, so there is nothing to separate.", "Keep fewer tokens.")
     row, representative, other = pair_with_representatives(sets, first)
     inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
@@ -277,13 +277,16 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     return build_problem(differences, queries, query_of, 1.0 - equal_of.double(), equal_of.bool())
 
 
+SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
+
+
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
-            f"The {name} have axes of sizes {tuple(numbers.shape)}, not {axes} axes with a last dimension above 0.",
-            "See the documentation for the expected shape.",
+            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, the last non-empty.",
+            f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", "Look for an overflow in the code that computes them.")

@@ -58,7 +58,7 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     """
     check_solvable(problem, tolerance, limit)
     if not (C > 0.0 and math.isfinite(C)):
-        raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
+        raise UsageError(f"C is {C}, but must be positive and finite.", "Give a positive number, e.g. 1.")
     constraints = UnitConstraints(problem)
     all_rows = np.arange(len(constraints.u))
     # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.

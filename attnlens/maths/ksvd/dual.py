@@ -103,7 +103,7 @@ def evenly_spaced(
 def require_positive(name: str, number: int) -> None:
     """Raise UsageError for a count of 0 or less."""
     if number < 1:
-        raise UsageError(f"{name} is {number}.", "It must be a positive number: give 1 or more.")
+        raise UsageError(f"{name} is {number}, but must be at least 1.", "Give 1 or more.")
 
 
 @lru_cache(maxsize=16)
@@ -191,7 +191,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
     """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
     if not bool(tensor.isfinite().all()):
         verb = "contain" if name.endswith("s") else "contains"
-        raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads with these queries or keys.")
+        raise UsageError(f"The {name} {verb} NaN or Inf.", "Exclude the heads whose values are not finite.")
 
 
 def residual(solution: Dual, query_features: Queries, key_features: Keys, projection: Sampled | None = None) -> PerHead:

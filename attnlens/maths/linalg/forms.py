@@ -46,9 +46,9 @@ def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
 def layer_symmetry(query_key: QueryKey) -> float | None:
     """Return the symmetry of Σ_h M_h over the heads of a site (Saponati et al. 2025, layer score), in [−1, 1].
 
-    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ, each query head with its own
-    key head, over the distances of `symmetry` under rotation. For a QueryKey without batch axes. None for a zero
-    matrix, and in cross-attention.
+    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ; each query head is paired with
+    its key head. With RoPE, it runs over the same relative distances as `symmetry`. `query_key` must not have batch
+    axes. Returns None for a zero matrix and for cross-attention.
     """
     if query_key.site.part == "cross":
         return None

@@ -43,7 +43,7 @@ def is_long(query_key: QueryKey) -> bool:
 
 
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Yield consecutive queries with the keys that they may see; all queries at once if the head is not long."""
+    """Yield blocks of consecutive queries with the keys they can see; a single block for at most LONG pairs."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key
@@ -212,7 +212,7 @@ class IntervalMask:
     ) -> tuple[float, float]:
         """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
 
-        The arguments are the scores' sums per key and per distance j − i from 1 − n on (None for cross-attention).
+        The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """
         size, zeros = len(by_key), by_key.new_zeros(len(self.keys[0]) + len(by_key) - 1)
         key_counts, query_counts = self._counts(self.keys), self._counts(self.queries)

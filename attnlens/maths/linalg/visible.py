@@ -29,7 +29,7 @@ REFINEMENTS = 2
 
 
 class Solver(NamedTuple):
-    """N⁺g for g in the range of N, a singular positive semidefinite matrix, by Cholesky of N + RIDGE and refinement."""
+    """Solver of N x = g, N singular and ≥ 0, g in its range: Cholesky of N + RIDGE·I, then iterative refinement."""
 
     matrix: Float[Tensor, "size size"]  # N, scaled on both sides
     factor: Float[Tensor, "size size"]  # Cholesky factor of matrix + RIDGE
@@ -241,7 +241,7 @@ def _long_shares(head: QueryKey) -> tuple[float, float]:
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
-    """Return ‖L‖² of one long head (0 if it is rounding) and its sums per key and per distance j − i from 1 − n on."""
+    """Return ‖L‖² of one long head (0 if it is rounding) and its sums per key and per distance j − i ≥ 1 − n."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
     norms = []

@@ -109,7 +109,7 @@ def read_call(
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
         raise ModelError(problem, "Choose another model; one sink per head is supported.")
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
-        raise ModelError(f"{name} multiplies its scores by {scaling:.3g}.", "Correct its config.json.")
+        raise ModelError(f"{name} scales its scores by a complex number, {scaling:.3g}.", "Correct its config.json.")
     key, value = pair_heads(key, value)
     if mask is not None:  # one row may apply to all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)

@@ -221,8 +221,8 @@ def _refuse_swapped(place: Location) -> None:
         problem = f"{place.folder} contains a model saved with another kernel (--save), which would be ignored here."
         raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
-        problem = f"{place.id} is a model with primal layers, which have no attention to analyse."
-        raise ModelError(problem, "Build it with attnlens.lab.primal.build; see its documentation.")
+        problem = f"{place.id} has primal layers (Primal-Attention): they compute no attention matrix to analyse."
+        raise ModelError(problem, "Choose another model, or build this one with attnlens.lab.primal.build to run it.")
 
 
 def _name_of(name: object) -> str:
@@ -232,5 +232,5 @@ def _name_of(name: object) -> str:
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
         problem = f"A value of type {type(name).__name__} is not a model name."
-        raise UsageError(problem, "Give a hub id, a path, or what load returned.")
+        raise UsageError(problem, "Give a hub id, a path, or the result of attnlens.load.")
     return arguments.word("model", name)

@@ -66,7 +66,7 @@ def check_loaded(
         problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, {unexplained}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, {unexplained}."
+        problem = f"{where} contains {format_names(scales)} of quantised weights, {unexplained}."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     configs.refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
@@ -99,7 +99,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
-    """Return whether an unused tensor has a name of quantised codes, or is the scale or zero of a stored weight."""
+    """Return whether an unused tensor is named like codes, or is the scale or zero point of a stored weight."""
     stem = SCALE.sub("", name)
     return name in stored and (
         _leaf(name) in PACKED or (stem != name and not {stem, f"{stem}.weight"}.isdisjoint(stored))
@@ -188,7 +188,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
     The code is kept out by a patch, because no setting covers it: with the package `kernels`, RWKV, YOSO and MRA call
     transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read only
     when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
-    The header of a GGUF file at `place`, of which transformers takes seconds to read a vocabulary, is read only once.
+    The header of a GGUF file at `place` is read only once, because transformers takes seconds to read its vocabulary.
     """
     from transformers.utils import logging
 

@@ -47,13 +47,13 @@ class Hub:
             names = [sibling.rfilename for sibling in info.siblings]  # type: ignore[union-attr]  # None: a TypeError
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=select(names)))
         except errors.GatedRepoError as error:  # a subclass of RepositoryNotFoundError, so it comes first
-            remedy = f"Ask on the page of {self.id} on the hub, then run `hf auth login`."
+            remedy = f"Request access on the hub page of {self.id}, then run `hf auth login`."
             raise ModelError(f"{self.id} is gated: its owner gives access on request.", remedy) from error
         except errors.RevisionNotFoundError as error:
-            remedy = "See its branches and tags on the hub."
+            remedy = "Choose one of its branches or tags on the hub."
             raise ModelError(f"{self.id} has no revision {self.revision!r}.", remedy) from error
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-            problem = f"{self.id} is neither a local folder nor a model on the hub that you may see."
+            problem = f"{self.id} is neither a local folder nor a model on the hub that you can access."
             raise ModelError(problem, "Check the spelling; for a private model run `hf auth login`.") from error
         except errors.HfHubHTTPError as error:
             raise ModelError(f"The hub does not provide {self.id}: {first_line(error)}", "Try again later.") from error

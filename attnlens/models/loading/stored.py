@@ -81,7 +81,7 @@ class LocalFile:
             file.seek(start)
             content = file.read(count)
         if self._read_status() != self._status:
-            raise ModelError(f"{self.path} changed while it was being read.", "Run it again when the file is complete.")
+            raise ModelError(f"{self.path} changed while it was being read.", "Run again when the file is complete.")
         return content
 
     def sample(self, start: int, count: int) -> bytes:
@@ -113,7 +113,7 @@ class RemoteFile:
         except (HfHubHTTPError, ConnectionFailure) as error:
             raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
         if metadata.size is None:
-            raise ModelError(f"The hub does not report the size of {name}.", "Download the model.")
+            raise ModelError(f"The hub does not report the size of {name}.", "Download the model, and give its folder.")
         self.size, self.stamp = metadata.size, metadata.etag or ""
 
     def read(self, start: int, count: int) -> bytes:
@@ -230,7 +230,7 @@ def read_pickle(file: Path) -> dict[str, Stored]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError):
-        problem = f"{file} is not a pickle of tensors alone, or it is truncated: opening it otherwise could run code."
+        problem = f"{file} contains more than tensors, or is truncated; loading such a pickle could run code."
         raise ModelError(problem, "Get the model as safetensors.") from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")

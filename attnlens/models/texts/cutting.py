@@ -240,7 +240,7 @@ def _cut_texts(
             texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(cutting)))
     if not rows:
         names_of_texts = ", ".join(content.name for content in contents)
-        problem = f"The text ({names_of_texts}) has no windows left besides the evaluated ones."
+        problem = f"The text ({names_of_texts}) has no windows besides those used for evaluation."
         raise TextError(problem, "Give a longer text, another one with --calibration, or fewer --windows.")
     known, largest = vocabulary(loaded.model), max(max(row.ids) for row in rows)
     if known is not None and largest >= known:

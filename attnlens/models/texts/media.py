@@ -232,7 +232,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
             processor = load(place, revision=revision, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         problem = f"{name} has no valid preprocessor_config.json, which describes how to prepare {modality} input."
-        remedy = "Put one into the model's folder, or pass the prepared inputs to attnlens.capture."
+        remedy = "Put this file into the model's folder, or pass the prepared inputs to attnlens.capture."
         raise ModelError(problem, remedy) from error
     except UNPREPARED as error:
         raise ModelError(f"The processor of {name} can't be loaded: {first_line(error)}", remedy) from error
@@ -367,7 +367,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Raise MemoryError inside the context beyond MEMORY more bytes, if the system can limit addresses (Linux)."""
+    """Limit the context to MEMORY additional bytes: allocations beyond raise MemoryError. No effect outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 
@@ -433,7 +433,7 @@ def placeholder_ids(model: PreTrainedModel) -> set[int]:
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
-    """Return the first `count` ids from 10 on that are not placeholders."""
+    """Return the first `count` ids of at least 10 that are not placeholders."""
     placeholders = placeholder_ids(model)
     return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 

@@ -407,7 +407,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
         raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
-        problem = f"{tokens} tokens leave no room for text in addition to {special} special tokens."
+        problem = f"--length {tokens} leaves no room for text besides {special} special tokens."
         raise UsageError(problem, "Use a larger --length.")
     return before, after
 
@@ -475,7 +475,7 @@ def shared_share(
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
     A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A passage of
-    LEAST tokens or more, but fewer than RUN, counts if all of it occurs; from 2 · LEAST tokens on if all but one occur,
+    LEAST tokens or more, but fewer than RUN, counts if all of it occurs (all but one if it has 2 · LEAST or more),
     because the beginning of a text is tokenized differently from its repetitions. The share is 0 without tokens.
     """
     evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))

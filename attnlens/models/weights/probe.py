@@ -140,7 +140,7 @@ class Probe:
 
     @cached_property
     def odd(self) -> Call:
-        """The module's call on ODD sequences."""
+        """The module's call on a batch of ODD (7) sequences."""
         return self(*self.random(ODD, seed=0))
 
     @cached_property
@@ -424,7 +424,7 @@ def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequenc
 
 
 def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """Return W of each head; a view, if its columns are rows of a single matrix."""
+    """Assemble W of each head from matched columns; return a view if one stored matrix contains all of them."""
     first = pieces[0]
     if len(pieces) == 1 and first.down is None:
         whole = first.up

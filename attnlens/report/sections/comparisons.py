@@ -238,7 +238,7 @@ def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
+    """Yield how many changes are significant, and which blocks and heads changed by their own weights or inputs."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
         return {(row.layer, row.head) for row in rows}
@@ -301,7 +301,7 @@ def _predictions(comparison: Comparison) -> Iterator[str]:
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the changed heads, worst first, and the smallest changes that would have been named."""
+    """Yield the changed heads, worst first, and the smallest changes that would have been significant."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
@@ -328,7 +328,7 @@ def _quartiles(quartiles: Sequence[float]) -> str:
 
 
 def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield at most so many heads with a named change, by `rank_distances`, largest first."""
+    """Yield at most so many heads with a significant change, by `rank_distances`, largest first."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -366,7 +366,7 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the named measure with the largest change relative to its interquartile range over the first model."""
+    """Format the largest significant change relative to its interquartile range over the first model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     if not rows:
         return NO_VALUE
@@ -375,7 +375,7 @@ def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) on the smallest change of each tokens.* measure that would be named (median over heads)."""
+    """Yield (measure, text) on the smallest change of each tokens.* measure that would be significant."""
     sizes = effect_sizes(comparison)
     by_measure: dict[str, list[float]] = defaultdict(list)
     for row in comparison.rows:

@@ -70,7 +70,7 @@ def null_cell(mean: float, sd: float) -> str:
 
 
 def no_errors(report: Report) -> str:
-    """State that there are no errors and intervals if only one window was read; else empty."""
+    """State that errors and intervals are missing if only one window was read; else return an empty string."""
     return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
 
 
@@ -116,7 +116,7 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build the head of a document; `whole`: with all caveats for reading the numbers."""
+    """Build a document's title block; include all caveats about reading the numbers if `whole`."""
     model, settings, record = report.model, report.settings, report.model.conventions
     facts = [
         model.architecture,

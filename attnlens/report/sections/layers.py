@@ -267,7 +267,7 @@ def measure_columns(shapes: Shapes) -> list[Column]:
 
 
 def reading_help(shapes: Shapes) -> str:
-    """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
+    """Explain the layer table: its rows, errors, nulls and spaces, and measures that attention does not determine."""
     summary, readings, alone = shapes.report.summary, shapes.readings.values(), len(shapes.report.heads) == 1
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"

@@ -19,7 +19,7 @@ SAVED = {  # Description of each cost that a plan saves or adds, by field
 }
 RANK = "rank: one per key head, for all query heads that share it."
 LATENT = "Latents: numbers cached per token instead of a site's keys."
-ESTIMATED = "Estimated: on the calibration text that chose the ranks; biased by that choice."
+ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
 PROMISED = (
     "Promised: on calibration text used neither to fit nor to choose. The rise over {population} lies within the "
     "interval in 95 % of such runs, and above it in 2.5 %."
@@ -43,7 +43,7 @@ POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like the
 
 @section(20, "swap")
 def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a plan of ranks: what it promises and saves, the ranks of each layer, and the terms used."""
+    """Yield the section on a plan of ranks: promised rise and savings, the ranks of each layer, and the terms used."""
     plan = shapes.report.plan
     if plan is None:
         return
@@ -65,7 +65,7 @@ def plan_lines(plan: Plan) -> list[str]:
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _form(plan)
     if plan.estimated is not None:
-        lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, which chose the ranks")
+        lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, used to choose the ranks")
     if (promised := plan.promised) is not None:
         lines.append(f"Promised: {_rise(promised)} of {calibration}, {_promise(plan, promised)}")
         ranked = sorted(promised.by_text.items(), key=lambda item: item[1])

@@ -228,10 +228,10 @@ def _beyond(swap: Swap) -> str:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) of each stage or, of several kernels, of each kernel, followed by its controls.
+    """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls.
 
-    Controls that several kernels share come last. None is shared if the loss beyond a window uses several windows,
-    because it then differs between kernels.
+    Controls common to all kernels come last. If the kernels' Δ beyond uses different windows, controls differ between
+    kernels and are listed under each.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}

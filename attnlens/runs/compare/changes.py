@@ -157,7 +157,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose M agrees at equal positions, but not with all queries turned to the last one (RoPE differs)."""
+    """Yield heads whose RoPE differs: M agrees at equal positions, but not with all queries rotated to the last one."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
         rotation = None if pair is None else pair[0].rotation

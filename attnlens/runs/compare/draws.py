@@ -140,7 +140,7 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights, with a sink's share appended; NaN for a swap's heads without weights of at least 0."""
+    """Compute attention weights, with a sink's share appended; NaN for swapped heads with negative weights."""
     rows = attention.weights(call, OWN)
     if swap is not None:
         heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)

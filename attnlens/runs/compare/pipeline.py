@@ -54,7 +54,7 @@ def read_side(path: Path) -> Report:
     """Read a report and, if it exists, its --windows-csv file; raise UsageError for a changed file or no heads."""
     report = read_report(path)
     if not report.heads:
-        raise UsageError(f"{path} contains no heads.", "Create one with: attnlens inspect MODEL --json FILE")
+        raise UsageError(f"{path} contains no heads.", "Give a report created with: attnlens inspect MODEL --json FILE")
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:
@@ -63,7 +63,7 @@ def read_side(path: Path) -> Report:
     if not file.exists():
         return report
     if sha256(file) != report.windows_file.sha256:
-        raise UsageError(f"{file} is not the file that {path.name} was written with.", "Write both again.")
+        raise UsageError(f"{file} does not match its hash in {path.name}.", "Create both files again.")
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
@@ -191,7 +191,7 @@ def compare(
 
     Returns the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
     sampling of windows and rounding of weights explain the change. q is Benjamini and Hochberg's over heads × measures;
-    a change is named if q ≤ `fdr`. Each side can be a report of `inspect`, or its path (`.json`); a model on the other
+    a change is significant if q ≤ `fdr`. Each side can be a report of `inspect` or its path; a model on the other
     side is then inspected with its settings. `tokenizer` applies to models in memory. Models are loaded in float32
     unless `dtype` is given; `revision` and `adapter` apply to the second. Raises what `inspect` raises, and UsageError
     if both sides are the same, or read different windows.
@@ -205,7 +205,7 @@ def compare(
     named = isinstance(first, str | PathLike) and isinstance(second, str | PathLike)
     same = str(first) == str(second) and all(options.get(name) is None for name in SECOND) if named else first is second
     if same:
-        raise UsageError("Both sides are the same.", "Choose another model, or another report.")
+        raise UsageError("Both sides are the same model or report.", "Choose another model, or another report.")
     option_sets = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]
     settings = next((side.settings for side in subjects if isinstance(side, Report)), None)
@@ -234,7 +234,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
     if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
-        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Omit them.")
+        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are not recomputed.", "Omit them.")
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class ComparedModel(Inspection):
         return [(head.site, head.head) for head in self.report.heads]
 
     def without_text(self) -> ComparedModel:
-        """Return a copy without batches and windows, of which only the weights are compared."""
+        """Return a copy without batches and windows, so that only its weights are compared."""
         report = self.report.model_copy().with_windows(Windows([], [], {}))
         return replace(self, inputs=None, report=report)
 

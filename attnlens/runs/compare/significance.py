@@ -52,7 +52,7 @@ class ChangeTest:
 
 
 def _detectable_errors(level: float, freedom: int) -> float:
-    """Return the standard errors by which a change must differ from 0 to be named with probability POWER."""
+    """Return the standard errors by which a change must differ from 0 to be reported with probability POWER."""
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
@@ -131,7 +131,7 @@ Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and t
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
-    """Build a row per measure and head; changes with q ≤ `fdr` are named. `untested`: why a measure has no test."""
+    """Build a row per measure and head; changes with q ≤ `fdr` are `named`. `untested`: why a measure has no test."""
     keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
     numbers = [math.nan if test is None else float(test.p[place]) for _, test, place in keys]
     p = torch.tensor(numbers, dtype=torch.float64)

@@ -63,7 +63,7 @@ would keep the tokens of all."""
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null, (heads, 2): as drawn from factors of unit norm, or rescaled to its own ‖W_Q‖‖W_K‖."""
+    """Return each head's null mean and sd, (heads, 2), times its ‖W_Q‖‖W_K‖ if the measure grows with the factors."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 

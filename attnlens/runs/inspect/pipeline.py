@@ -230,13 +230,13 @@ def inspect_sites(
         shapes = survey_shapes(loaded, sample)
         sites = checks.match_sites(all_sites, shapes.sites) or ()
         if not sites:
-            raise ModelError("A pass on the meta device misses some of its attention.", "Omit --device spread.")
+            raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
     one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches; return the settings that describe them, and why none are read if they should be."""
+    """Cut the texts into batches; return settings that describe them, the batches, and why tokens can't be read."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=feeding.NOTHING_FED)
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):

@@ -271,8 +271,8 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
     """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
 
-    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: one of any
-    heads is the largest. Only measures that define an end are considered. Calls of one module share its weights, so
+    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: some head
+    is always the largest. Only measures that define an end are considered. Calls of one module share its weights, so
     that weights.* count and name them once.
     """
     candidates: list[tuple[float, records.Extreme]] = []
@@ -358,7 +358,7 @@ def summarise(results: Results) -> records.Summary:
 
 
 def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str, float], dict[str, records.Null]]:
-    """Compute each measure's median (categories have none) over heads with a value, and that of as many by chance."""
+    """Compute each measure's median (categories have none) over heads with a value, and of as many null draws."""
     by_name: dict[str, list[records.Measure]] = defaultdict(list)
     for record in heads:
         for name, measure in record.measures.items():

@@ -58,7 +58,7 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return the sequence of each row; there are more rows if a module cuts a sequence into windows (Swin)."""
+    """Return each row's sequence number; several rows share one if a module splits sequences into windows (Swin)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
@@ -168,7 +168,7 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
         )
     if rows > MOST_ROWS:
         raise UsageError(
-            f"--show attention keeps at most {MOST_ROWS:,} rows, but these heads have {rows:,}.",
+            f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}.",
             "Choose fewer heads with --layers or --heads, or fewer tokens with --length.",
         )
 

@@ -212,7 +212,7 @@ def sample_gradients(
     with torch.enable_grad(), hooks.watch(loaded.model, sites, calls.__setitem__, record_output):
         logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
         if logits is None or not logits.requires_grad:
-            problem = "The effect on predictions is unknown: this model makes no predictions, or they have no gradient."
+            problem = "metric=output needs predictions with a gradient, which this model does not have."
             raise ModelError(problem, "Leave out metric=output, and choose ranks manually, e.g. --kernel rank:32.")
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
@@ -231,7 +231,7 @@ def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site,
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
-            problem = f"{site.name} has no keys before rotation: {turn}."
+            problem = f"{site.name}: the keys before rotation are unknown: {turn}."
             raise UsageError(problem, "Omit rotation=before or these layers.")
         fit.turn = turn
 

@@ -231,7 +231,7 @@ def prepare(
 def _cut_calibration(work: SwapWork, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named`: it was given, and does not consist of other windows of the evaluated text. Raises UsageError for images and
+    `named`: the user gave it; else it consists of other windows of the evaluated text. Raises UsageError for images and
     sounds, TextError if it contains too many of the evaluated tokens.
     """
     session, ranks, training = work.session, work.ranks, work.training

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
-WRITTEN = "Give a folder that --save wrote, unchanged."
+WRITTEN = "Give an unchanged folder written by --save."
 
 
 class UnsavedError(OutputError):
@@ -213,7 +213,7 @@ def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
     """Raise ValueError if attnlens.json lists other sites than the model's, or swaps heads or layers it lacks."""
     sites = [SavedSite.model_validate(each.site) for each in reached]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"its {FACTS} lists other attention than the model has")
+        raise ValueError(f"its {FACTS} lists attention that the model lacks, or not all of it")
     for saved, each in zip(facts.sites, reached, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):

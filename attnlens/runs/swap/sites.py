@@ -90,7 +90,7 @@ def _check_error(
     if original is not None and original > TOLERANCE:
         return f"under its own kernel too, the model's outputs change by {original:.1e} when {when}"
     raise IdentityError(
-        f"Under the new kernel outputs change by {error:.1e} when {when}.",
+        f"With the new kernel, the outputs change by {error:.1e} when {when}.",
         f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
     )
 
@@ -214,8 +214,8 @@ def choose_sites(
 ) -> dict[Site, tuple[int, ...] | None]:
     """Return the chosen sites with their heads (None: all).
 
-    Raises UsageError for missing ones, if none is left, or for a kernel that is undefined in cross-attention, and
-    ModelError if all layers are chosen and some attention cannot be replaced.
+    Raises UsageError if a requested layer or head does not exist, if no site is left, or if a kernel is undefined in
+    cross-attention; ModelError if all layers are chosen and some attention cannot be replaced.
     """
     heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
     checks.check_chosen(layers, heads, survey.sites)
@@ -262,9 +262,9 @@ def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ..
 
 ROWS = 256  # number of attention rows computed at once
 PRIMAL = (
-    "Primal attention maps each token's own e- and r-scores to the output and reads no values; where the mask is "
-    "causal the scores are those of running means of queries and keys, without a mask a token sees no other (samples "
-    "apart)."
+    "Primal attention maps each token's own e- and r-scores to the output and does not read the values. With a causal "
+    "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other (except "
+    "through samples)."
 )
 CONSTANT = 1e-4
 """Relative spread of ‖k‖ up to which keys count as equally long; 2 eps of the number type if that is larger."""
@@ -330,7 +330,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> list[str]:
         return notes
     notes = []
     if "capped" in special:
-        effect = "is read through the model's softcap" if info.form == "score" else "replaces it whole"
+        effect = "is applied to the capped scores" if info.form == "score" else "replaces the cap too"
         notes.append(f"The model caps its scores at {special['capped']}; the new kernel {effect}.")
     if "biased" in special:
         notes.append(f"The model adds a position bias at {special['biased']}; it is added to log k too.")
@@ -343,8 +343,8 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> list[str]:
         )
     if kernel.oracle:
         notes.append(
-            "An analysis: the parts that are kept are those of the evaluated text's own logits, each sequence seen as "
-            "a whole. No model computes them."
+            "For analysis only: the kept parts are computed from the logits of whole sequences of the evaluated text, "
+            "so no model can use them."
         )
     elif info.caution:
         notes.append(info.caution)
