@@ -2,7 +2,8 @@
 
 Contents: `fields` (base class `Request`, field types), `run_options`, `swap` and `experiments` (the requests, one class
 per kind of run), `reading` (options → settings and analyzers).
-Inputs: options as keywords. Outputs: frozen requests, or UsageError. Importers: `models`, `runs`, `lab` and `cli`.
+Inputs: options as keywords. Outputs: frozen requests, or UsageError. Imports `analyzers`, `kernels` and
+`records`. Importers: `models`, `runs`, `lab` and `cli`.
 
 Nothing heavy is imported here, so that errors are reported immediately.
 """

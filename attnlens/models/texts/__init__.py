@@ -3,7 +3,7 @@
 Contents: sequences.py reads texts, tokenizes and cuts them; media.py prepares images and sounds; cutting.py builds
 batches; targets.py adds what the model should predict.
 Inputs: a `Loaded` model, paths and a `Cut`. Output: `Batches`, whose inputs are keyword arguments of the model.
-Imported by: hooks/, runs and lab.
+Imported by: runs and lab.
 """
 
 from attnlens.models.texts.cutting import Batch, Batches, Cut, batches, passages, placeholder, reads_noise, reads_text

@@ -3,8 +3,8 @@
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
 of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
 Each has a function that draws the overview, and one that lists the panels with their own files.
-Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, and
-`report.render` and `report.export`, which encode the pictures.
+Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`,
+`report.render` (encodes them) and `report.report`.
 """
 
 from __future__ import annotations

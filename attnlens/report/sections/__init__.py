@@ -4,6 +4,6 @@ Contents: `section` (the types that renderers draw, and the decorator `section`)
 the sections of one subject with their sentences: `facts` (any report), `layers` (heads), `swaps`, `sweeps`, `plans`,
 `comparisons` (and studies), `experiments`, `checked` (rules and `doctor`), `explorer` (the interactive page),
 `reference` (`list`, `explain`). A new section is one decorated function in any of them, or in a new module.
-Inputs: a `Report`, or its `Shapes`. Outputs: `Document` and rows. Importers: `report.render`, `report.export`, `cli`
-and the pytest plugin of `checks`.
+Inputs: a `Report`, or its `Shapes`. Outputs: `Document` and rows. Importers: the other parts of
+`report`, `cli` and the pytest plugin of `checks`.
 """

@@ -8,5 +8,5 @@ derives the heads' records, the tables and the `Report` from the units.
 `sequences.py` splits batches, averages rows, and selects what `--show` adds.
 
 Input: a model and the options of InspectRequest. Output: a Report of kind inspect.
-Allowed importers: attnlens.runs (compare, swap, series, doctor), attnlens.lab, attnlens.cli.
+Allowed importers: attnlens.runs (compare, swap, series, doctor, lens), attnlens.lab, attnlens.cli.
 """
