@@ -66,7 +66,7 @@ def run() -> None:
 
 
 def exit_code(words: Sequence[str] | None = None) -> int:
-    """Run these words (None: the program's own arguments) and return the exit code, after all output."""
+    """Run the command line `words` (None: sys.argv[1:]) and return the exit code after all output."""
     try:
         _prepare()
         with guard_stdout():

@@ -219,7 +219,7 @@ OUTPUT_OPTIONS = {  # Options on the report's destinations and on messages
     **option("-v --verbose", bool, "Also show timings and the model's positions, biases and norms.", panel=OUTPUT),
     **REPORT_OPTIONS,
 }
-_printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSON).")
+_printed = typer.Option("--markdown", help="Print Markdown.")
 _printed.call_only = "written"  # like the option of that name that writes a file
 PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 """Switch of the commands that print a reference; it reads no variable, since ATTNLENS_MARKDOWN names a file."""

@@ -38,7 +38,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
             bases.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
     for what, parts in (("kernel", bases), ("tie", ties), ("filter", filters), ("hybrid", nears)):
         if len(parts) > 1:
-            raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
+            raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or one --kernel for each.")
     base = bases[0] if bases else Kernel(known["exponential"])
     tie = base.info.oracle(**base.parameters) if base.info.oracle else next(iter(ties), None)
     kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))
@@ -229,7 +229,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if every key fits.
 
     These are the first 4 tokens (at most half of the keys) and the nearest; an unbounded state gives 4 and 64. In
-    bidirectional heads |i − j| < w keeps 2w − 1 keys, so one first token is dropped if the number would be off by one.
+    bidirectional heads |i − j| < w keeps 2w − 1 keys, so the sink count drops by 1 if needed to fit.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:

@@ -144,7 +144,7 @@ class Shift(Record):
 
 
 class Comparison(Record):
-    """Differences of a second model, whose heads the report contains, from a first one."""
+    """Differences between a first model and a second, whose heads the report lists."""
 
     base: ModelInfo
     paired: bool

@@ -67,7 +67,7 @@ class Environment(Record):
 
 
 class Extreme(Record):
-    """A head at one end of a measure: a rank among the model's heads, and no test."""
+    """A head at one end of a measure, ranked among the model's heads; not a test."""
 
     layer: Count
     head: Count

@@ -141,7 +141,7 @@ class StudyCell(Record):
 
     @property
     def tested_look(self) -> int:
-        """Index of the look with the least validation loss in the first seed's run; its weights were tested."""
+        """Index of the evaluation with least validation loss in the first seed's run, used for the test."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 

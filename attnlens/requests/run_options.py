@@ -185,7 +185,7 @@ class CheckRequest(Request):
     absolute: float | None = baseline_option(
         "Largest allowed absolute deviation; the larger of the two tolerances applies.",
         metavar="NUMBER",
-        shown="the same fraction of the measure's range",
+        shown="--relative times the measure's range",
     )
     fdr: float = baseline_option(
         "Expected share of false alarms among the heads reported by p-value (Benjamini–Hochberg).", FDR, metavar="SHARE"
@@ -311,7 +311,7 @@ class InspectRequest(WorkRequest, SeriesRequest):
     """Options of `inspect`."""
 
     device: Device = device_option(
-        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, CPU memory and disk; `files` reads one layer "
+        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread`: all GPUs, CPU memory and disk; `files`: one layer "
         "at a time (--source weights)."
     )
     show: Literal["selection", "attention"] | None = option(

@@ -173,7 +173,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
-    ranks: object = one_file("Heal the kernel `rank` with the ranks of this plan (written by `ranks --plan`).")
+    ranks: object = one_file("Ranks for --kernel rank, from this plan (written by `ranks --plan`).")
 
 
 @dataclass(frozen=True)

@@ -359,7 +359,7 @@ def _mean(
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return each text with the numbers of its sequences; empty if there is only one text."""
+    """Return each text with the indices of its sequences; empty if there is only one text."""
     numbers = torch.tensor(design.texts)
     pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
     nonempty = [(name, rows) for name, rows in pairs if len(rows)]

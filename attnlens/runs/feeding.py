@@ -97,7 +97,9 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
         raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
-        raise UsageError(f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass it to load.")
+        raise UsageError(
+            f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass them to load()."
+        )
     return {}
 
 

@@ -50,7 +50,7 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """Report progress as `telling` does for at most `most` steps; at the end of the block all count as done."""
+    """Like `telling`, but for at most `most` steps; when the block ends, all count as done."""
     done = 0
     tell = telling(progress, stage, most)
 

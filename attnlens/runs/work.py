@@ -403,7 +403,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function on every name in a Ray cluster, by default on this machine, which runs a lost task again."""
+    """Call a function on every name in a Ray cluster (default: this machine), which retries a lost task once."""
     import torch
 
     ray: Any = import_module("ray")

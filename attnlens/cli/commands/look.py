@@ -30,8 +30,8 @@ HEAD = opt.option("--head", str | None, "Only this head, e.g. `3.7`: layer 3, he
     opt.OUTPUT_OPTIONS,
 )
 def inspect(context: typer.Context) -> None:
-    """Measure the symmetry, definiteness and spectrum of each head. `--analyzer selection` compares the tokens it
-    selects with a max-margin SVM."""
+    """Measure the symmetry, definiteness and spectrum of each head. `--analyzer selection` compares the tokens
+    that the head selects with a max-margin SVM."""
     params = context.params
     if params["head"] is None and params["show"] == SHOWN:
         raise UsageError("--show selection requires a single head.", "Add --head, e.g. --head 3.7.")
@@ -46,7 +46,7 @@ def inspect(context: typer.Context) -> None:
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
 FIRST = opt.argument("first", f"The reference model: {NAMES}.", str, "FIRST")
-SECOND = opt.argument("second", f"The model to compare with it, to which --adapter applies: {NAMES}.", str, "SECOND")
+SECOND = opt.argument("second", f"The model to compare with FIRST (--adapter applies here): {NAMES}.", str, "SECOND")
 
 
 @guard

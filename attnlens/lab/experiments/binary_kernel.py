@@ -221,7 +221,7 @@ def _parameters(initial: list[Tensor], side: int) -> list[Tensor]:
 def _kernel(
     sides: list[list[Tensor]], widths: Sequence[int], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
 ) -> Float[Tensor, "trials widths n m"]:
-    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m over the first m features of each width; with one network φ_Y is φ_X."""
+    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m from the first m features, for each width m; one network: φ_Y = φ_X."""
     shares = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
     return (_features(sides[0], x) * shares.to(x)) @ _features(sides[-1], y).mT
 

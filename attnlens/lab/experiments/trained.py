@@ -359,7 +359,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute the error of each identity of the s leading components, relative to K except for J, and the control."""
+    """Compute each identity's error on the s leading components: relative to K, absolute for J and the control."""
     sides = case.queries, case.keys, case.projection
     solution, kernel = ksvd.dual(case.queries, case.keys, SCORES, case.projection), case.kernel
     weights = ksvd.primal(solution, *sides)

@@ -55,7 +55,7 @@ DISTANCES_SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic fig
 def multi_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Compute by d the mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM.
 
-    Accepted instances have a label −1, no weight in (GONE, KEPT], some weight ≤ GONE, and solutions of both SVMs.
+    Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """
     by_size = {d: _measure_size(s, d, progress) for d in s.d}
     known = DISTANCES if published else {}

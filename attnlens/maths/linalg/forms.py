@@ -251,7 +251,7 @@ def _order(rotation: Rotation) -> Int[Tensor, " even"]:
 
 
 def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
-    """Return the angles of all pairs in that order, 0 for unrotated coordinates."""
+    """Return the angles of all pairs in `_order`, 0 for unrotated coordinates."""
     return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
 
 

@@ -336,7 +336,7 @@ def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
 def replay_outputs(
     blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object], site: Site
 ) -> Iterator[None]:
-    """Replay the outputs of the blocks before that of `site`; exact if all changes are in it or later."""
+    """Replay the outputs of all blocks before `site`'s block; exact if no earlier block changes."""
     containing = [index for index, (path, _) in enumerate(blocks) if site.path.startswith(f"{path}.")]
     earlier = blocks[: containing[0]] if containing else []
     for path, block in earlier:

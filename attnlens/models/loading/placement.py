@@ -86,7 +86,7 @@ def device_of(name: str) -> torch.device:
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     device = torch.device(next((kind for kind in counts if counts[kind]), "cpu") if name == "auto" else name)
     if device.type in counts and (device.index or 0) >= counts[device.type]:
-        problem = f"This machine has no {name}: torch sees {counts[device.type]} {device.type.upper()} devices."
+        problem = f"This machine has no {name}; {device.type.upper()} devices found: {counts[device.type]}."
         raise ModelError(problem, "Choose --device auto or --device cpu.")
     return device
 

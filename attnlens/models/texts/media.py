@@ -145,7 +145,7 @@ def without_placeholders(media: Media) -> Media:
 
 @dataclass
 class Feed:
-    """Images and sounds of numbered sequences: random, or from the files of a modality."""
+    """Images and sounds by sequence number, either random or read from files."""
 
     model: PreTrainedModel
     media: Media

@@ -333,7 +333,7 @@ def _draw_heads(axes: Axes, swap: Swap) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours end, and the cut ends; a single head must not make the others pale."""
+    """Return the |effect| at which colours saturate, and which sides do, so one head doesn't make others pale."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0

@@ -255,7 +255,7 @@ def healed_far_part(
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the width of the kernel's window, else of its sink-window control's, else 64; or why there is none."""
+    """Return the window width of the kernel, else of its same-size control, else 64; or why none applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
