@@ -236,9 +236,10 @@ def median_error(
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
     """Return each unit's two-sided p that its mean difference over windows, weighted by tokens, is 0.
 
-    (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap. Student's t is used for few or very many windows;
-    on skewed differences of heads it reports about twice as many false effects. If fewer than ENOUGH samples exceed the
-    score, Student's tail is used, stretched to match the ENOUGH largest. NaN if there are too few differences, or if all are equal.
+    (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap. Student's t is used for few or very many
+    windows; on skewed differences of heads it reports about twice as many false effects. If fewer than ENOUGH samples
+    exceed the score, Student's tail is used, stretched to match the ENOUGH largest. NaN if there are too few
+    differences, or if all are equal.
     """
     size = weights.double()
     differences = differences.double()
