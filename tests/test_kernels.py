@@ -718,7 +718,7 @@ def test_spellings_are_short():
         ("learned-features:7", "count must be a multiple of 2, not 7", "learned-features:count=64"),
         ("elu+hybrid", "hybrid needs width", "hybrid:64"),
         ("elu+hybrid:0", "width must be at least 1", "hybrid:64"),
-        ("elu+hybrid:4+hybrid:5", "more than one hybrid", "another --kernel"),
+        ("elu+hybrid:4+hybrid:5", "more than one hybrid", "one --kernel for each"),
         ("elu+hybrd:4", "no kernel 'hybrd'", "Did you mean 'hybrid'"),
         ("linear+hybrid:4", "linear can be negative", "learned-features"),
         ("hybrid:4", "exponential is not a kernel of positive features", "learned-features"),
@@ -741,9 +741,9 @@ def test_spellings_are_short():
         (f"window:1{'0' * 400}", "width must be at most 2147483648", "window:64"),
         ("exponential:2", "exponential takes no parameter, not '2'", "Write it as exponential"),
         ("symmetric:2", "symmetric takes no parameter, not '2'", "Write it as symmetric"),
-        ("rbf+linear", "more than one kernel", "another --kernel"),
-        ("symmetric+tied-key", "more than one tie", "another --kernel"),
-        ("window:3+strided:4", "more than one filter", "another --kernel"),
+        ("rbf+linear", "more than one kernel", "one --kernel for each"),
+        ("symmetric+tied-key", "more than one tie", "one --kernel for each"),
+        ("window:3+strided:4", "more than one filter", "one --kernel for each"),
     ],
 )
 def test_words_without_sense_are_explained(words, problem, remedy):
