@@ -44,7 +44,7 @@ from attnlens.report.pictures.style import (
     shorten_label,
     typeset,
 )
-from attnlens.report.sections.facts import bounds
+from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, source_of, title_of
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
-from attnlens.report.sections.facts import null_cell, null_words
+from attnlens.report.sections.facts import null_cell
+from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Row, Section, Table, View, build_table, section
 from attnlens.report.shapes import Shapes, by_turns
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items, short

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from attnlens.analyzers.registry import NULLS, MeasureInfo
 from attnlens.records import Report, Text
 from attnlens.records.report import KINDS
 from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
 from attnlens.report.shapes import Shapes
-from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items, source_of
+from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 
 def title(report: Report) -> str:
@@ -43,24 +42,6 @@ def standing(report: Report) -> tuple[str, bool]:
         return f"{total}; nothing published to compare with.", True
     verdict = f"missed by {join_items(missed)}" if missed else "all agree"
     return f"{len(judged)} of {total} compared with published figures; {verdict}.", not missed
-
-
-def bounds(info: MeasureInfo) -> str:
-    """Return the least and the largest value of a measure in words; `any` if neither is known."""
-    if info.low is None and info.high is None:
-        return "any"
-    low = "−∞" if info.low is None else f"{info.low:g}"
-    high = "∞" if info.high is None else f"{info.high:g}"
-    return f"{low} to {high}"
-
-
-def null_words(measures: Iterable[MeasureInfo]) -> str:
-    """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
-    kinds = {source_of(info.name): info.null for info in measures}
-    if len(set(kinds.values())) < 2:
-        return NULLS[next(iter(kinds.values()), "factors")]
-    rotated = join_items(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
-    return f"{NULLS['factors']}, for {rotated} {NULLS['rotations']}"
 
 
 def null_cell(mean: float, sd: float) -> str:

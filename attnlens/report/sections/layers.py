@@ -13,7 +13,8 @@ from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference
-from attnlens.report.sections.facts import no_errors, null_cell, null_words, population
+from attnlens.report.sections.facts import no_errors, null_cell, population
+from attnlens.report.sections.reference import null_words
 from attnlens.report.sections.section import TEXTS, Column, Section, Table, View, build_table, section, sort_by_group
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (

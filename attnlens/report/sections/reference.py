@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from attnlens.analyzers.registry import BETWEEN_FORMS, BETWEEN_ROWS, Analyzer, Gathering, MeasureInfo, list_analyzers
+from attnlens.analyzers.registry import (
+    BETWEEN_FORMS,
+    BETWEEN_ROWS,
+    NULLS,
+    Analyzer,
+    Gathering,
+    MeasureInfo,
+    list_analyzers,
+)
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.records.architectures import Architecture
-from attnlens.report.sections.facts import bounds, null_words
 from attnlens.report.sections.section import Section, Table, build_table
-from attnlens.wording import NO_VALUE, clean
+from attnlens.wording import NO_VALUE, clean, join_items, source_of
 
 NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of the columns that name the rows
 
@@ -279,3 +286,21 @@ def _modifier(kind: str, modifier: Modifier) -> Section:
 def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:
     items = tuple((word, clean(fact)) for word, fact in facts.items() if fact)
     return Section(clean(name), lines=(clean(meaning),), items=items)
+
+
+def bounds(info: MeasureInfo) -> str:
+    """Return the least and the largest value of a measure in words; `any` if neither is known."""
+    if info.low is None and info.high is None:
+        return "any"
+    low = "−∞" if info.low is None else f"{info.low:g}"
+    high = "∞" if info.high is None else f"{info.high:g}"
+    return f"{low} to {high}"
+
+
+def null_words(measures: Iterable[MeasureInfo]) -> str:
+    """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
+    kinds = {source_of(info.name): info.null for info in measures}
+    if len(set(kinds.values())) < 2:
+        return NULLS[next(iter(kinds.values()), "factors")]
+    rotated = join_items(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
+    return f"{NULLS['factors']}, for {rotated} {NULLS['rotations']}"
