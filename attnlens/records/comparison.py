@@ -22,8 +22,8 @@ class Breach(Record):
     layer: Count
     head: Count
     part: Part
-    value: Number | None
-    base: Number | None = None  # Current value, and that of the baseline or of a second computation; None if missing
+    value: Number | None  # current value; None if missing
+    base: Number | None = None  # value of the baseline or of a second computation; None if missing
     p: Number | None = None  # Two-sided p of a difference as large by chance; None if the value has no standard error
 
 

@@ -100,8 +100,8 @@ class Plan(Record):
     """Forms compared on the calibration text for choosing ranks; empty if the form was given."""
     held_out: bool = False  # True if estimate and promise are measured on text that their maps were not fitted to
     ranks: list[KeyRank] = Field(min_length=1)
-    mean_rank: Number
-    head_dim: Number  # Numbers kept for each key head, and numbers before, mean over query heads
+    mean_rank: Number  # numbers kept for each key head, mean over query heads
+    head_dim: Number  # numbers for each key head before, mean over query heads
     estimated: Rise | None = None
     """Rise on the calibration text used to choose the plan, and therefore biased; None if the ranks were given."""
     promised: Rise | None

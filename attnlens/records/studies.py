@@ -128,8 +128,8 @@ class StudyCell(Record):
     """Mean over runs of the task's measure (perplexity: exp of the mean loss); None if a run did not converge."""
     se: Number | None  # Standard error of the mean over seeds; for perplexity, perplexity times that of the loss
     runs: list[StudyRun]
-    parameters: Count
-    kernel_parameters: Count  # Number of parameters of the model, and of its projections of queries, keys and positions
+    parameters: Count  # number of parameters of the model
+    kernel_parameters: Count  # number of parameters of its projections of queries, keys and positions
     tokens: Count
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
     beside_sdpa: Number
@@ -157,8 +157,8 @@ class StudyPair(Record):
 
     task: str
     measure: str  # Compared measure: loss, BLEU or accuracy on the test set
-    first: str
-    second: str  # Names of the two rows
+    first: str  # name of the first row
+    second: str  # name of the second row
     difference: Number
     p: Number | None  # Two-sided, of no difference; None if runs have no spread
     p_holm: Number | None  # Corrected for all pairs of the table (Holm)

@@ -204,15 +204,15 @@ class QueryKey:
     scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)
     source: Source
     site: Site
-    heads: tuple[int, ...]
-    key_of: tuple[int, ...]  # Number of each query head in the model, and index of its key head in `key`
+    heads: tuple[int, ...]  # number of each query head in the model
+    key_of: tuple[int, ...]  # index of each query head's key head in `key`
     rotation: Rotation | None = None
     """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None
     """Tokens: keys that a query can see; None means all."""
-    bias: Float[Tensor, "*batch #heads n m"] | None = None
-    softcap: float | None = None
-    sinks: Float[Tensor, " heads"] | None = None  # Tokens: terms, bound and further logits of the scores, as in `Call`
+    bias: Float[Tensor, "*batch #heads n m"] | None = None  # tokens: terms added to the scores, as in `Call`
+    softcap: float | None = None  # tokens: bound of the scores, as in `Call`
+    sinks: Float[Tensor, " heads"] | None = None  # tokens: a further logit per head, as in `Call`
     value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
     """Tokens: values, one for each *key* head; None if only queries and keys are known."""
     inputs: Float[Tensor, "*batch n d_model"] | None = None

@@ -78,8 +78,8 @@ class Details(TypedDict, total=False):
     metavar: str  # Placeholder of the value; by default its type
     flag: str  # Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`
     shown: str  # Default as the help shows it, if it differs from the default
-    least: int
-    most: int  # Bounds of a number
+    least: int  # smallest allowed number
+    most: int  # largest allowed number
     call_only: CallOnly
     """Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
     dangerous, or names what is `read` or `written`."""

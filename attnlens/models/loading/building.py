@@ -359,9 +359,7 @@ def build_model(
             **spread,
             **options,
         )
-    loading_info = {
-        **loading_info,
-        "unexpected_keys": {*loading_info["unexpected_keys"], *(files.ignored if files else ())},
-    }
+    unexpected = {*loading_info["unexpected_keys"], *(files.ignored if files else ())}
+    loading_info = {**loading_info, "unexpected_keys": unexpected}
     check_loaded(place, model, stored, loading_info)
     return model, loading_info
