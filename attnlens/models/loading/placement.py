@@ -13,6 +13,7 @@ from attnlens.errors import ModelError, TooLargeError, UsageError
 from attnlens.models.loading.locate import Location
 from attnlens.models.loading.stored import Stored, numbers_in
 from attnlens.requests import SpreadRequest
+from attnlens.wording import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,9 @@ def device_of(name: str) -> torch.device:
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     device = torch.device(next((kind for kind in counts if counts[kind]), "cpu") if name == "auto" else name)
     if device.type in counts and (device.index or 0) >= counts[device.type]:
-        problem = f"This machine has no {name}; {device.type.upper()} devices found: {counts[device.type]}."
+        problem = (
+            f"This machine has no {name}: it has {format_count(counts[device.type], f'{device.type.upper()} device')}."
+        )
         raise ModelError(problem, "Choose --device auto or --device cpu.")
     return device
 
