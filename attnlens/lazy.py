@@ -29,12 +29,17 @@ def import_submodules(
 
 
 class LazyModule:
-    """Stand-in for a module, which is imported when one of its attributes is read."""
+    """Stand-in for a module, which is imported when one of its attributes is first read.
+
+    The module is kept, since torch cannot compile a function that imports.
+    """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._module = name, None
 
     def __getattr__(self, attribute: str) -> Any:
-        from importlib import import_module
+        if self._module is None:
+            from importlib import import_module
 
-        return getattr(import_module(self._name), attribute)
+            self._module = import_module(self._name)
+        return getattr(self._module, attribute)

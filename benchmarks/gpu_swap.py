@@ -1,6 +1,6 @@
 """Speed, accuracy and memory of attention with each kernel on a GPU.
 
-python benchmarks/gpu_swap.py [--quick]
+python benchmarks/gpu_swap.py [--quick] [--dtype bfloat16]
 
 One sequence, 16 heads of 64 dimensions, causal. Times are medians by CUDA events; the ratio is plain SDPA's time on the
 same tensors divided by ours; extra memory is the peak of the allocator above the inputs; errors are ‖out − ref‖/‖ref‖
@@ -38,13 +38,14 @@ KERNELS = (
     "random-features",
     "laplacian",
 )
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main() -> None:
     """Print a markdown table of kernels × tokens × types."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, one round: does it still run?")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="(default: all)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: not measured on a GPU", file=sys.stderr)
@@ -56,8 +57,8 @@ def main() -> None:
     with torch.no_grad():
         for words in KERNELS:
             for tokens in sizes:
-                for dtype in DTYPES:
-                    print_row(parsed(words), tokens, dtype, rounds)
+                for dtype in options.dtype:
+                    print_row(parsed(words), tokens, getattr(torch, dtype), rounds)
 
 
 def print_row(kernel: Kernel, tokens: int, dtype: torch.dtype, rounds: int) -> None:

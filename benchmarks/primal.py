@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from typing import TYPE_CHECKING
 
 import subjects
@@ -43,7 +42,9 @@ def main() -> None:
         print(measure_extra(options.extra[0], int(options.extra[1])))
         return
     print(
-        subjects.describe_machine() if options.device == "cpu" else f"{describe_gpu()}; {subjects.describe_machine()}"
+        subjects.describe_machine()
+        if options.device == "cpu"
+        else f"{subjects.describe_gpu()}; {subjects.describe_machine()}"
     )
     print_table(options.device, *(((512, 1024), 1) if options.quick else (SIZES, 3)))
 
@@ -134,16 +135,6 @@ def measure_extra(way: str, tokens: int) -> int:
     """Return by how many bytes a pass raises the peak memory of this process, after a small pass."""
     build_pass(way, 256)()
     return subjects.measure_extra_memory(build_pass(way, tokens))
-
-
-def describe_gpu() -> str:
-    """Return the GPU's name; exit with 2 without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        print("no CUDA device: not measured on a GPU", file=sys.stderr)
-        sys.exit(2)
-    return torch.cuda.get_device_name()
 
 
 def measure_gpu_megabytes(way: str, tokens: int) -> float:

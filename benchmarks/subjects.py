@@ -37,6 +37,16 @@ def describe_machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {load}; torch {version('torch')}, Python {platform.python_version()}"
 
 
+def describe_gpu() -> str:
+    """Return the GPU's name; exit with 2 without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device: not measured on a GPU", file=sys.stderr)
+        sys.exit(2)
+    return torch.cuda.get_device_name()
+
+
 def start_benchmark(description: str | None) -> bool:
     """Return True for --quick; print the machine and set torch to one thread."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

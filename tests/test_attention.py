@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention
+from program import python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -712,6 +713,28 @@ def test_flex_attention_compiled_is_the_same_sum() -> None:
     assert apart(result, dense(found, parsed("polynomial:degree=2,offset=1+window:9"))) > 0.01, "the control"
 
 
+ONE_GRAPH = """
+import torch
+from attnlens.kernels import parsed
+from attnlens.kernels.attention import scores
+
+for words in ("exponential", "polynomial:degree=4,offset=1", "taylor"):
+    kernel, values = parsed(words), torch.linspace(-3, 3, 12)
+    compiled = torch.compile(lambda x: kernel.info.function(x, **kernel.parameters), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(values), kernel.info.function(values, **kernel.parameters))
+    print(words)
+"""
+
+
+def test_the_formula_of_a_kernel_of_the_score_is_one_graph() -> None:
+    """What torch cannot compile, FlexAttention on a GPU would compute with a matrix of all pairs.
+
+    In a process of its own, since type checks of the tests import torch for the kernels.
+    """
+    run = python("-c", ONE_GRAPH)
+    assert run.stdout.count("\n") == 3, run.stderr
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_flex_attention_reads_the_softcap() -> None:
     found, own = call(causal=True, softcap=2.0, dtype=torch.float32), parsed("exponential")
@@ -730,7 +753,7 @@ def test_a_mask_of_blocks_is_compiled_under_the_settings_of_the_kernel(monkeypat
 
     monkeypatch.setattr(scores, "create_block_mask", record)
     scores.by_scores(CASES["causal"](dtype=torch.float32), parsed("taylor"), compiled=False)
-    assert limits == [(scores.COMPILATION["recompile_limit"], True)]
+    assert limits == [(scores.LIMITS["recompile_limit"], True)]
 
 
 def test_the_room_says_what_it_offers() -> None:

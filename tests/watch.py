@@ -72,6 +72,8 @@ def once(*, typechecker: Callable) -> Callable:
 
         @wraps(function)
         def fast(*args: object, **options: object) -> object:
+            if torch.compiler.is_compiling():  # torch compiles no checks
+                return function(*args, **options)
             key = (id(function.__code__), *map(_kind, args[unread:]), *options, *map(_kind, options.values()))
             if jaxtyping.config.jaxtyping_disable or key in seen:
                 return function(*args, **options)

@@ -221,7 +221,7 @@ def cached_numbers(kernel: Kernel) -> float | None:
     # a head of smaller rank than the others has columns of zeros
     ranks = (key_map != 0).flatten(1, -2).any(-2).sum(-1).double()
     members = kernel.fitted.get("members")
-    sharing = 1.0 if members is None else torch.tensor([float(len(row.unique())) for row in members])
+    sharing = 1.0 if members is None else torch.tensor([float(len(row.unique())) for row in members]).to(ranks)
     return float((ranks / sharing).mean())
 
 

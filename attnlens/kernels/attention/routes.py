@@ -43,8 +43,10 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
         return "whole matrices"
     if path == "eager":
         return "row tiles"
-    obstacles = []
+    obstacles, lengths = [], (call.query.shape[2], call.key.shape[2])
     for name in FUSED:
+        if path == "auto" and name in LONG_ON_GPU and call.query.is_cuda and min(lengths) < LONG:
+            continue
         obstacle = next(_find_obstacles(name, call, kernel), None)
         if obstacle is None:
             return name
@@ -77,6 +79,9 @@ def _refuse(call: Call, kernel: Kernel) -> None:
 
 
 FUSED = ("sdpa", "running sums", "window and running sums", "flex attention", "banded tiles")  # fastest first
+LONG, LONG_ON_GPU = 4096, ("flex attention", "banded tiles")
+"""Fewest queries and keys for which these routes beat row tiles on a GPU: FlexAttention is compiled for 5 to 15 s, and
+bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacles(name: str, call: Call, kernel: Kernel) -> Iterator[str]:

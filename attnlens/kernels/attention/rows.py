@@ -174,6 +174,7 @@ def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
 
 
 TILE_BYTES = 4 << 20  # size of one tile of float32 scores; about four tensors of this size are alive at a time
+TILE_BYTES_ON_GPU = 64 << 20  # starting the operations of a smaller tile takes longer than computing them
 
 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
@@ -231,7 +232,8 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
     batch, heads, queries = call.query.shape[:3]
     # a band of at most `reach` keys on both sides of a tile of at most max(reach, 64) rows is less than 4 of these wide
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
-    height = max(16, TILE_BYTES // (4 * batch * heads * width))
+    tile_bytes = TILE_BYTES_ON_GPU if call.query.is_cuda else TILE_BYTES
+    height = max(16, tile_bytes // (4 * batch * heads * width))
     if reach is not None:
         height = min(height, max(reach, 64))
     return [slice(start, min(start + height, queries)) for start in range(0, queries, height)]

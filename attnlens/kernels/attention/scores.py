@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
+from attnlens.kernels import registry
 from attnlens.kernels.attention.rows import positions
 from attnlens.kernels.registry import KeyFilter
 from attnlens.kernels.spec import Kernel
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-COMPILATION = {  # torch's settings for these kernels
+registry.torch.__name__  # noqa: B018  # imports torch for the kernels: torch cannot compile a function that imports
+LIMITS = {  # torch's settings
     "fail_on_recompile_limit_hit": True,  # otherwise a kernel recompiled too often silently falls back to O(T²) memory
     "recompile_limit": 64,  # torch counts all kernels and kinds of shapes of a process together
-    "specialize_float": True,  # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
+}
+CONSTANTS = {  # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
+    "specialize_float": True,
     "specialize_int": True,
 }
 ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch, head, query, key) → entry of a mask
@@ -37,12 +41,16 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     flex = cast("Callable[..., Tensor]", _compile_flex(kernel.spelling) if compiled else flex_attention)
     mod = _score_mod(call, kernel)
-    with torch._dynamo.config.patch(COMPILATION):  # private, but the only way to change these settings for one call
-        mask = _block_mask(call, kernel, compiled=compiled)  # is compiled too
+    change = torch._dynamo.config.patch  # private, but the only way to change these settings for one call
+    with change(LIMITS):
+        mask = _block_mask(call, kernel, compiled=compiled)
+    with change(LIMITS | CONSTANTS):
         return flex(query, key, call.paired_value, score_mod=mod, block_mask=mask, scale=call.scale)
 
 
-_compile_flex = cache(lambda spelling: torch.compile(flex_attention))
+# whole graphs only: what torch cannot compile would be computed with O(T²) memory
+_compile_flex = cache(lambda spelling: torch.compile(flex_attention, fullgraph=True))
+_create_compiled_mask = cache(lambda: torch.compile(create_block_mask, fullgraph=True, dynamic=True))
 
 
 def _score_mod(call: Call, kernel: Kernel) -> Callable[..., Tensor]:
@@ -72,9 +80,9 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
     shape = (1, 1) if call.allowed is None else call.allowed.shape
     batches, heads = (size if other > 1 else None for size, other in zip(call.query.shape, shape[:2], strict=False))
     sizes = call.query.shape[2], call.key.shape[2]
-    device = call.query.device
-    # `_compile` is private, but without it the mask is built from a matrix of all pairs
-    return create_block_mask(and_masks(*conditions), batches, heads, *sizes, device=device, _compile=compiled)
+    # uncompiled, the mask is built from a matrix of all pairs
+    create = _create_compiled_mask() if compiled else create_block_mask
+    return create(and_masks(*conditions), batches, heads, *sizes, device=call.query.device)
 
 
 def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:

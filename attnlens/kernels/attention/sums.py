@@ -78,6 +78,7 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
 
 
 CHUNK = 64  # tokens whose pairs are computed one by one before they are added to the running sum
+CHUNK_ON_GPU = 512  # 4 to 6 times as fast there as 64, since fewer operations are started
 
 
 class Reach(NamedTuple):
@@ -123,9 +124,9 @@ Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", row
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Compute row i as φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ: pairs within a chunk by products, earlier keys by the sum."""
-    total, chunks = None, []
-    for start in range(0, query.shape[-2], CHUNK):
-        rows = slice(start, start + CHUNK)
+    total, chunks, size = None, [], CHUNK_ON_GPU if query.is_cuda else CHUNK
+    for start in range(0, query.shape[-2], size):
+        rows = slice(start, start + size)
         phi_q, phi_k, v = side(query, "query", rows), side(key, "key", rows), value[..., rows, :]
         near = (phi_q @ phi_k.mT).tril() @ v
         chunks.append(near if total is None else near + phi_q @ total)
@@ -135,8 +136,8 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Compute row i as φ(q_i) Σ_j φ(k_j) v_jᵀ, in the order of products that needs fewer numbers."""
-    queries = [slice(start, start + CHUNK) for start in range(0, query.shape[-2], CHUNK)]
-    keys = [slice(start, start + CHUNK) for start in range(0, key.shape[-2], CHUNK)]
+    size = CHUNK_ON_GPU if query.is_cuda else CHUNK
+    queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:
         phi_q = side(query, "query", queries[0])
         return sum((phi_q @ side(key, "key", rows).mT) @ value[..., rows, :] for rows in keys)  # type: ignore[return-value]
