@@ -120,8 +120,8 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
     study = EXPERIMENTS[name]
     seen = []
 
-    def function(settings, published, progress):
-        seen.append((settings, published))
+    def function(settings, progress):
+        seen.append((settings, settings.published))
         return Experiment(name=name, question="?", final={})
 
     probe = replace(study, function=function)
@@ -139,8 +139,8 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
 def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, judged):
     study, seen = EXPERIMENTS["rank"], []
 
-    def function(settings, published, progress):
-        seen.append((settings.d, settings.trials, published))
+    def function(settings, progress):
+        seen.append((settings.d, settings.trials, settings.published))
         return Experiment(name="rank", question="?", final={})
 
     probe = replace(study, function=function)

@@ -37,6 +37,7 @@ class ExperimentSettings:
     iterations: int = 1000  # steps of gradient descent
     attention: Literal["cross", "self"] = "cross"  # z is drawn (cross) or is the input's first token (self)
     start: Literal["random", "zero"] = "random"  # initial W; K and Q always start at random
+    published: bool = True  # False if another setting changes the question, so that no published value applies
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ class Study:
     """One experiment: its function and its sizes."""
 
     name: str  # name on the command line
-    function: Callable[[ExperimentSettings, bool, Progress], Experiment]  # of (settings, whether published, progress)
+    function: Callable[[ExperimentSettings, Progress], Experiment]
     full: ExperimentSettings  # published sizes
     quick: Mapping[str, Any]  # settings of the quick run that differ: fewer trials, or some of the sizes
+    source: str | None = None  # source of the published values
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
@@ -62,11 +64,15 @@ class Study:
         applied = {name: value for name, value in named.items() if name in used}
         settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
         same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
-        published = same and settings.trials >= self.quick["trials"]
-        experiment = self.function(settings, published, progress)
+        settings = replace(settings, published=same and settings.trials >= self.quick["trials"])
+        experiment = self.function(settings, progress)
         values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
         recorded = {name: value for name, value in values.items() if name in used and value is not None}
-        return experiment.model_copy(update={"settings": recorded | experiment.settings}).judge()
+        comparison: dict[str, Any] = {"published": None, "tolerance": None, "bounds": {}}
+        if settings.published:
+            comparison = {"source": self.source} if self.source else {}
+        update = {"settings": recorded | experiment.settings, **comparison}
+        return experiment.model_copy(update=update).judge()
 
 
 CORRELATION = "correlation"

@@ -190,10 +190,16 @@ FEASIBLE_SHARES = {  # by (n, T)
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
 }
-EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
 
 
-def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "feasibility",
+    full=ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5)),
+    quick={"trials": 30},
+    source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)",
+)
+def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute by d the share of draws for which the SVM of each input's first token has a solution.
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
@@ -201,28 +207,23 @@ def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> E
     default, only that size is run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
-    known = FEASIBLE_SHARES if published else {}
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
         certain = max(T - 1, n)
         shares = {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, certain})}
         for d, share in shares.items():
-            reference, label = known.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
+            reference, label = FEASIBLE_SHARES.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
             rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, theirs=60)
-        sure[f"sure_n{n}_T{T}"] = Figure(
-            shares[certain] if certain > 1 else None,
-            label=f"sure, n = {n}, T = {T}",
-            published=1.0 if published else None,
-        )
+        share = shares[certain] if certain > 1 else None
+        sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
         curves[f"n={n}, T={T}"] = share_curve(shares, "share separable")
     return Experiment(
         name="feasibility",
         question="For which sizes does some W separate arbitrarily chosen tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
-        source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)" if published else None,
         axis="d",
         curves=curves,
-        **columns(rows | sure, EQUAL),
+        **columns(rows | sure, "in one dimension tokens of unit length are ±1, and equal ones can't be separated"),
     )
 
 
@@ -237,34 +238,30 @@ def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Pro
     return separable / s.trials
 
 
-FEASIBILITY = Study(
-    "feasibility", feasibility, ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5)), {"trials": 30}
-)
-
-
 SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}
 
 
-def global_selection(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "global-selection",
+    full=ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero"),
+    quick={"trials": 50, "d": (2, 4, 10)},
+    source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)",
+)
+def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
-    shares = {}
+    shares, rows = dict[int, float](), dict[str, Figure]()
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
         shares[d] = int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials
-    known = SELECTED_SHARES if published else {}
-    rows = {f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), theirs=200) for d, share in shares.items()}
+        rows[f"d{d}"] = share_of(shares[d], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
-        source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)" if published else None,
         axis="d",
         curves={"all best tokens selected": share_curve(shares, "share of trials")},
         **columns(rows),
     )
-
-
-SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
-GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, {"trials": 50, "d": (2, 4, 10)})
 
 
 LONGER = 5  # factor of longer training of W as published; there the textbook gradient formula loses its digits
@@ -275,21 +272,24 @@ CORRELATIONS = {
     "KQ_to_frobenius": Figure(published=0.851, tolerance=0.03),
     "W_to_frobenius_longer": Figure(published=0.9998, tolerance=0.0001, bound="at least"),
 }
-CORRELATIONS_SOURCE = (
-    "Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds"
-)
 SVMS: dict[str, Solver] = {
     "frobenius": attsvm.solve,
     "nuclear": partial(attsvm.solve_nuclear, tolerance=1e-6),  # the correlations are published to three digits
 }
 
 
-def local_convergence(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "local-convergence",
+    full=ExperimentSettings(trials=100),
+    quick={"trials": 20},
+    source="Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds",
+)
+def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects.
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
-    known = CORRELATIONS if published else {}
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
@@ -311,7 +311,8 @@ def local_convergence(s: ExperimentSettings, published: bool, progress: Progress
         if s.parameterisation not in ("both", name):
             continue
         longer = f"{name}_to_frobenius_longer"
-        last = LONGER * s.iterations if longer in known else s.iterations
+        train_longer = s.published and longer in CORRELATIONS
+        last = LONGER * s.iterations if train_longer else s.iterations
         record, tick = {*grid(s.iterations), *grid(last)}, partial(progress, f"local convergence, {name}")
         descent = descend(
             instances, start, last, lr=s.lr, loss=s.loss, normaliser=normaliser, record=record, progress=tick
@@ -319,37 +320,33 @@ def local_convergence(s: ExperimentSettings, published: bool, progress: Progress
         end = descent.steps.index(s.iterations)
         for svm, norm in NORMS.items():
             figure, correlations = f"{name}_to_{svm}", correlate(descent, end, name, svm)
-            rows[figure] = average_trials(correlations, f"{name} to {norm}", known.get(figure, UNPUBLISHED))
+            rows[figure] = average_trials(correlations, f"{name} to {norm}", CORRELATIONS.get(figure, UNPUBLISHED))
         rows[f"{name}_largest_weight"] = average_trials(descent.largest[end].mean(-1))
-        if longer in known:
+        if train_longer:
             last_step = len(descent.steps) - 1
             value = correlate(descent, last_step, name, "frobenius", ", longer").nanmedian().item()
-            last_rows[longer] = replace(known[longer], value=value, label=f"{name} to Frobenius, longer")
+            last_rows[longer] = replace(CORRELATIONS[longer], value=value, label=f"{name} to Frobenius, longer")
     return Experiment(
         name="local convergence",
         question="Does descent end at the max-margin solution for the tokens that it selects?",
         settings={"m": s.m or s.d[0], "normaliser": normaliser},
-        source=CORRELATIONS_SOURCE if published else None,
         curves=curves,
         **columns(rows | last_rows, "no trial's selection is separable"),
     )
 
 
-LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, ExperimentSettings(trials=100), {"trials": 20})
-
-
 TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
-RANKS = {
-    "nuclear_least": Figure(published=2.0, bound="at least"),
-    "nuclear_most": Figure(published=4.0, bound="at most"),
-    "beyond_bound": Figure(published=0.0, bound="at most"),
-}
-RANKS_SOURCE = (
-    "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
+
+
+@partial(
+    Study,
+    "rank",
+    full=ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)),
+    quick={"trials": 10, "d": (6, 10)},
+    source="Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver "
+    "(the published one reads 5 to 8)",
 )
-
-
-def rank(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Count, by d, the σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
 
     `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
@@ -366,21 +363,17 @@ def rank(s: ExperimentSettings, published: bool, progress: Progress) -> Experime
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
     beyond = torch.cat([ranks[d, "nuclear"] - min(s.n, d) for d in s.d])
     most = None if beyond.isnan().all() else float(beyond[~beyond.isnan()].max())
-    for name, value, label in (
-        ("nuclear_least", min(means, default=None), "nuclear, least mean"),
-        ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
-        ("beyond_bound", most, "largest rank − min(n, d)"),
-    ):
-        rows[name] = replace(RANKS[name] if published else UNPUBLISHED, value=value, label=label)
+    at_most = partial(Figure, bound="at most")
+    rows |= {
+        "nuclear_least": Figure(min(means, default=None), label="nuclear, least mean", published=2.0, bound="at least"),
+        "nuclear_most": at_most(max(means, default=None), label="nuclear, largest mean", published=4.0),
+        "beyond_bound": at_most(most, label="largest rank − min(n, d)", published=0.0),
+    }
     return Experiment(
         name="rank",
         question="What is the rank of the nuclear-norm solution, and is it at most min(n, d)?",
         settings={"threshold": 1e-5, "solver_gap": TIGHT},
-        source=RANKS_SOURCE if published else None,
         axis="d",
         curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in svms},
         **columns(rows, "nothing separates the best tokens"),
     )
-
-
-RANK = Study("rank", rank, ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)), {"trials": 10, "d": (6, 10)})

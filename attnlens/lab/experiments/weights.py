@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from attnlens.errors import UnposedError, UsageError
 from attnlens.lab.experiments.settings import (
     CORRELATION,
-    UNPUBLISHED,
     ExperimentSettings,
     Figure,
     Study,
@@ -49,20 +48,25 @@ DISTANCES = {
 NO_INSTANCE = torch.full((1, len(DIRECTIONS)), torch.nan, dtype=torch.float64)
 READING = 0.3
 """Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
-DISTANCES_SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs"
 
 
-def multi_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "multi-token",
+    full=ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001),
+    quick={"trials": 150, "d": (4, 6)},
+    source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
+)
+def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute by d the mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM.
 
     Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """
     by_size = {d: _measure_size(s, d, progress) for d in s.d}
-    known = DISTANCES if published else {}
     rows, curves = dict[str, Figure](), dict[str, Curve]()
     for d, accepted in by_size.items():
         for column, (name, label) in enumerate(DIRECTIONS.items()):
-            figure, reference = average_trials(accepted[:, column], f"{label}, d = {d}"), known.get(f"{name}_d{d}")
+            figure, reference = average_trials(accepted[:, column], f"{label}, d = {d}"), DISTANCES.get(f"{name}_d{d}")
             if reference is not None:
                 tolerance = READING * reference + 3 * (figure.error or 0.0)
                 figure = replace(figure, published=reference, tolerance=tolerance)
@@ -76,7 +80,6 @@ def multi_token(s: ExperimentSettings, published: bool, progress: Progress) -> E
         name="multi-token",
         question="If several tokens keep weight, does descent converge to W_fin + R·W_mm of the generalised SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
-        source=DISTANCES_SOURCE if published else None,
         axis="d",
         curves=curves,
         **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
@@ -116,10 +119,6 @@ def _compare_directions(instances: Instances, descent: Descent, trial: int) -> l
     ]
 
 
-MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
-MULTI_TOKEN = Study("multi-token", multi_token, MULTI_FULL, {"trials": 150, "d": (4, 6)})
-
-
 TRIES = 200  # random corpora drawn per trial before the sizes are refused
 SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; others are ≥ 1/√d apart
 # Also the relative size of the largest singular value that counts as 0: rounding gives 1e-16, distinct ties 1/√d.
@@ -134,11 +133,13 @@ class Corpus(NamedTuple):
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
 
-TO_SVM, FINITE = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, tolerance=1e-9)
-"""Limits of the theorems, with the tolerance allowed at the last iteration."""
-
-
-def next_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "next-token",
+    full=ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000),
+    quick={"trials": 10},
+)
+def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ in it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
@@ -148,7 +149,8 @@ def next_token(s: ExperimentSettings, published: bool, progress: Progress) -> Ex
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
-    to_svm, finite = (TO_SVM, FINITE) if published else (UNPUBLISHED, UNPUBLISHED)
+    # limits of the theorems, with the tolerance allowed at the last iteration
+    to_svm, finite = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, tolerance=1e-9)
     rows = {
         "acyclic_to_svm": average_trials(acyclic[-1], "acyclic to SVM", to_svm),
         "cyclic_to_svm": average_trials(cyclic[-1], "cyclic to SVM", to_svm),
@@ -243,7 +245,3 @@ def _build_corpus(
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
     component = same[torch.arange(len(hits)), hits.int().argmax(-1)]
     return Corpus(torch.cat([off, within], -1), hits.double(), component, W.flatten())
-
-
-NEXT_FULL = ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
-NEXT_TOKEN = Study("next-token", next_token, NEXT_FULL, {"trials": 10})

@@ -15,7 +15,7 @@ from itertools import chain, count, product
 from pathlib import Path
 from statistics import median
 from timeit import timeit
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -112,10 +112,10 @@ def build_cell(
     unit: TrainingUnit,
     outcomes: Sequence[RunOutcome],
     searched: Sequence[tuple[float, float]],
-    speed: Speed,
+    speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record: the unit chosen by the search, (rate, validation loss) of its form, outcomes by seed."""
+    """Build a cell's record from the unit chosen by the search, (rate, validation loss) of its form, and outcomes."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -130,7 +130,10 @@ def build_cell(
     mean, se = _mean(runs, task)
     first = outcomes[0]
     steps = [float(step) for step, _ in first.curve][: len(first.watched)]
-    measures = dict.fromkeys(name for medians in first.watched for name in medians)
+    heads = {
+        name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
+        for name in dict.fromkeys(chain.from_iterable(first.watched))
+    }
     return studies.StudyCell(
         name=cell.name,
         task=task.name,
@@ -144,13 +147,10 @@ def build_cell(
         parameters=first.parameters,
         kernel_parameters=first.kernel_parameters,
         tokens=max(run.tokens for run in outcomes),
-        tokens_per_second=speed.tokens_per_second,
-        beside_sdpa=speed.beside_sdpa,
-        heads={
-            name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
-            for name in measures
-        },
-        features=describe_features(cell, unit.scale),
+        tokens_per_second=speed[0],
+        beside_sdpa=speed[1],
+        heads=heads,
+        features=describe_features(unit.form, unit.scale.d_model // unit.scale.heads),
         published=cell.published,
         published_diverged=cell.diverged,
     )
@@ -228,15 +228,11 @@ def _correlate_orders(
 ROUNDS = 12  # steps that are timed, after an untimed first one
 
 
-class Speed(NamedTuple):
-    """Speed of training steps."""
+def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
+    """Measure each unit's speed on one batch, with a step of the standard transformer with SDPA before each step.
 
-    tokens_per_second: float  # median over steps
-    beside_sdpa: float  # ratio to the standard transformer's speed with SDPA, steps alternating in one loop
-
-
-def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, Speed]:
-    """Measure each unit's speed on one batch; a step of the standard transformer precedes each of its steps."""
+    Return the median number of tokens per second, and its ratio to the standard transformer's.
+    """
     batch = next(iter(task.training(units[0].scale.batch, 0)))
 
     def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
@@ -253,19 +249,17 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
     for unit in units:
         time_unit = build_timer(unit)
         pairs = [(time_standard(), time_unit()) for _ in range(1 + ROUNDS)][1:]
-        speeds[unit] = Speed(count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs))
+        speeds[unit] = count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs)
     return speeds
 
 
 SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
 AGAIN = "Run the same command again, with fewer --jobs if memory ran out; finished runs are kept."
-MakeTasks = Callable[[], Sequence[StudyTask]]
-"""Function that rebuilds the tasks in another process; their tensors, one per sentence, are too many to send."""
 
 
 def train_cells(
     cells: Sequence[tuple[PaperCell, StudyTask]],
-    make: MakeTasks,
+    make: Callable[[], Sequence[StudyTask]],
     scales: Mapping[TaskForm, Scale],
     seed: int,
     work: WorkPlan,
@@ -295,10 +289,10 @@ def train_cells(
         with one_thread():
             results = run_units(
                 list(named),
-                build_trainer(named, tasks, store),
+                prepare_training(lambda: tasks, named, store)[1],
                 work,
                 store,
-                elsewhere=(set_up_worker, (make, named, store)),
+                elsewhere=(prepare_training, (make, named, store)),
                 tell=lambda _name: tell(stage, next(numbers), total),
             )
         if results.stopped:
@@ -311,10 +305,9 @@ def train_cells(
     chosen = [min(units, key=lambda unit: searched[unit].loss) for units in search_units]
     seed_units = [_seed_units(unit, seed, saved=folder is not None) for unit in chosen]
     trained = outcomes(chain.from_iterable(seed_units), "train")
-    built, speeds = [], dict[TrainingUnit, Speed]()
     with one_thread():
-        for task in tasks:
-            speeds |= measure_speeds([unit for unit in chosen if unit.task == task.name], task)
+        timed = [measure_speeds([unit for unit in chosen if unit.task == task.name], task) for task in tasks]
+    speeds, built = dict(chain.from_iterable(each.items() for each in timed)), []
     for (cell, task), tried, best, by_seed in zip(cells, search_units, chosen, seed_units, strict=True):
         if folder is not None:
             source = model_folder(store, by_seed[0].name(digests[task.name]))
@@ -323,6 +316,12 @@ def train_cells(
         runs = [trained[unit] for unit in by_seed]
         built.append(build_cell(cell, task, best, runs, rates, speeds[best], seed))
     return built
+
+
+def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[TrainingUnit]:
+    seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
+    first, *others = (replace(seeded, seed=seed + number) for number in range(chosen.scale.seeds))
+    return [replace(first, watched=True, saved=saved), *others]
 
 
 def _copy_models(source: Path, destination: Path) -> None:
@@ -334,23 +333,15 @@ def _copy_models(source: Path, destination: Path) -> None:
         raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
-def build_trainer(units: Mapping[str, TrainingUnit], tasks: Sequence[StudyTask], store: Store) -> Compute:
-    """Return the function that trains a unit given its name."""
-    task_of = {task.name: task for task in tasks}
-    return lambda name: train_unit(units[name], task_of[units[name].task], store)
-
-
-def set_up_worker(
-    make: MakeTasks, units: Mapping[str, TrainingUnit], store: Store
+def prepare_training(
+    make: Callable[[], Sequence[StudyTask]], units: Mapping[str, TrainingUnit], store: Store
 ) -> tuple[Mapping[str, object], Compute]:
-    """Set up the same training runs in another process: return the store's facts and the function that trains units."""
-    return store.facts, build_trainer(units, make(), store)
+    """Return the store's facts, and the function that trains a unit given its name.
 
-
-def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[TrainingUnit]:
-    seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
-    first, *others = (replace(seeded, seed=seed + number) for number in range(chosen.scale.seeds))
-    return [replace(first, watched=True, saved=saved), *others]
+    Another process rebuilds the tasks by `make`: their tensors, one per sentence, are too many to send.
+    """
+    task_of = {task.name: task for task in make()}
+    return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 
 
 def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:

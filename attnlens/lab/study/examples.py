@@ -178,9 +178,8 @@ def numbers(parts: Mapping[str, Iterable[range]]) -> dict[str, list[int]]:
 
 def space_evenly(count: int, most: int) -> list[int]:
     """Return at most `most` of the numbers below `count`, as evenly spaced as possible."""
-    if count <= most:
-        return list(range(count))
-    return [int((number + 0.5) * count / most) for number in range(most)]
+    chosen = min(count, most)
+    return [int((number + 0.5) * count / chosen) for number in range(chosen)]
 
 
 BYTES = 256
@@ -219,17 +218,25 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
 WIDTH = 4  # number of beams, as in the papers' translation tables
 
 
-def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
     """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
 
-    All forms: `loss`, the mean over all targets (tokens or classes) in nats. Language: `perplexity` exp(loss), and
-    `bits_per_byte`, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
-    Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
-    if the loss is not finite. Raises UsageError if sacrebleu is missing.
+    All forms: `loss`, the mean over all targets (tokens or classes) in nats; nothing else if `loss_only`, as for the
+    choice of settings. Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
+    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of
+    width 4 on each source; both are NaN if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
     with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
-        batches, total, targets, right = _add_losses(task, model, split, size)
+        for batch in batches:
+            logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
+            total += float(cross_entropy(logits, batch.targets))
+            targets += int((batch.targets != NOTHING).sum())
+            right += int((logits.argmax(-1) == batch.targets).sum())
         loss = total / targets
+        if loss_only:
+            return {"loss": loss}
         if task.form == "classification":
             return {"loss": loss, "accuracy": right / targets}
         if task.form == "language":
@@ -247,25 +254,6 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
             for written, target in zip(translations, batch.targets.tolist(), strict=True):
                 pairs.append((task.decode(written), task.decode(number for number in target if number > END)))
         return {"loss": loss} | bleu_and_chrf(pairs)
-
-
-def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
-    """Compute only the `loss` of `score`, without beam search; it is used to choose settings."""
-    with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
-        _, total, targets, _ = _add_losses(task, model, split, size)
-    return total / targets
-
-
-def _add_losses(task: StudyTask, model: nn.Module, split: Split, size: int) -> tuple[list[Examples], float, int, int]:
-    """Return the batches, the sum of all losses in nats, the number of targets, and that of correct predictions."""
-    device = next((parameter.device for parameter in model.parameters()), "cpu")
-    batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
-    for batch in batches:
-        logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
-        total += float(cross_entropy(logits, batch.targets))
-        targets += int((batch.targets != NOTHING).sum())
-        right += int((logits.argmax(-1) == batch.targets).sum())
-    return batches, total, targets, right
 
 
 def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import chain, islice, starmap
 from pathlib import Path
@@ -23,17 +23,7 @@ from attnlens.errors import UsageError
 from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import regulariser
-from attnlens.lab.study.examples import (
-    BEGIN,
-    END,
-    NOTHING,
-    PADDING,
-    Examples,
-    StudyTask,
-    cross_entropy,
-    mean_loss,
-    score,
-)
+from attnlens.lab.study.examples import BEGIN, END, NOTHING, PADDING, Examples, StudyTask, cross_entropy, score
 from attnlens.lab.study.tables import Scale
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import hooks
@@ -53,13 +43,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-STATE = "state"  # name of the state among the stored parts of a training run
 Weights = dict[str, "Tensor"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunOutcome:
-    """Result of a training run, or of its steps so far."""
+    """Result of a training run, updated at each step."""
 
     curve: list[tuple[int, float]]  # (step, validation loss in nats), the first before any step
     watched: list[dict[str, float]]  # medians over heads at these steps, by measure; empty if heads were not measured
@@ -78,36 +67,6 @@ class RunOutcome:
 
 def _copy_weights(model: nn.Module) -> Weights:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-
-
-def _save_state(
-    store: Store, outcome: RunOutcome, best: Weights, model: nn.Module, optimiser: torch.optim.Optimizer
-) -> None:
-    """Store everything that the remaining steps depend on."""
-    value = {
-        "outcome": asdict(outcome),
-        "random": torch.get_rng_state(),
-        "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "model": _copy_weights(model),
-        "best": best,
-        "moments": optimiser.state_dict()["state"],
-    }
-    store.keep(STATE, value)
-
-
-def _restore_state(
-    store: Store, model: nn.Module, optimiser: torch.optim.Optimizer
-) -> tuple[RunOutcome, Weights] | None:
-    """Restore model, optimiser and random state from the store; return the outcome so far, and the best weights."""
-    value = store.load(STATE)
-    if value is None:
-        return None
-    model.load_state_dict(value["model"])
-    optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
-    torch.set_rng_state(value["random"])
-    if value["random of the GPU"] is not None:
-        torch.cuda.set_rng_state(value["random of the GPU"])
-    return RunOutcome(**value["outcome"]), value["best"]
 
 
 SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale on which no single run depends
@@ -147,19 +106,28 @@ def train(
 ) -> RunOutcome:
     """Minimise the task's loss, on a CPU with one thread deterministically; keep the weights of least validation loss.
 
-    At every evaluation, `watch` measures the model, and the state is saved to the store `state`, from which the same
-    call resumes. A run has not converged if its loss is not finite (it then stops) or never falls below the first.
+    At every evaluation, `watch` measures the model, and everything that the remaining steps depend on is saved to the
+    store `state`, from which the same call resumes. A run has not converged if its loss is not finite (it then stops)
+    or never falls below the first.
     """
+
+    def validation_loss() -> float:
+        return score(task, model, "validation", scale.batch, loss_only=True)["loss"]
+
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
     looks = {round(unit.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(unit.seed)
-        restored = None if state is None else _restore_state(state, model, optimiser)
-        if restored is None:
-            loss = mean_loss(task, model, "validation", scale.batch)
-            restored = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
-        outcome, best = restored
+        if state is not None and (value := state.load("state")) is not None:
+            model.load_state_dict(value["model"])
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
+            torch.set_rng_state(value["random"])
+            torch.cuda.set_rng_state_all(value["random of the GPU"])
+            outcome, best = RunOutcome(**value["outcome"]), value["best"]
+        else:
+            outcome = RunOutcome([(0, validation_loss())], [watch(0)])
+            best = _copy_weights(model)
         model, optimiser = accelerator.prepare(model, optimiser)
         done, start = outcome.curve[-1][0], time.perf_counter()
         batches = islice(task.training(scale.batch, unit.seed), done, None)
@@ -167,28 +135,32 @@ def train(
             for group in optimiser.param_groups:
                 group["lr"] = unit.rate * _rate_factor(step, unit.steps, scale.warmup)
             loss, tokens = take_step(accelerator, model, optimiser, next(batches), unit.form.eta)
-            outcome = replace(outcome, tokens=outcome.tokens + tokens)
+            outcome.tokens += tokens
             if not math.isfinite(loss):
-                outcome = replace(outcome, problem=f"its loss was not finite at step {step}")
+                outcome.problem = f"its loss was not finite at step {step}"
                 break
             if step not in looks:
                 continue
-            seconds = outcome.seconds + time.perf_counter() - start
-            loss = mean_loss(task, model, "validation", scale.batch)
+            seconds = time.perf_counter() - start
+            loss = validation_loss()
             if not math.isfinite(loss):
-                outcome = replace(outcome, problem=f"its validation loss was not finite at step {step}")
+                outcome.problem = f"its validation loss was not finite at step {step}"
                 break
-            watched = [*outcome.watched, watch(step)]
+            outcome.seconds += seconds
+            outcome.watched.append(watch(step))
             if loss < min((known for _, known in outcome.curve[1:]), default=math.inf):
                 best = _copy_weights(model)
-            outcome = replace(outcome, curve=[*outcome.curve, (step, loss)], watched=watched, seconds=seconds)
+            outcome.curve.append((step, loss))
             if state is not None:
-                _save_state(state, outcome, best, model, optimiser)
+                moments = optimiser.state_dict()["state"]
+                parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
+                random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
+                state.keep("state", parts | random)
             start = time.perf_counter()
     model.load_state_dict(best)
     (_, first), *later = outcome.curve
     if not outcome.problem and not min(loss for _, loss in later) < first:
-        outcome = replace(outcome, problem="it never predicts better than before training")
+        outcome.problem = "it never predicts better than before training"
     return outcome
 
 
@@ -236,14 +208,11 @@ def count_tokens(batch: Examples) -> int:
     return int(batch.mask.sum()) if batch.mask is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
 
 
-STEP = "step-{:06d}"  # folder name of a step, parsed by `converge --checkpoints`
-
-
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
     """Write the model after so many steps, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
 
-    step_folder = folder / STEP.format(step)
+    step_folder = folder / f"step-{step:06d}"  # parsed by `converge --checkpoints`
     try:
         with quiet():
             model.save_pretrained(step_folder)
@@ -268,8 +237,6 @@ MEASURES = (  # Symmetry, definiteness, spectrum and peakedness of rows: of W_Q 
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
-DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
-"""Selection: share of decided queries, and cosine between a head and the SVM of its own choices."""
 SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
@@ -306,9 +273,8 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """Compute the selection measures of all heads of all modules, over all sequences."""
-    decided: list[float] = []
-    cosines: list[float] = []
+    """Compute, over all sequences, each head's share of decided queries and its cosine to the SVM of its choices."""
+    decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))
         for number, query_key in enumerate(query_keys):
@@ -317,17 +283,18 @@ def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequ
         if selector.stored and module.kernel.tie is None and module.kernel.info.dot is not None:
             compared = [selector.nearness(head) for head in selector.shares]
             cosines += [head.svm_cosine if isinstance(head, Nearness) else math.nan for head in compared]
-    return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
+    measured = {"selection.decided": decided, "selection.projected_svm_cosine": cosines}
+    return {name: torch.tensor(values) for name, values in measured.items() if values}
 
 
 def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
     """Return s W_Q W_Kᵀ of a module with a kernel, in float64."""
-    heads = tuple(range(module.heads))
     query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
         part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
         for part in (module.query, module.key or module.query)
     )
     site = Site(f"layer {layer}", 0, layer, module.part)
+    heads = tuple(range(module.heads))
     return QueryKey(query, key, query.shape[-1] ** -0.5, "weights", site, heads, key_of=heads)
 
 
@@ -359,23 +326,21 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
         return {} if batch is None else measure_heads(model, batch)
 
     outcome = train(model.core, task, unit, store.inside(name), watch)
-    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not outcome.problem else {}
-    if not all(math.isfinite(value) for value in scores.values()):
-        outcome, scores = replace(outcome, problem="its loss on the test set is not finite"), {}
-    outcome = replace(
-        outcome,
-        watched=outcome.watched if unit.watched else [],
-        scores=scores,
-        parameters=sum(part.numel() for part in model.parameters()),
-        kernel_parameters=sum(module.kernel_parameters for module in model.attentions()),
-    )
+    if unit.tested and not outcome.problem:
+        outcome.scores = score(task, model.core, "test", unit.scale.batch)
+        if not all(map(math.isfinite, outcome.scores.values())):
+            outcome.problem, outcome.scores = "its loss on the test set is not finite", {}
+    if not unit.watched:
+        outcome.watched = []
+    outcome.parameters = sum(part.numel() for part in model.parameters())
+    outcome.kernel_parameters = sum(module.kernel_parameters for module in model.attentions())
     return asdict(outcome)
 
 
 def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
     """Build the unit's initial model."""
     scale = unit.scale
-    begin, end, padding = (BEGIN, END, PADDING) if task.form == "translation" else (None, None, None)
+    ids = {"decoder_start_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
     config = KernelTransformerConfig(
         vocab_size=task.vocabulary,
         hidden_size=scale.d_model,
@@ -387,9 +352,7 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         channels=task.channels,
         classes=task.classes,
         form=asdict(unit.form),
-        decoder_start_token_id=begin,
-        eos_token_id=end,
-        pad_token_id=padding,
+        **(ids if task.form == "translation" else dict.fromkeys(ids)),
     )
     return draw_model(task.form, config, unit.seed)
 
