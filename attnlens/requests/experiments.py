@@ -34,12 +34,11 @@ def checked_table(name: str) -> str:
 
 
 def _series(_name: str, value: object) -> tuple[str, str]:
-    two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
-    if len(two) != 2:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != 2:
         raise UsageError(
             f"series={format_argument(value)} is not a pair of files.", "Give a training file and a test file."
         )
-    return path("series", two[0]), path("series", two[1])
+    return path("series", value[0]), path("series", value[1])
 
 
 class StudyRequest(EngineRequest):

@@ -129,7 +129,6 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
 }
 """Name → tokens, chosen token of each input, ½‖p‖²."""
 PROMPT_D = 0.3131888
-WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}  # display name of each figure
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
 """Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
 
@@ -137,7 +136,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 def golden() -> Experiment:
     """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
     rows: dict[str, Figure] = {}
-    problems = instances()
+    problems, labels = instances(), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
         figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
@@ -145,7 +144,7 @@ def golden() -> Experiment:
             nuclear = attsvm.solve_nuclear(problem, tolerance=GOLDEN_GAP)
             figures |= {"nuclear": nuclear.norm, "rank": None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)}
         for what, value in known.items():
-            label = f"{name.replace('_', ' ')} {WRITTEN[what]}"
+            label = f"{name.replace('_', ' ')} {labels[what]}"
             rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=TOLERANCE)
     return Experiment(
         name="golden instances",
@@ -159,10 +158,17 @@ def golden() -> Experiment:
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     """Return the problem and known figures (half_square, frobenius, nuclear, rank) of each golden instance by name."""
     problems = {
-        name: (attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)), {"half_square": known})
-        for name, (tokens, chosen, known) in PROMPTS.items()
+        name: (attsvm.prompt(torch.tensor(prompts).double(), torch.tensor(chosen)), {"half_square": known})
+        for name, (prompts, chosen, known) in PROMPTS.items()
     }
-    problems["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
+    # prompt d: 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen
+    n, T = 3, 7
+    tokens = torch.randn(n, T, 3, generator=torch.Generator().manual_seed(0)) * 0.2
+    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
+    tokens[:, 1 : (T + 1) // 2] += torch.tensor([-1.0, 1.0, 0.0])
+    tokens[:, -(T - 1) // 2 :] += torch.tensor([-0.5, -0.5, 0.0])
+    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
+    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long)), {"half_square": PROMPT_D}
     # the file has tokens X, queries Z, head v, labels Y, chosen tokens and known figures of each instance
     for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
         tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
@@ -172,17 +178,6 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
         problem = attsvm.selection(draws.instances.tokens[0], draws.instances.queries[0], draws.best[0])
         problems[f"local_{seed}"] = (problem, {"frobenius": frobenius, "nuclear": nuclear})
     return problems
-
-
-def _prompt_d() -> attsvm.Problem:
-    """Draw 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen."""
-    n, T, d = 3, 7, 3
-    tokens = torch.randn(n, T, d, generator=torch.Generator().manual_seed(0)) * 0.2
-    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1 : (T + 1) // 2] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, -(T - 1) // 2 :] += torch.tensor([-0.5, -0.5, 0.0])
-    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
 FEASIBLE_SHARES = {  # by (n, T)
@@ -210,10 +205,18 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
         certain = max(T - 1, n)
-        shares = {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, certain})}
-        for d, share in shares.items():
+        shares: dict[int, float] = {}
+        for d in sorted({*s.d, certain}):
+            instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
+            separable = 0
+            for trial, (tokens, queries) in enumerate(zip(instances.tokens, instances.queries, strict=True)):
+                # If the solver cannot decide (None), separability is unproven and counts as not separable.
+                problem = attsvm.selection(tokens, queries, torch.zeros(n, dtype=torch.long))
+                separable += attsvm.separable(problem).verdict is True
+                progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
+            shares[d] = separable / s.trials
             reference, label = FEASIBLE_SHARES.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, theirs=60)
+            rows[f"n{n}_T{T}_d{d}"] = share_of(shares[d], s.trials, label, reference, theirs=60)
         share = shares[certain] if certain > 1 else None
         sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
         curves[f"n={n}, T={T}"] = share_curve(shares, "share separable")
@@ -225,17 +228,6 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
         curves=curves,
         **columns(rows | sure, "in one dimension tokens of unit length are ±1, and equal ones can't be separated"),
     )
-
-
-def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
-    instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
-    separable, first = 0, torch.zeros(n, dtype=torch.long)
-    for trial in range(s.trials):
-        problem = attsvm.selection(instances.tokens[trial], instances.queries[trial], first)
-        # If the solver cannot decide (None), separability is unproven and counts as not separable.
-        separable += attsvm.separable(problem).verdict is True
-        progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
-    return separable / s.trials
 
 
 SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}

@@ -128,8 +128,7 @@ def compare_training(
 ) -> Experiment:
     """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
     total, done = len(seeds) * len(WAYS) * training.steps, 0
-    losses: dict[str, list[float]] = {way: [] for way in WAYS}
-    spectra: dict[tuple[str, str], list[Tensor]] = {(matrix, way): [] for matrix in MATRICES for way in WAYS}
+    measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
 
@@ -138,12 +137,12 @@ def compare_training(
 
             fit(model, windows, training, seed, tick)
             done += training.steps
-            loss, measured = read(model, held_out)
-            losses[way].append(loss)
-            for matrix in MATRICES:
-                spectra[matrix, way].append(measured[matrix])
-    values = {("loss", way): torch.tensor(each, dtype=torch.float64) for way, each in losses.items()}
-    values |= {key: torch.stack([each[:, 0].mean() for each in measured]) for key, measured in spectra.items()}
+            for name, value in measure_decay(model, held_out).items():
+                measured[name, way].append(value)
+    values = {
+        (name, way): torch.stack([value if name == "loss" else value[:, 0].mean() for value in each])
+        for (name, way), each in measured.items()
+    }
     both, differences, claims = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
     for name in ("loss", *MATRICES):
         label, ours, theirs = _spell(name), values[name, PRIMAL], values[name, CANONICAL]
@@ -160,23 +159,22 @@ def compare_training(
         source=SOURCE,
         axis="first k singular values",
         curves={
-            f"{_spell(matrix)}: {way}": _head_curve(torch.cat(measured), _spell(matrix), way)
-            for (matrix, way), measured in spectra.items()
+            f"{_spell(matrix)}: {way}": _head_curve(torch.cat(measured[matrix, way]), _spell(matrix), way)
+            for matrix in MATRICES
+            for way in WAYS
         },
         **columns(both | differences | claims),
     )
 
 
-def read(
-    model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]
-) -> tuple[float, dict[str, Float[Tensor, "heads steps"]]]:
-    """Compute the loss in nats per predicted token, and three matrices' spectra in the last layer.
+def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
+    """Compute the `loss` in nats per predicted token, and three matrices' spectra (heads, steps) in the last layer.
 
     The spectra are cumulative singular values, averaged over windows, by matrix.
     """
     attention = None
     with torch.no_grad():
-        loss = float(nats(model, held_out))
+        loss = nats(model, held_out).double()
         for part in model.modules():
             if isinstance(part, primal.PrimalHeads) and part.last is not None:  # eΛrᵀ is K if e, r solve the kernel SVD
                 e, r, _ = part.last
@@ -184,8 +182,8 @@ def read(
                 attention = linalg.cumulative(values)
         call, query_key = calls(model, held_out)[-1]
     attention = attention_curve(query_key) if attention is None else attention
-    curves = attention, cosine_curve(call), cosine_curve(call, averaged=True)
-    return loss, {name: values.mean(0) for name, values in zip(MATRICES, curves, strict=True)}
+    spectra = attention, cosine_curve(call), cosine_curve(call, averaged=True)
+    return {"loss": loss} | {name: values.mean(0) for name, values in zip(MATRICES, spectra, strict=True)}
 
 
 def _spell(name: str) -> str:
@@ -304,13 +302,6 @@ class Case(NamedTuple):
     keys: Float[Tensor, "m features"]  # Φ_k
     projection: Float[Tensor, "sampled features"] | None  # F; None is the identity
 
-    @property
-    def kernel(self) -> Float[Tensor, "n m"]:
-        """K as an explicit matrix, the reference for the identities."""
-        if self.projection is None:
-            return self.queries @ self.keys.mT
-        return (self.queries @ self.projection.mT) @ (self.keys @ self.projection.mT).mT
-
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
@@ -360,9 +351,10 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 def errors(case: Case, seed: int) -> dict[str, float]:
     """Compute each identity's error on the s leading components: relative to K, absolute for J and the control."""
-    sides = case.queries, case.keys, case.projection
-    solution, kernel = ksvd.dual(case.queries, case.keys, SCORES, case.projection), case.kernel
-    weights = ksvd.primal(solution, *sides)
+    solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
+    projected = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
+    kernel = projected[0] @ projected[1].mT  # K as an explicit matrix, the reference for the identities
+    weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     sigma, top = solution.values, float(solution.values[0])
     remainder = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
@@ -383,7 +375,7 @@ def errors(case: Case, seed: int) -> dict[str, float]:
 
 def _objective(case: Case, solution: ksvd.Dual) -> float:
     """Compute |J| at the primal weights of a dual solution, in K's unit."""
-    weights = ksvd.primal(solution, case.queries, case.keys, case.projection)
+    weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     return float(ksvd.objective(e, r, weights.query_weight, weights.key_weight, weights.multipliers).abs())
 

@@ -62,7 +62,15 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
     Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """
-    by_size = {d: _measure_size(s, d, progress) for d in s.d}
+    by_size: dict[int, Float[Tensor, "accepted 3"]] = {}  # 1 − correlation to each of DIRECTIONS
+    for d in s.d:
+        draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
+        weights = descent.log_weights.exp().flatten(1)
+        between, dropped = ((weights > GONE) & (weights <= KEPT)).any(-1), (weights <= GONE).any(-1)
+        trials = ((draws.instances.labels < 0).any(-1) & ~between & dropped).nonzero().flatten().tolist()
+        directions = (_compare_directions(draws.instances, descent, trial) for trial in trials)
+        measured = [row for row in directions if row is not None]
+        by_size[d] = torch.tensor(measured, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
     rows, curves = dict[str, Figure](), dict[str, Curve]()
     for d, accepted in by_size.items():
         for column, (name, label) in enumerate(DIRECTIONS.items()):
@@ -84,19 +92,6 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
         curves=curves,
         **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
     )
-
-
-def _measure_size(s: ExperimentSettings, d: int, progress: Progress) -> Float[Tensor, "accepted 3"]:
-    """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
-    draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
-    # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
-    weights = descent.log_weights.exp()
-    between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
-    dropped = (weights <= GONE).flatten(1).any(-1)
-    accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
-    trials = accepted.nonzero().flatten().tolist()
-    rows = [row for trial in trials if (row := _compare_directions(draws.instances, descent, trial)) is not None]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
 
 
 def _compare_directions(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
@@ -223,16 +218,13 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
             continue
         W = attsvm.solve(problem).W
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
-            return _build_corpus(problem, embeddings[inputs], inputs == labels, W)
-    raise UsageError(
-        f"None of {TRIES} random corpora poses such a problem ({n} sequences of {T} tokens from a vocabulary of {d}).",
-        "Choose a larger d, or more or longer sequences.",
-    )
-
-
-def _build_corpus(
-    problem: attsvm.Problem, tokens: Float[Tensor, "n T d"], hits: Bool[Tensor, "n T"], W: Float[Tensor, "d d"]
-) -> Corpus:
+            break
+    else:
+        raise UsageError(
+            f"None of {TRIES} random corpora poses such a problem ({n} sequences of {T} tokens, vocabulary of {d}).",
+            "Choose a larger d, or more or longer sequences.",
+        )
+    tokens, hits = embeddings[inputs], inputs == labels
     features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
     equal = problem.equal
     ties = (problem.differences[equal][:, :, None] * problem.paired_queries[equal][:, None, :]).flatten(1)
