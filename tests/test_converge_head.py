@@ -10,7 +10,7 @@ from loaded import family
 
 from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
-from attnlens.lab.experiments.settings import ExperimentSettings
+from attnlens.lab.experiments.tokens import ExperimentSettings
 from attnlens.lab.reproduce import FACTORS, as_instances, converge_head, hardening, pose_selection, starts, train_head
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.head import (

@@ -10,8 +10,7 @@ from experiment_words import assert_in_words
 
 from attnlens.errors import UsageError
 from attnlens.lab.experiments import EXPERIMENTS, golden
-from attnlens.lab.experiments.settings import NAMES
-from attnlens.lab.experiments.tokens import draw, grid, instances, starts
+from attnlens.lab.experiments.tokens import NAMES, draw, grid, instances, starts
 from attnlens.lab.experiments.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment

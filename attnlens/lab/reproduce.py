@@ -22,7 +22,7 @@ from attnlens.choices import CLAIMS, SHOWN, WHERE_POSED
 from attnlens.errors import UsageError
 from attnlens.lab.experiments import EXPERIMENTS, golden
 from attnlens.lab.experiments.binary_kernel import binary_kernel
-from attnlens.lab.experiments.settings import CORRELATION, ExperimentSettings, curve
+from attnlens.lab.experiments.tokens import CORRELATION, ExperimentSettings, curve
 from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.lab.study.cells import train_table
 from attnlens.maths import attsvm

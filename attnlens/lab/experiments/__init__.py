@@ -5,8 +5,7 @@ demo model and models of its size, and on a planted kernel. Inputs: `ExperimentS
 `records.studies.Experiment`, judged against published values. Imported by `lab/reproduce.py` only.
 """
 
-from attnlens.lab.experiments.settings import Study
-from attnlens.lab.experiments.tokens import feasibility, global_selection, golden, local_convergence, rank
+from attnlens.lab.experiments.tokens import Study, feasibility, global_selection, golden, local_convergence, rank
 from attnlens.lab.experiments.weights import multi_token, next_token
 
 STUDIES = local_convergence, global_selection, feasibility, rank, multi_token, next_token

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import JsonValue
 
-from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
+from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Experiment
 from attnlens.runs.progress import Progress, silent
@@ -28,7 +28,6 @@ TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° its s
 uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
-QUANTITY = "relative L2 error"
 SOURCE = (
     "Wright & Gonzalez 2021, Theorems 1 and 2 (the functions of a binary kernel machine; two networks come as near as "
     "wanted to a continuous function of two compact domains), which name no rate: judged are three inequalities. Best: "
@@ -40,14 +39,6 @@ TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from 
 FULL = (8, 16, 32, 64, 128, 256), 1000
 """Points drawn per domain, of which all pairs are known, and Adam steps. The widths are compared at the last size."""
 QUICK = (8, 16, 32, 64), 300
-
-
-def planted_kernels(
-    turns: Float[Tensor, "trials 2 2"], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
-) -> Float[Tensor, "trials n m"]:
-    """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]² of every pair, R the rotation of the trial."""
-    squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
-    return (-squares / (2 * LENGTH**2)).exp()
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ def build_experiment(
     }
     rows["floor"] = average_trials(floor, "floor of one network")
     lines = {**errors, "floor": ("floor of one network", floor[:, None].expand(-1, len(values)))}
-    curves = {name: curve(values, each.mT, QUANTITY, label=label) for name, (label, each) in lines.items()}
+    curves = {name: curve(values, each.mT, "relative L2 error", label=label) for name, (label, each) in lines.items()}
     experiment = {"source": SOURCE, "settings": settings, "curves": curves, **words}
     return Experiment.model_validate(experiment | columns(rows | dict(inequalities))).judge()
 
@@ -149,7 +140,13 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
     The rotation and initial weights of a trial do not depend on the number of points and widths.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
-    kernels = partial(planted_kernels, torch.stack([_rotation(generator) for generator in generators]))
+    turns = torch.stack([_rotation(generator) for generator in generators])
+
+    def kernels(x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
+        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]² of every pair, R the trial's rotation."""
+        squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
+        return (-squares / (2 * LENGTH**2)).exp()
+
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
     x, y = (torch.stack([2 * uniform(points, 2, generator=each) - 1 for each in generators]) for _ in range(2))

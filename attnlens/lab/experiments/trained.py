@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from attnlens.kernels.attention.sums import running
 from attnlens.lab import primal
-from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
+from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
 from attnlens.maths.ksvd import ETA
 from attnlens.maths.linalg.spectra import one_thread

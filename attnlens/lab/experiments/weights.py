@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.errors import UnposedError, UsageError
-from attnlens.lab.experiments.settings import (
+from attnlens.lab.experiments.tokens import (
     CORRELATION,
     ExperimentSettings,
     Figure,
@@ -19,8 +19,9 @@ from attnlens.lab.experiments.settings import (
     average_trials,
     columns,
     curve,
+    descend_trials,
+    grid,
 )
-from attnlens.lab.experiments.tokens import descend_trials, grid
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Scores, gradient, unit
 from attnlens.records.studies import Curve, Experiment

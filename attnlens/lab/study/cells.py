@@ -55,11 +55,8 @@ MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[
     "translation": ("BLEU", ("BLEU", "loss")),
     "classification": ("accuracy", ("accuracy",)),
 }
-"""Measure of the papers, and the scores that compare cells, the paper's first.
-
-For translation the loss too, which separates better: BLEU scores the words written, so models that hardly translate yet
-all have a little of it.
-"""
+"""Measure of the papers, and the scores that compare cells, the paper's first. Translation is also compared by the
+loss, because models that hardly translate yet all have a low BLEU."""
 
 
 def build_table(
@@ -364,7 +361,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     task_names = [task.name for task in tasks]  # cells are matched to tasks by name
     if twice := [name for name in task_names if task_names.count(name) > 1]:
         raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Give one of the files another name.")
-    tables: list[studies.StudyTable] = []
+    tables = []
     store = Store(work.root / "study", {"command": "study"})
     for table_name, cells in chosen.items():
         table = TABLES[table_name]
@@ -427,17 +424,16 @@ def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[Task
     """
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
-    if "classification" in forms and request.series is not None:
+    if request.series is not None:
         tasks.append(series(*request.series))
-    if "classification" in forms and request.labelled is not None:
+    if request.labelled is not None:
         tasks.append(load_labelled(request.labelled, scales["classification"]))
-    if "translation" in forms and request.pairs is not None:
+    if request.pairs is not None:
         tasks.append(translation(request.pairs, scales["translation"]))
     elif "translation" in forms:
         tasks.append(iwslt(scales["translation"]) if papers else Reversal())
-    if "language" in forms and papers and not request.text:
-        tasks.append(wikitext(scales["language"]))
-    elif "language" in forms:
+    if "language" in forms:
         contents = [(content.name, content.text) for content in texts.read_each(list(request.text))]
-        tasks.append(language(contents, scales["language"]))
+        use_wikitext = papers and not request.text
+        tasks.append(wikitext(scales["language"]) if use_wikitext else language(contents, scales["language"]))
     return tasks[::-1]

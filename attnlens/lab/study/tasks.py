@@ -123,10 +123,8 @@ def split_text(text: str) -> dict[str, list[str]]:
 
     def cut(near: int) -> int:
         """Return the next end of line at or after a position; the position itself if the line is long."""
-        if near in (0, len(text)):
-            return near
         end = text.find("\n", near - 1, near + LINE_CHARACTERS)
-        return near if end == -1 else end + 1
+        return near if end == -1 or near in (0, len(text)) else end + 1
 
     return {part: [text[cut(block.start) : cut(block.stop)] for block in each] for part, each in parts.items()}
 

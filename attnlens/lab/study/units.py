@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Weights = dict[str, "Tensor"]
-
-
 @dataclass
 class RunOutcome:
     """Result of a training run, updated at each step."""
@@ -65,7 +62,7 @@ class RunOutcome:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-def _copy_weights(model: nn.Module) -> Weights:
+def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
