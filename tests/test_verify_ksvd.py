@@ -273,7 +273,7 @@ def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny
     for way, model in pair(tiny, 5, 1).items():
         model.register_forward_pre_hook(lambda _, args, way=way: seen[way].append(args[0].clone()))
         before = nats(model, ids[:8]).item()
-        fit(model, ids, replace(FEW, steps=40), 1, lambda _: None)
+        fit(model, ids, replace(FEW, steps=40), 1, lambda: None)
         assert nats(model, ids[:8]).item() < before - 0.5, "it learns"
         assert not model.training
     assert len(seen[PRIMAL]) == 42
@@ -317,7 +317,7 @@ def test_the_regulariser_moves_primal_alone_and_a_verdict_is_never_given(tiny, i
 
 def test_what_stands_for_attention_in_the_primal_layer_is_its_scores_kernel(tiny, ids):
     model = pair(tiny, 5, 0)[PRIMAL]
-    fit(model, ids[:16], FEW, 0, lambda _: None)
+    fit(model, ids[:16], FEW, 0, lambda: None)
     held = ids[16:19]
     curves = measure_decay(model, held)
     with torch.no_grad():

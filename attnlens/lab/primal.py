@@ -88,9 +88,9 @@ def build(
         target.module.add_module("primal", heads.to(model.device, model.dtype))
         if samples:
             target.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
-    model.config.use_cache = False
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.use_cache = False
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.use_cache = False
     hooks.install(model, NAME, _compute_attention)
     model.config.attnlens_primal = [
         {"layer": target.site.layer, "scores": part.log_multipliers.shape[-1], "samples": part.samples}
@@ -114,12 +114,10 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:
-    if layers == "all":
-        return reached
-    if layers == "last":
-        return reached[-1:]
     if isinstance(layers, str):
-        raise UsageError(f"Cannot parse the layers {layers!r}.", 'Write "all", "last" or numbers.')
+        if layers not in ("all", "last"):
+            raise UsageError(f"Cannot parse the layers {layers!r}.", 'Write "all", "last" or numbers.')
+        return reached if layers == "all" else reached[-1:]
     wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
     if wrong or not layers:
         what = f"There is no layer {wrong[0]}." if wrong else "No layers given."
@@ -165,8 +163,7 @@ def _compute_attention(call: Call) -> Tensor:
     heads = getattr(module, "primal", None)
     if heads is None:
         return attend(call, OWN)
-    reach = whole_reach(call)
-    rows = None
+    reach, rows = whole_reach(call), None
     if heads.samples:
         inputs = cast("Tensor", module.__dict__.pop("_primal_input"))
         rows = inputs.reshape(*inputs.shape[:2], call.query.shape[1], -1).transpose(1, 2)

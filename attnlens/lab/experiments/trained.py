@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -60,9 +61,12 @@ def fit(
     windows: Int[Tensor, "windows tokens"],
     training: Training,
     seed: int,
-    progress: Callable[[int], None],
+    progress: Callable[[], object],
 ) -> None:
-    """Train in place on the loss in nats, + η·ΣJ² if a layer is primal. Batches depend on the seed only."""
+    """Train in place on the loss in nats, + η·ΣJ² if a layer is primal. Batches depend on the seed only.
+
+    `progress` is called after each step.
+    """
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1)
     regularised = any(isinstance(part, primal.PrimalHeads) for part in model.modules())
@@ -79,7 +83,7 @@ def fit(
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        progress(step + 1)
+        progress()
     model.train(False)
 
 
@@ -127,16 +131,11 @@ def compare_training(
     progress: Progress = silent,
 ) -> Experiment:
     """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
-    total, done = len(seeds) * len(WAYS) * training.steps, 0
+    total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
     measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
-
-            def tick(step: int, done: int = done) -> None:
-                progress("decay by training", done + step, total)
-
-            fit(model, windows, training, seed, tick)
-            done += training.steps
+            fit(model, windows, training, seed, lambda: progress("decay by training", next(numbers), total))
             for name, value in measure_decay(model, held_out).items():
                 measured[name, way].append(value)
     values = {
@@ -309,16 +308,8 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     for done, case in enumerate(all_cases):
         all_errors.append(errors(case, seed))
         progress("KSVD identities", done + 1, len(all_cases))
-    rows = {
-        name: Figure(
-            max(each[name] for each in all_errors),
-            label=LABELS.get(name),
-            published=0.0,
-            tolerance=LIMIT,
-            bound="at most",
-        )
-        for name in all_errors[0]
-    }
+    identity = partial(Figure, published=0.0, tolerance=LIMIT, bound="at most")
+    rows = {name: identity(max(each[name] for each in all_errors), label=LABELS.get(name)) for name in all_errors[0]}
     control = min(each[CONTROL] for each in all_errors)
     rows[CONTROL] = Figure(control, label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(
