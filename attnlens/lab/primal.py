@@ -156,7 +156,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Return a module's output (batch, queries, heads, value_dim): primal, or its own if it has no `primal` part."""
+    """Return a module's output (batch, queries, heads, value_dim): primal, or the model's if it is not primal."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

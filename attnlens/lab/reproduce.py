@@ -261,7 +261,7 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
     """Compute KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries as a function of c.
 
     c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
-    that selects the same tokens is shown too, at the head's own norm ‖ΠM‖ and with the same copies; it has no softcap
+    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies; it has no softcap
     and no sink, which need the scores themselves, while the SVM defines only their differences.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
@@ -277,9 +277,9 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
 
 
 def as_instances(problem: Problem) -> Instances:
-    """Convert the problem to one trial of gradient descent. Softmax depends on differences only: α is 0 and t is −u.
+    """Convert the problem to one trial of gradient descent, in which training increases the weight of the token α.
 
-    α has score 1 and the others 0, so f = s_α, which training increases.
+    Softmax depends on differences only, so α is at 0 and every other token at minus its difference from α.
     """
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
@@ -292,7 +292,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return the initial W or (K, Q): zero or small, and the head's ΠM: parts outside the problem's span never move."""
+    """Return the initial W or (K, Q): zero or small, and the head's ΠM: parts outside the problem's span never change."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:

@@ -115,7 +115,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Return the mean over trials with a value (None without), its error (two or more), and the published value."""
+    """Return a row with the mean over the trials that have a value, and its standard error; `known` is published."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
@@ -123,7 +123,7 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return our share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), p the published share within [1/n, 1 − 1/n]."""
+    """Return a row with a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), p the published share within [1/n, 1 − 1/n]."""
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)

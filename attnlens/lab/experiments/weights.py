@@ -222,7 +222,8 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
             break
     else:
         raise UsageError(
-            f"None of {TRIES} random corpora poses such a problem ({n} sequences of {T} tokens, vocabulary of {d}).",
+            f"None of {TRIES} random corpora ({n} sequences of {T} tokens, vocabulary of {d}) has "
+            f"{'a cyclic' if cyclic else 'an acyclic'} token-priority graph with an SVM solution.",
             "Choose a larger d, or more or longer sequences.",
         )
     tokens, hits = embeddings[inputs], inputs == labels

@@ -42,15 +42,6 @@ class Examples:
     targets: Tensor  # ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)
     decoder_inputs: Tensor | None = None  # ids (batch, target tokens), starting with BEGIN; None without a decoder
 
-    def single(self, row: int) -> Examples:
-        """Return one example without its padding, as a batch of one."""
-        rows = slice(row, row + 1)
-        inputs = self.inputs[rows, : None if self.mask is None else int(self.mask[row].sum())]
-        if self.decoder_inputs is None:
-            return Examples(inputs, None, self.targets[rows])
-        size = int((self.targets[row] != NOTHING).sum())
-        return Examples(inputs, None, self.targets[rows, :size], self.decoder_inputs[rows, :size])
-
     def to(self, device: torch.device | str) -> Examples:
         """Copy the batch to a device."""
         mask, decoder_inputs = (None if part is None else part.to(device) for part in (self.mask, self.decoder_inputs))
@@ -133,9 +124,9 @@ POOLS = 4  # minimum number of pools per epoch; sorting a whole epoch would batc
 
 
 def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of numbers of examples of the given lengths without end, in a new order each epoch.
+    """Yield batches of indices of examples with these lengths forever, in a new order each epoch.
 
-    Examples beyond the last full batch are dropped before sorting by length, so different ones in each epoch.
+    Examples beyond the last full batch are dropped before sorting by length: different examples in each epoch.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
@@ -169,11 +160,6 @@ def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> d
         for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
             parts[part] += [range(first, last)] if first < last else []
     return parts
-
-
-def numbers(parts: Mapping[str, Iterable[range]]) -> dict[str, list[int]]:
-    """List the numbers in the blocks of each part."""
-    return {part: list(chain.from_iterable(each)) for part, each in parts.items()}
 
 
 def space_evenly(count: int, most: int) -> list[int]:

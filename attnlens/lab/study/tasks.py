@@ -27,7 +27,6 @@ from attnlens.lab.study.examples import (
     StudyTask,
     blocks,
     encode,
-    numbers,
     pair_sentences,
     space_evenly,
     train_byte_pairs,
@@ -177,8 +176,8 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
     blocks. Raises TextError for data that cannot be used, UsageError for a vocabulary below 259.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
-    chosen = _split_by_book(rows) or numbers(blocks(len(rows)))
-    parts = {part: [rows[number][-2:] for number in of_part] for part, of_part in chosen.items()}
+    chosen = _split_by_book(rows) or {part: chain.from_iterable(each) for part, each in blocks(len(rows)).items()}
+    parts = {part: [rows[number][-2:] for number in numbers] for part, numbers in chosen.items()}
     return pair_rows(Path(path).name, parts, files, scale)
 
 
@@ -211,7 +210,7 @@ def pair_rows(
     for part, pairs in chosen.items():
         if not pairs:
             raise TextError(
-                f"{name}: no pair of its {part} part can be used, with at most {scale.length} tokens per side.",
+                f"{name}: the {part} part has no usable pair with at most {scale.length} tokens per side.",
                 "Give more pairs, or shorter ones.",
             )
     return StudyTask(
@@ -273,7 +272,6 @@ class Reversal(StudyTask):
         return (source + self.letters * before).flip(0)
 
 
-HEADER = ("text", "label")  # columns of a header line
 CLASS_SHARE = 0.1  # share of validation cases of each class, and of test cases
 TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated by a tab."
 
@@ -286,7 +284,7 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     Raises TextError for data that cannot be used, UsageError for a vocabulary below 256.
     """
     rows, files = read_rows(path, (2,), TEXT_REMEDY)
-    rows = rows[1:] if tuple(word.lower() for word in rows[0]) == HEADER else rows
+    rows = rows[1:] if [word.lower() for word in rows[0]] == ["text", "label"] else rows
     label_of: dict[str, str] = {}
     for text, label in rows:
         label_of.setdefault(text, label)
@@ -334,8 +332,8 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
                 f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation.",
                 "Give at least ten texts per label.",
             )
-        for part, chosen in numbers(blocks(len(of_class), stretches=1, share=CLASS_SHARE)).items():
-            parts[part] += [of_class[number] for number in chosen]
+        for part, (chosen,) in blocks(len(of_class), stretches=1, share=CLASS_SHARE).items():
+            parts[part] += of_class[chosen.start : chosen.stop]
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 

@@ -101,11 +101,11 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss, on a CPU with one thread deterministically; keep the weights of least validation loss.
+    """Minimise the task's loss, and keep the weights with the least validation loss.
 
-    At every evaluation, `watch` measures the model, and everything that the remaining steps depend on is saved to the
-    store `state`, from which the same call resumes. A run has not converged if its loss is not finite (it then stops)
-    or never falls below the first.
+    Training is deterministic on a CPU with one thread. At every evaluation, `watch` measures the model, and everything
+    that the remaining steps depend on is saved to the store `state`, from which the same call resumes. A run has not
+    converged if its loss is not finite (it then stops) or never falls below the first.
     """
 
     def validation_loss() -> float:
@@ -237,17 +237,17 @@ MEASURES = (  # Symmetry, definiteness, spectrum and peakedness of rows: of W_Q 
 SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
-def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]:
+def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
     """Compute the median over heads of each measure; primal layers, and shares of causal heads, have none.
 
-    tokens.* are averaged over held-out sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
+    tokens.* are averaged over the sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
     s W_Q W_Kᵀ, the only measures if a kernel can be negative. The SVM of the selection is posed for kernels that depend
     on the inner product only and have no position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
     if not any(module.kernel.signed for module in modules):
-        tokens = [_record_tokens(model, batch.single(row)) for row in range(min(SEQUENCES, len(batch.inputs)))]
+        tokens = [_record_tokens(model, example) for example in sequences]
         measured += [_measure_selection(modules, tokens), *map(_measure, tokens)]
     medians = {}
     for name in dict.fromkeys(chain.from_iterable(measured)):
@@ -315,12 +315,12 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
     """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(hash_task(task))
     model = build_model(unit, task)
-    batch = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
+    sequences = task.held_out("validation", 1)[:SEQUENCES] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
         if unit.saved:
             save_step(model, task, model_folder(store, name), step)
-        return {} if batch is None else measure_heads(model, batch)
+        return {} if sequences is None else measure_heads(model, sequences)
 
     outcome = train(model.core, task, unit, store.inside(name), watch)
     if unit.tested and not outcome.problem:
