@@ -292,7 +292,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return the initial W or (K, Q): zero or small, and the head's ΠM: parts outside the problem's span never change."""
+    """Return the initial W or (K, Q): zero or small, and the head's ΠM; parts outside the problem's span are fixed."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:

@@ -148,7 +148,11 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
         return (-squares / (2 * LENGTH**2)).exp()
 
     chosen = [WIDTHS.index(m) for m in widths]
-    initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
+    initial = [
+        torch.stack([torch.randn(2, len(WIDTHS), into, out, generator=each) for each in generators])[:, :, chosen]
+        / math.sqrt(into)
+        for into, out in pairwise((2, HIDDEN, HIDDEN, max(WIDTHS)))
+    ]
     x, y = (torch.stack([2 * uniform(points, 2, generator=each) - 1 for each in generators]) for _ in range(2))
     axis = torch.linspace(-1, 1, GRID, dtype=torch.float64)
     grid = torch.cartesian_prod(axis, axis).expand(trials, -1, -1)
@@ -175,14 +179,6 @@ def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
     angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, -sin)), torch.cat((sin, cos))))
-
-
-def _weights(generator: torch.Generator) -> list[Tensor]:
-    """Draw initial weights of both maps per width, as (2, widths, in, out): 2 → HIDDEN → HIDDEN → the largest m."""
-    return [
-        torch.randn(2, len(WIDTHS), into, out, generator=generator) / math.sqrt(into)
-        for into, out in pairwise((2, HIDDEN, HIDDEN, max(WIDTHS)))
-    ]
 
 
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:

@@ -123,7 +123,7 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return a row with a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), p the published share within [1/n, 1 − 1/n]."""
+    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p the published share, clamped."""
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
