@@ -144,11 +144,9 @@ def test_two_tasks_of_one_text_give_the_same_batches_and_other_seeds_other_ones(
     assert len(tasks.language([("a", text)], sizes(length=16, vocabulary=300, evaluated=9)).cases["test"].inputs) == 9
 
 
-def test_a_text_shorter_than_a_window_and_a_small_vocabulary_are_refused():
+def test_a_text_shorter_than_a_window_is_refused():
     with pytest.raises(TextError, match=r"too short: its .* part is shorter than one window of 64 tokens"):
         tasks.language([("short", "In the beginning")], sizes(length=64, vocabulary=300))
-    with pytest.raises(UsageError, match="is too small"):
-        tasks.language([("lines", "\n".join(lines(1200)))], sizes(length=16, vocabulary=100))
 
 
 def test_the_default_text_is_the_book_in_a_checkout_and_the_passages_in_an_installed_package(monkeypatch, tmp_path):

@@ -108,9 +108,7 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config._attn_implementation in (ONLY_BY, NAME):
         config._attn_implementation = None  # back to transformers' default
     name = (getattr(config, "architectures", None) or [""])[0]
-    if (model_class := getattr(transformers, name, None)) is not None:
-        return cast("PreTrainedModel", model_class(config))
-    return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
+    return cast("PreTrainedModel", getattr(transformers, name, transformers.AutoModel.from_config)(config))
 
 
 def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:
@@ -126,18 +124,15 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
 
 
 def _check_layer(layer: SiteCall, samples: int) -> None:
-    if layer.site.part == "cross":
-        raise ModelError(
-            f"{layer.site.path} is cross-attention: e- and r-scores would belong to different tokens.",
-            "Choose a model without cross-attention, or omit such layers.",
-        )
-    if layer.call.bias is not None:
-        raise ModelError(
-            f"{layer.site.path} adds a position bias to its scores (as in T5), but primal attention has no scores.",
-            "Choose a model that encodes positions in queries and keys, or omit such layers.",
-        )
-    if layer.site.repeated:
-        raise ModelError(f"{layer.site.path} is called more than once per forward pass.", "Choose another model.")
+    unsupported = {
+        "is cross-attention: e- and r-scores would belong to different tokens": layer.site.part == "cross",
+        "adds a position bias to its scores (as in T5), but primal attention has no scores": layer.call.bias
+        is not None,
+        "is called more than once per forward pass": layer.site.repeated,
+    }
+    for problem, applies in unsupported.items():
+        if applies:
+            raise ModelError(f"{layer.site.path} {problem}.", "Choose another model, or omit such layers.")
     if hasattr(layer.module, "primal"):
         raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":

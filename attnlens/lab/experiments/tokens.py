@@ -229,9 +229,7 @@ def grid(iterations: int) -> list[int]:
     return sorted({step for step in steps if step < iterations} | {iterations})
 
 
-TOLERANCE = 1e-6  # allowed distance from the golden figures, which have about this many digits
 GOLDEN_GAP = 1e-9  # relative gap to which both problems are solved, well below the tolerance
-SOURCE = "Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel"
 PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
     "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
@@ -255,12 +253,12 @@ def golden() -> Experiment:
             figures |= {"nuclear": nuclear.norm, "rank": None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)}
         for what, value in known.items():
             label = f"{name.replace('_', ' ')} {labels[what]}"
-            rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=TOLERANCE)
+            rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=1e-6)
     return Experiment(
         name="golden instances",
         question="Do the solutions of the reference instances agree with those of a general convex solver?",
         settings={"instances": len(problems), "solver_gap": GOLDEN_GAP},
-        source=SOURCE,
+        source="Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel",
         **columns(rows, "the solver found no solution"),
     ).judge()
 
@@ -272,13 +270,12 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
         for name, (prompts, chosen, known) in PROMPTS.items()
     }
     # prompt d: 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen
-    n, T = 3, 7
-    tokens = torch.randn(n, T, 3, generator=torch.Generator().manual_seed(0)) * 0.2
+    tokens = torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)) * 0.2
     tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1 : (T + 1) // 2] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, -(T - 1) // 2 :] += torch.tensor([-0.5, -0.5, 0.0])
+    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
+    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
     tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long)), {"half_square": PROMPT_D}
+    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(3, dtype=torch.long)), {"half_square": PROMPT_D}
     # the file has tokens X, queries Z, head v, labels Y, chosen tokens and known figures of each instance
     for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
         tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))

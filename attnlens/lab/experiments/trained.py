@@ -99,7 +99,7 @@ MODEL = f"models of {DEMO}'s size, trained here"
 SEEDS = 3  # each gives a pair of models
 EVERY = 8  # every eighth window of the built-in text is used for evaluation
 ALL = 10_000  # more windows than the built-in text has
-MATRICES = ("attention", "cosine", "running_cosine")
+MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # Name → display name
 SOURCE = (
     "Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; other "
     "models and data, so that nothing is judged here. The claim holds in the share of seeds in which Primal.+ has "
@@ -144,7 +144,7 @@ def compare_training(
     }
     both, differences, claims = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
     for name in ("loss", *MATRICES):
-        label, ours, theirs = _spell(name), values[name, PRIMAL], values[name, CANONICAL]
+        label, ours, theirs = MATRICES.get(name, name), values[name, PRIMAL], values[name, CANONICAL]
         both |= {f"{name}_{way}": average_trials(values[name, way], f"{label}, {way}") for way in WAYS}
         differences[f"{name}_difference"] = average_trials(ours - theirs, f"{label}, difference")
         if name != "loss":
@@ -158,8 +158,8 @@ def compare_training(
         source=SOURCE,
         axis="first k singular values",
         curves={
-            f"{_spell(matrix)}: {way}": _head_curve(torch.cat(measured[matrix, way]), _spell(matrix), way)
-            for matrix in MATRICES
+            f"{label}: {way}": _head_curve(torch.cat(measured[matrix, way]), label, way)
+            for matrix, label in MATRICES.items()
             for way in WAYS
         },
         **columns(both | differences | claims),
@@ -183,10 +183,6 @@ def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"
     attention = attention_curve(query_key) if attention is None else attention
     spectra = attention, cosine_curve(call), cosine_curve(call, averaged=True)
     return {"loss": loss} | {name: values.mean(0) for name, values in zip(MATRICES, spectra, strict=True)}
-
-
-def _spell(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _head_curve(heads: Float[Tensor, "heads steps"], picture: str, label: str) -> Curve:

@@ -124,8 +124,13 @@ def build_cell(
         )
         for number, run in enumerate(outcomes)
     ]
-    mean, se = _mean(runs, task)
-    first = outcomes[0]
+    mean, se, first = None, None, outcomes[0]
+    if not any(run.problem for run in runs):
+        values = torch.tensor([run.scores[MEASURES[task.form][1][0]] for run in runs], dtype=torch.float64)
+        mean = float(values.mean())
+        se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
+        if task.form == "language":  # mean and standard error of the perplexity, from those of its logarithm
+            mean, se = math.exp(mean), None if se is None else math.exp(mean) * se
     steps = [float(step) for step, _ in first.curve][: len(first.watched)]
     heads = {
         name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
@@ -151,19 +156,6 @@ def build_cell(
         published=cell.published,
         published_diverged=cell.diverged,
     )
-
-
-def _mean(runs: Sequence[studies.StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
-    """Compute mean and standard error of the measure over seeds; for perplexity from its logarithm."""
-    if any(run.problem for run in runs):
-        return None, None
-    measure, *_ = MEASURES[task.form][1]
-    values = torch.tensor([run.scores[measure] for run in runs], dtype=torch.float64)
-    mean = float(values.mean())
-    se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
-    if task.form == "language":
-        return math.exp(mean), None if se is None else math.exp(mean) * se
-    return mean, se
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:

@@ -168,21 +168,11 @@ def space_evenly(count: int, most: int) -> list[int]:
     return [int((number + 0.5) * count / chosen) for number in range(chosen)]
 
 
-BYTES = 256
-
-
 def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
     """Train byte pairs with at most `vocabulary` ids on the texts; deterministic. `specials` have the first ids.
 
-    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2). Raises UsageError if
-    `vocabulary` is too small for all bytes and special tokens.
+    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2).
     """
-    least = BYTES + len(specials)
-    if vocabulary < least:
-        raise UsageError(
-            f"A vocabulary of {vocabulary} is too small: bytes and special tokens alone take {least} entries.",
-            f"Choose at least {least}.",
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

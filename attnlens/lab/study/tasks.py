@@ -95,7 +95,7 @@ def language(contents: Sequence[tuple[str, str]], scale: Scale) -> StudyTask:
     """Build a language task from (name, text) pairs; without any, from the King James text that ships with attnlens.
 
     Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each). Raises
-    TextError for a short text, UsageError for a vocabulary below 256.
+    TextError for a short text.
     """
     files = {name: sha256(text.encode()).hexdigest() for name, text in contents}
     contents = contents or [load_default_text()]
@@ -173,7 +173,7 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`, gzipped or not.
 
     If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
-    blocks. Raises TextError for data that cannot be used, UsageError for a vocabulary below 259.
+    blocks. Raises TextError for data that cannot be used.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: chain.from_iterable(each) for part, each in blocks(len(rows)).items()}
@@ -272,10 +272,6 @@ class Reversal(StudyTask):
         return (source + self.letters * before).flip(0)
 
 
-CLASS_SHARE = 0.1  # share of validation cases of each class, and of test cases
-TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated by a tab."
-
-
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
 
@@ -283,7 +279,8 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     tokens are cut. The cases of each class are split in file order into 80 % training, 10 % validation and 10 % test.
     Raises TextError for data that cannot be used, UsageError for a vocabulary below 256.
     """
-    rows, files = read_rows(path, (2,), TEXT_REMEDY)
+    remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
+    rows, files = read_rows(path, (2,), remedy)
     rows = rows[1:] if [word.lower() for word in rows[0]] == ["text", "label"] else rows
     label_of: dict[str, str] = {}
     for text, label in rows:
@@ -332,7 +329,7 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
                 f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation.",
                 "Give at least ten texts per label.",
             )
-        for part, (chosen,) in blocks(len(of_class), stretches=1, share=CLASS_SHARE).items():
+        for part, (chosen,) in blocks(len(of_class), stretches=1, share=0.1).items():
             parts[part] += of_class[chosen.start : chosen.stop]
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
@@ -401,7 +398,12 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
             "Give the training and test files of one dataset.",
         )
     labels = [label for _, label in first]
-    classes = _list_classes(labels, header, first_name)
+    if len(set(labels)) < 2:
+        raise TextError(f"{first_name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
+    if single := sorted(label for label in set(labels) if labels.count(label) < 2):
+        raise TextError(f"{first_name} has a single case with label {single[0]}.", "Give at least two cases per class.")
+    listed = [label for label in header.get("@classlabel", "").split()[1:] if label in labels]
+    classes = list(dict.fromkeys([*listed, *sorted(set(labels))]))  # in the order of the header, then sorted
     if unknown := sorted({label for _, label in second} - set(classes)):
         raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", REMEDY)
     if digest == test_digest:
@@ -422,17 +424,6 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     return replace(
         build_classification(header.get("@problemname", first_name), scaled, classes, files), channels=channels
     )
-
-
-def _list_classes(labels: Sequence[str], header: Mapping[str, str], name: str) -> list[str]:
-    """Return the labels of a training file: first those of its header in that order, then the others sorted."""
-    if len(set(labels)) < 2:
-        raise TextError(f"{name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
-    single = sorted(label for label in set(labels) if labels.count(label) < 2)
-    if single:
-        raise TextError(f"{name} has a single case with label {single[0]}.", "Give at least two cases per class.")
-    listed = header.get("@classlabel", "").split()[1:]
-    return list(dict.fromkeys([*(label for label in listed if label in labels), *sorted(set(labels))]))
 
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
