@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from pydantic import JsonValue
+from torch.nn.functional import logsigmoid, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from attnlens import requests
@@ -69,9 +70,9 @@ def reproduce(
     cannot be used or fetched, OutputError if `work` cannot be written, Interrupted with the finished experiments.
     """
     switch("quick", quick)
-    if checked_table(table) != CLAIMS and quick:
-        raise UsageError("quick applies only to the table claims.", "Omit quick; for small models, use scale='tiny'.")
-    if table != CLAIMS:
+    if checked_table(table) != CLAIMS:
+        if quick:
+            raise UsageError("quick applies only to the table claims.", "Omit it; for small models, use scale='tiny'.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
         raise UsageError(
@@ -265,8 +266,7 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
     and no sink, which need the scores themselves, while the SVM defines only their differences.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
-    log_p = torch.nn.functional.logsigmoid
-    curves = {f"KL, {name}": curve(FACTORS, -log_p(each), "KL, nats") for name, each in odds.items()}
+    curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
     return Experiment(
         name=f"head {head[0]}.{head[1]}, hardening",
         question="How fast does the head's softmax approach hard selection as its logits are multiplied by c?",
@@ -284,7 +284,7 @@ def as_instances(problem: Problem) -> Instances:
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
     by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())
-    tokens = pad_sequence([torch.nn.functional.pad(each, (0, 0, 1, 0)) for each in by_query], batch_first=True)
+    tokens = pad_sequence([pad(each, (0, 0, 1, 0)) for each in by_query], batch_first=True)
     allowed = torch.arange(tokens.shape[1]) <= counts[:, None]
     scores = torch.zeros(1, *allowed.shape, dtype=torch.float64)
     scores[..., 0] = 1

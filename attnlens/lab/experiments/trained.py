@@ -282,8 +282,7 @@ NOISE = 0.1  # standard deviation of the noise added to H_e in the control
 CONTROL = "J_perturbed"  # figure that must not be 0
 LIMIT, MOVED = 1e-10, 0.1
 """Largest allowed error of an identity, above float64's rounding over a spectrum; least allowed J of the control."""
-LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}
-"""Display names of identities, if different from the identity's key."""
+LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}  # display names
 IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from pydantic import JsonValue
-from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.errors import UnposedError, UsageError
 from attnlens.lab.experiments.tokens import (
@@ -24,7 +23,7 @@ from attnlens.lab.experiments.tokens import (
 )
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Scores, gradient, unit
-from attnlens.records.studies import Curve, Experiment
+from attnlens.records.studies import Experiment
 from attnlens.runs.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,17 +35,15 @@ if TYPE_CHECKING:
 GONE, KEPT = 1e-6, 1e-3
 """A token is dropped at a weight ≤ GONE and kept above KEPT, as in the paper; with a weight in between, an instance is
 undecided."""
-DIRECTIONS = {"svm_equivalent": "SVM equivalent", "W_mm": "W_mm", "single_token": "single token"}
-"""Display names of the directions."""
+DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
+    "svm_equivalent": ("SVM equivalent", {4: 0.034, 6: 0.017, 8: 0.011, 10: 0.0056}),
+    "W_mm": ("W_mm", {4: 0.07, 6: 0.043, 8: 0.015, 10: 0.0087}),
+    "single_token": ("single token", {}),
+}
+"""Display name of each direction, and the published mean of 1 − correlation to it by d."""
 FLOOR = 2.2e-16
 """Constant that the published code adds to ‖∇‖: training then stops as the gradient vanishes. Without it, training
 continues only on inputs whose ReLUs are not all off, and 1 − correlation ends at 0.08 for d = 4."""
-DISTANCES = {
-    f"{name}_d{d}": distance
-    for name, distances in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
-    for d, distance in zip((4, 6, 8, 10), distances, strict=True)
-}
-NO_INSTANCE = torch.full((1, len(DIRECTIONS)), torch.nan, dtype=torch.float64)
 READING = 0.3
 """Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
 
@@ -63,35 +60,35 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
     Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """
-    by_size: dict[int, Float[Tensor, "accepted 3"]] = {}  # 1 − correlation to each of DIRECTIONS
-    for d in s.d:
+    rows, shares = dict[str, Figure](), dict[str, JsonValue]()
+    measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation
+    for row, d in enumerate(s.d):
         draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
         weights = descent.log_weights.exp().flatten(1)
         between, dropped = ((weights > GONE) & (weights <= KEPT)).any(-1), (weights <= GONE).any(-1)
         trials = ((draws.instances.labels < 0).any(-1) & ~between & dropped).nonzero().flatten().tolist()
-        directions = (_compare_directions(draws.instances, descent, trial) for trial in trials)
-        measured = [row for row in directions if row is not None]
-        by_size[d] = torch.tensor(measured, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
-    rows, curves = dict[str, Figure](), dict[str, Curve]()
-    for d, accepted in by_size.items():
-        for column, (name, label) in enumerate(DIRECTIONS.items()):
-            figure, reference = average_trials(accepted[:, column], f"{label}, d = {d}"), DISTANCES.get(f"{name}_d{d}")
-            if reference is not None:
-                tolerance = READING * reference + 3 * (figure.error or 0.0)
-                figure = replace(figure, published=reference, tolerance=tolerance)
+        compared = (_compare_directions(draws.instances, descent, trial) for trial in trials)
+        accepted = [each for each in compared if each is not None]
+        shares[f"accepted_d{d}"] = len(accepted) / s.trials
+        if accepted:
+            measured[row, : len(accepted)] = torch.tensor(accepted, dtype=torch.float64)
+        for column, (name, (label, published)) in enumerate(DIRECTIONS.items()):
+            figure = average_trials(measured[row, :, column], f"{label}, d = {d}")
+            if d in published:
+                tolerance = READING * published[d] + 3 * (figure.error or 0.0)
+                figure = replace(figure, published=published[d], tolerance=tolerance)
             rows[f"{name}_d{d}"] = figure
-    # sizes accept different numbers of instances, so shorter columns are padded with NaN
-    padded = pad_sequence([*by_size.values(), NO_INSTANCE], batch_first=True, padding_value=torch.nan)[:-1]
-    for column, (name, label) in enumerate(DIRECTIONS.items()):
-        curves[name.replace("_", " ")] = curve(s.d, padded[..., column], "1 − correlation", label=label)
-    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(accepted) / s.trials for d, accepted in by_size.items()}
+    curves = {
+        name.replace("_", " "): curve(s.d, measured[..., column], "1 − correlation", label=label)
+        for column, (name, (label, _)) in enumerate(DIRECTIONS.items())
+    }
     return Experiment(
         name="multi-token",
         question="If several tokens keep weight, does descent converge to W_fin + R·W_mm of the generalised SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
         axis="d",
         curves=curves,
-        **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
+        **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in s.d}),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
-from attnlens.files import check_folder, make_folder, unwritten_folder
+from attnlens.files import check_folder, unwritten_folder
 from attnlens.lab.study.examples import StudyTask, TaskForm
 from attnlens.lab.study.tables import PAPER, SCALES, SUM, TABLES, PaperCell, PaperTable, Scale, describe_features
 from attnlens.lab.study.tasks import Reversal, iwslt, language, load_labelled, series, translation, wikitext
@@ -315,7 +315,6 @@ def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[Trainin
 
 def _copy_models(source: Path, destination: Path) -> None:
     """Copy a cell's saved steps to a new folder. Raises OutputError if they cannot be written."""
-    make_folder(destination.parent)
     try:
         shutil.copytree(source, destination)
     except OSError as error:

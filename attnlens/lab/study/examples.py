@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from attnlens.models.kernel_transformers import EncoderDecoder
 
 TaskForm: TypeAlias = Literal["language", "translation", "classification"]
-"""Kind of task: predict the next token, translate a sentence, or classify a sequence."""
-Split: TypeAlias = Literal["validation", "test"]
-"""Held-out part: validation for choosing settings, test for one evaluation at the end."""
+Split: TypeAlias = Literal["validation", "test"]  # validation to choose settings, test for one evaluation at the end
 PARTS = ("training", "validation", "test")
 NOTHING = -100  # target of positions without a prediction; torch's cross-entropy ignores this value
 PADDING, BEGIN, END = 0, 1, 2  # first ids of every vocabulary of sentences
