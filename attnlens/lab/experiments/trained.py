@@ -98,15 +98,7 @@ MODEL = f"models of {DEMO}'s size, trained here"
 """Name of the trained models in the record: they share demo's config and tokenizer, but not its weights."""
 SEEDS = 3  # each gives a pair of models
 EVERY = 8  # every eighth window of the built-in text is used for evaluation
-ALL = 10_000  # more windows than the built-in text has
 MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # Name → display name
-SOURCE = (
-    "Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; other "
-    "models and data, so that nothing is judged here. The claim holds in the share of seeds in which Primal.+ has "
-    "more; difference: primal − canonical; loss: nats per token of windows that were not trained on. "
-    "attention: P, and in Primal.+ eΛrᵀ, which stands for it and has rank head_dim at most; cosine: cos(q_i, k_j) in "
-    "both; running cosine: of the running means of q and k in both, which causal Primal-Attention reads"
-)
 
 
 @one_thread()
@@ -115,7 +107,7 @@ def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
-    ids = sample(loaded, TOKENS, ALL)
+    ids = sample(loaded, TOKENS, 10_000)  # more windows than the built-in text has
     held_out, seeds = torch.arange(len(ids)) % EVERY == EVERY - 1, range(seed, seed + SEEDS)
     experiment = compare_training(config, ids[~held_out], ids[held_out], Training(), seeds, progress)
     split = f"{TEXT}, every eighth window for evaluation"
@@ -155,7 +147,11 @@ def compare_training(
         name="decay by training",
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
         settings=settings | sizes | asdict(training),
-        source=SOURCE,
+        source="Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; "
+        "other models and data, so that nothing is judged here. The claim holds in the share of seeds in which "
+        "Primal.+ has more; difference: primal − canonical; loss: nats per token of windows that were not trained on. "
+        "attention: P, and in Primal.+ eΛrᵀ, which stands for it and has rank head_dim at most; cosine: cos(q_i, k_j) "
+        "in both; running cosine: of the running means of q and k in both, which causal Primal-Attention reads",
         axis="first k singular values",
         curves={
             f"{label}: {way}": _head_curve(torch.cat(measured[matrix, way]), label, way)
@@ -221,11 +217,6 @@ def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequen
 DEPTH_TOKENS = 128
 WINDOWS, FEW = 32, 8  # windows of the built-in text, full and quick
 THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possible
-DEPTH_SOURCE = (
-    "Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and last third; "
-    "another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, else 0) where "
-    "first < middle < last"
-)
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
@@ -250,7 +241,9 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
         model=DEMO,
         settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
-        source=DEPTH_SOURCE,
+        source="Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and "
+        "last third; another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, "
+        "else 0) where first < middle < last",
         axis="first k singular values",
         curves=curves,
         **columns(rows | holding),
@@ -283,7 +276,6 @@ CONTROL = "J_perturbed"  # figure that must not be 0
 LIMIT, MOVED = 1e-10, 0.1
 """Largest allowed error of an identity, above float64's rounding over a spectrum; least allowed J of the control."""
 LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}  # display names
-IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
 
 
 class Case(NamedTuple):
@@ -309,7 +301,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
         question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
-        source=IDENTITIES_SOURCE,
+        source="Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit",
         **columns(rows),
     ).judge()
 

@@ -214,9 +214,6 @@ def _correlate_orders(
         )
 
 
-ROUNDS = 12  # steps that are timed, after an untimed first one
-
-
 def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
     """Measure each unit's speed on one batch, with a step of the standard transformer with SDPA before each step.
 
@@ -237,13 +234,12 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
     time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
     for unit in units:
         time_unit = build_timer(unit)
-        pairs = [(time_standard(), time_unit()) for _ in range(1 + ROUNDS)][1:]
+        pairs = [(time_standard(), time_unit()) for _ in range(13)][1:]  # the first step is slower
         speeds[unit] = count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs)
     return speeds
 
 
 SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
-AGAIN = "Run the same command again, with fewer --jobs if memory ran out; finished runs are kept."
 
 
 def train_cells(
@@ -287,7 +283,8 @@ def train_cells(
         if results.stopped:
             raise KeyboardInterrupt
         for name, reason in results.missing.items():
-            raise ModelError(f"A model of {named[name].task} could not be trained: {reason}", AGAIN)
+            remedy = "Run the same command again, with fewer --jobs if memory ran out; finished runs are kept."
+            raise ModelError(f"A model of {named[name].task} could not be trained: {reason}", remedy)
         return {named[name]: RunOutcome(**value) for name, value in results.values.items()}
 
     searched = outcomes(chain.from_iterable(search_units), "search")
