@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -13,8 +14,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, count, product
 from pathlib import Path
-from statistics import median
-from timeit import timeit
 from typing import Literal, get_args
 
 import torch
@@ -23,20 +22,9 @@ from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import check_folder, unwritten_folder
 from attnlens.lab.study.examples import StudyTask, TaskForm
-from attnlens.lab.study.tables import PAPER, SCALES, SUM, TABLES, PaperCell, PaperTable, Scale, describe_features
+from attnlens.lab.study.tables import PAPER, SCALES, TABLES, PaperCell, PaperTable, Scale, describe_features
 from attnlens.lab.study.tasks import Reversal, iwslt, language, load_labelled, series, translation, wikitext
-from attnlens.lab.study.units import (
-    RunOutcome,
-    TrainingUnit,
-    build_accelerator,
-    build_model,
-    count_tokens,
-    hash_task,
-    model_folder,
-    slug,
-    take_step,
-    train_unit,
-)
+from attnlens.lab.study.units import RunOutcome, TrainingUnit, hash_task, measure_speeds, model_folder, train_unit
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models import texts
@@ -214,31 +202,6 @@ def _correlate_orders(
         )
 
 
-def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
-    """Measure each unit's speed on one batch, with a step of the standard transformer with SDPA before each step.
-
-    Return the median number of tokens per second, and its ratio to the standard transformer's.
-    """
-    batch = next(iter(task.training(units[0].scale.batch, 0)))
-
-    def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
-        """Build a function that takes one training step of a new model and returns its seconds."""
-        accelerator, model = build_accelerator(), build_model(unit, task)
-        if implementation is not None:
-            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
-        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
-        module, optimiser = accelerator.prepare(model.core, optimiser)
-        return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
-
-    # the standard transformer is that of Vaswani et al. 2017
-    time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
-    for unit in units:
-        time_unit = build_timer(unit)
-        pairs = [(time_standard(), time_unit()) for _ in range(13)][1:]  # the first step is slower
-        speeds[unit] = count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs)
-    return speeds
-
-
 SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
 
 
@@ -316,6 +279,11 @@ def _copy_models(source: Path, destination: Path) -> None:
         shutil.copytree(source, destination)
     except OSError as error:
         raise unwritten_folder(destination, error.strerror or str(error)) from None
+
+
+def slug(name: str) -> str:
+    """Convert a name to a folder name of lower-case letters, digits, dots, plus signs and hyphens."""
+    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
 def prepare_training(

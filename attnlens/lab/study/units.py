@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from itertools import chain, islice, starmap
 from pathlib import Path
+from statistics import median
+from timeit import timeit
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,7 +26,7 @@ from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import regulariser
 from attnlens.lab.study.examples import BEGIN, END, NOTHING, PADDING, Examples, StudyTask, cross_entropy, score
-from attnlens.lab.study.tables import Scale
+from attnlens.lab.study.tables import SUM, Scale
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import hooks
 from attnlens.models.kernel_transformers import (
@@ -205,6 +207,31 @@ def count_tokens(batch: Examples) -> int:
     return int(batch.mask.sum()) if batch.mask is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
 
 
+def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
+    """Measure each unit's speed on one batch, with a step of the standard transformer with SDPA before each step.
+
+    Return the median number of tokens per second, and its ratio to the standard transformer's.
+    """
+    batch = next(iter(task.training(units[0].scale.batch, 0)))
+
+    def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
+        """Build a function that takes one training step of a new model and returns its seconds."""
+        accelerator, model = build_accelerator(), build_model(unit, task)
+        if implementation is not None:
+            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
+        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
+        module, optimiser = accelerator.prepare(model.core, optimiser)
+        return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
+
+    # the standard transformer is that of Vaswani et al. 2017
+    time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
+    for unit in units:
+        time_unit = build_timer(unit)
+        pairs = [(time_standard(), time_unit()) for _ in range(13)][1:]  # the first step is slower
+        speeds[unit] = count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs)
+    return speeds
+
+
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
     """Write the model after so many steps, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
@@ -223,11 +250,6 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
 def model_folder(store: Store, name: str) -> Path:
     """Return the folder of a training unit's saved steps."""
     return Path(store.folder) / "models" / file_stem(name)
-
-
-def slug(name: str) -> str:
-    """Convert a name to a folder name of lower-case letters, digits, dots, plus signs and hyphens."""
-    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
 MEASURES = (  # Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences
