@@ -15,9 +15,9 @@ import torch
 from program import environment_with, python
 
 from attnlens.lab.study.cells import build_cell, build_table, prepare_training
-from attnlens.lab.study.examples import StudyTask, score
+from attnlens.lab.study.examples import Reversal, StudyTask, score
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
-from attnlens.lab.study.tasks import Reversal, translation
+from attnlens.lab.study.tasks import translation
 from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.report.report import read_report

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples, beam_search, bleu_and_chrf, score
-from attnlens.lab.study.tasks import Reversal
+from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples, Reversal, beam_search, bleu_and_chrf, score
 
 OUTPUTS, MOST = 5, 4
 

@@ -15,21 +15,9 @@ from torch import nn
 
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.study import tasks
-from attnlens.lab.study.examples import (
-    BEGIN,
-    END,
-    NOTHING,
-    PADDING,
-    blocks,
-    cross_entropy,
-    encode,
-    endless,
-    score,
-    space_evenly,
-    train_byte_pairs,
-)
+from attnlens.lab.study.examples import BEGIN, END, NOTHING, PADDING, Reversal, cross_entropy, endless, score
 from attnlens.lab.study.tables import SCALES
-from attnlens.lab.study.tasks import Reversal
+from attnlens.lab.study.tasks import blocks, encode, space_evenly, train_byte_pairs
 
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
 

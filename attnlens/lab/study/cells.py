@@ -21,9 +21,9 @@ import torch
 from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import check_folder, unwritten_folder
-from attnlens.lab.study.examples import StudyTask, TaskForm
+from attnlens.lab.study.examples import Reversal, StudyTask, TaskForm
 from attnlens.lab.study.tables import PAPER, SCALES, TABLES, PaperCell, PaperTable, Scale, describe_features
-from attnlens.lab.study.tasks import Reversal, iwslt, language, load_labelled, series, translation, wikitext
+from attnlens.lab.study.tasks import iwslt, language, load_labelled, series, translation, wikitext
 from attnlens.lab.study.units import RunOutcome, TrainingUnit, hash_task, measure_speeds, model_folder, train_unit
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of

@@ -1,15 +1,14 @@
-"""A task's examples: split into parts, encoded as byte pairs and batched; and a model's scores on them."""
+"""A task's examples in batches, the built-in task of reversal, and a model's scores on a task."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 TaskForm: TypeAlias = Literal["language", "translation", "classification"]
 Split: TypeAlias = Literal["validation", "test"]  # validation to choose settings, test for one evaluation at the end
-PARTS = ("training", "validation", "test")
 NOTHING = -100  # target of positions without a prediction; torch's cross-entropy ignores this value
 PADDING, BEGIN, END = 0, 1, 2  # first ids of every vocabulary of sentences
 SPECIALS = ("<pad>", "<s>", "</s>")  # names of PADDING, BEGIN and END
@@ -138,55 +136,47 @@ def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]
                 yield parts[number]
 
 
-STRETCHES = 10
-"""Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
-SHARE = 0.05  # share of validation examples, and of test examples
+HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
 
 
-def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
-    """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
+class Reversal(StudyTask):
+    """Random letters written backwards; a letter becomes a capital if the letter before it in the source is odd.
 
-    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
-    would put two halves of a sentence into training and test.
+    For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
+    positions yields the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
+    cross-attention without positions ignores their order. The decoder's output then depends on the source only through
+    its bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not: given a
+    bag, sources and targets correspond one to one.
     """
-    parts: dict[str, list[range]] = {part: [] for part in PARTS}
-    for number in range(stretches):
-        start, stop = number * count // stretches, (number + 1) * count // stretches
-        size = max(1, round((stop - start) * share))
-        test = max(start, stop - size)
-        edges = start, max(start, test - size), test, stop
-        for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
-            parts[part] += [range(first, last)] if first < last else []
-    return parts
 
+    def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
+        self.letters, self.shortest, self.longest = letters, shortest, longest
+        seeds = HELD_OUT.items()
+        super().__init__(
+            name="planted reversal",
+            form="translation",
+            cases={part: Cases(*self._draw(evaluated, torch.Generator().manual_seed(seed))) for part, seed in seeds},
+            length=longest + 1,
+            vocabulary=len(SPECIALS) + 2 * letters,  # letters and capitals
+        )
 
-def space_evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers below `count`, as evenly spaced as possible."""
-    chosen = min(count, most)
-    return [int((number + 0.5) * count / chosen) for number in range(chosen)]
+    def training(self, size: int, seed: int) -> Iterator[Examples]:
+        """Yield batches of new pairs without end."""
+        draws = torch.Generator().manual_seed(seed)
+        while True:
+            yield pair_sentences(*self._draw(size, draws))
 
+    def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+        """Draw random sources with their targets; letters and numbers of letters are uniform."""
+        first = len(SPECIALS)
+        sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
+        sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
+        return sources, [self.target(source) for source in sources]
 
-def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Train byte pairs with at most `vocabulary` ids on the texts; deterministic. `specials` have the first ids.
-
-    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2).
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=list(specials),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    """Encode texts as ids, without special tokens."""
-    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    def target(self, source: Tensor) -> Tensor:
+        """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
+        before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
+        return (source + self.letters * before).flip(0)
 
 
 WIDTH = 4  # number of beams, as in the papers' translation tables
