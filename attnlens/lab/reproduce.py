@@ -81,9 +81,6 @@ def reproduce(
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
-WIDTH = 10  # dimension d of the tokens in the paper's experiments
-
-
 @public
 @takes(SizesRequest)
 def converge_synthetic(
@@ -335,6 +332,7 @@ def _svm_odds(nearness: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "fac
     return torch.stack(columns, -1)
 
 
+WIDTH = 10  # dimension d of the tokens in the paper's experiments
 Row = Callable[[bool, int, Progress], list[Experiment]]  # (quick, seed, progress) → finished experiments
 ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to check another claim, add a function
     lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing

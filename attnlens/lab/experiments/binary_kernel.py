@@ -33,8 +33,6 @@ SOURCE = (
     "wanted to a continuous function of two compact domains), which name no rate: judged are three inequalities. Best: "
     "Eckart–Young, no m features are nearer; floor: the distance to the positive semidefinite matrices (Higham 1988)"
 )
-
-
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
 FULL = (8, 16, 32, 64, 128, 256), 1000
 """Points drawn per domain, of which all pairs are known, and Adam steps. The widths are compared at the last size."""

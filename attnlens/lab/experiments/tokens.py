@@ -287,7 +287,8 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     return problems
 
 
-FEASIBLE_SHARES = {  # by (n, T)
+SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}  # by d
+FEASIBLE_SHARES = {  # by (n, T), and by d
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
@@ -337,9 +338,6 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     )
 
 
-SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}
-
-
 @partial(
     Study,
     "global-selection",
@@ -363,6 +361,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     )
 
 
+TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
 LONGER = 5  # factor of longer training of W as published; there the textbook gradient formula loses its digits
 CORRELATIONS = {
     "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
@@ -432,9 +431,6 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
         curves=curves,
         **columns(rows | last_rows, "no trial's selection is separable"),
     )
-
-
-TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
 
 
 @partial(

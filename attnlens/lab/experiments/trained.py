@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 DEMO, TEXT = "demo", "King James passages"  # model and text of these experiments, as named in their records
-SHARE = "share of Σσ"  # quantity of the curves
 CANONICAL, PRIMAL = WAYS = ("canonical", "primal")
 WARM_UP = 20  # steps of linear learning-rate warm-up
 
@@ -183,7 +182,7 @@ def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"
 
 def _head_curve(heads: Float[Tensor, "heads steps"], picture: str, label: str) -> Curve:
     """Compute median and quartiles over heads."""
-    return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=picture, label=label)
+    return curve(range(1, heads.shape[-1] + 1), heads.mT, "share of Σσ", bounded=True, picture=picture, label=label)
 
 
 def demo() -> loading.Loaded:

@@ -38,6 +38,7 @@ from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.wording import join_items
 
+SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
 MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[str, ...]]] = {
     "language": ("perplexity", ("loss",)),
     "translation": ("BLEU", ("BLEU", "loss")),
@@ -200,9 +201,6 @@ def _correlate_orders(
             disagree=disagree,
             undecided=undecided,
         )
-
-
-SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
 
 
 def train_cells(

@@ -179,9 +179,6 @@ class Reversal(StudyTask):
         return (source + self.letters * before).flip(0)
 
 
-WIDTH = 4  # number of beams, as in the papers' translation tables
-
-
 def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
     """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
 
@@ -264,12 +261,13 @@ class _Generator(PreTrainedModel, GenerationMixin):
 
 @torch.no_grad()
 def beam_search(
-    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = WIDTH
+    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = 4
 ) -> list[list[int]]:
     """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
 
-    `most` and |y| include END; the result contains no BEGIN, END or padding. A source is finished when `width`
-    sentences have ended. At token `most` a sentence must end, and END's log-probability counts.
+    The papers' translation tables have 4 beams. `most` and |y| include END; the result contains no BEGIN, END or
+    padding. A source is finished when `width` sentences have ended. At token `most` a sentence must end, and END's
+    log-probability counts.
     """
 
     def bar(written: Tensor, scores: Tensor) -> Tensor:

@@ -331,6 +331,7 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 
+EVERY = 5  # every fifth case of each class of the training file is used for validation
 REMEDY = "Give a file in the .ts format of the UEA archive, with class labels and without missing values."
 
 
@@ -373,9 +374,6 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     if not cases:
         raise TextError(f"{path} has no cases below its @data line.", REMEDY)
     return header, cases, digest
-
-
-EVERY = 5  # every fifth case of each class of the training file is used for validation
 
 
 def series(train: str | Path, test: str | Path) -> StudyTask:
