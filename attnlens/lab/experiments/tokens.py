@@ -140,11 +140,6 @@ def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantit
     return Curve.model_validate(known | fields)
 
 
-def share_curve(shares: Mapping[int, float], quantity: str) -> Curve:
-    """Build the curve of a share by dimension."""
-    return Curve(steps=list(shares), median=list(shares.values()), quantity=quantity, bounded=True)
-
-
 Solver = Callable[[attsvm.Problem], attsvm.Solution]
 
 
@@ -236,7 +231,6 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
 """Name → tokens, chosen token of each input, ½‖p‖²."""
-PROMPT_D = 0.3131888
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
 """Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
 
@@ -275,7 +269,7 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
     tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
     tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(3, dtype=torch.long)), {"half_square": PROMPT_D}
+    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(3, dtype=torch.long)), {"half_square": 0.3131888}
     # the file has tokens X, queries Z, head v, labels Y, chosen tokens and known figures of each instance
     for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
         tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
@@ -327,7 +321,8 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
             rows[f"n{n}_T{T}_d{d}"] = share_of(shares[d], s.trials, label, reference, theirs=60)
         share = shares[certain] if certain > 1 else None
         sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
-        curves[f"n={n}, T={T}"] = share_curve(shares, "share separable")
+        median = list(shares.values())
+        curves[f"n={n}, T={T}"] = Curve(steps=list(shares), median=median, quantity="share separable", bounded=True)
     return Experiment(
         name="feasibility",
         question="For which sizes does some W separate arbitrarily chosen tokens of random data?",
@@ -347,16 +342,17 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
 )
 def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
-    shares, rows = dict[int, float](), dict[str, Figure]()
+    shares, rows = list[float](), dict[str, Figure]()
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
-        shares[d] = int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials
-        rows[f"d{d}"] = share_of(shares[d], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
+        shares.append(int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials)
+        rows[f"d{d}"] = share_of(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
+    selected = Curve(steps=list(s.d), median=shares, quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
         axis="d",
-        curves={"all best tokens selected": share_curve(shares, "share of trials")},
+        curves={"all best tokens selected": selected},
         **columns(rows),
     )
 
