@@ -103,16 +103,12 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss, and keep the weights with the least validation loss.
+    """Minimise the task's loss, deterministically on one CPU thread; keep the weights of least validation loss.
 
-    Training is deterministic on a CPU with one thread. At every evaluation, `watch` measures the model, and everything
-    that the remaining steps depend on is saved to the store `state`, from which the same call resumes. A run has not
-    converged if its loss is not finite (it then stops) or never falls below the first.
+    At every evaluation, `watch` measures the model, and all that the remaining steps need is saved to the store
+    `state`, from which the same call resumes. A run has not converged if its loss is not finite, which ends the run, or
+    never falls below the first.
     """
-
-    def validation_loss() -> float:
-        return score(task, model, "validation", scale.batch, loss_only=True)["loss"]
-
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
     looks = {round(unit.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
@@ -125,8 +121,8 @@ def train(
             torch.cuda.set_rng_state_all(value["random of the GPU"])
             outcome, best = RunOutcome(**value["outcome"]), value["best"]
         else:
-            outcome = RunOutcome([(0, validation_loss())], [watch(0)])
-            best = _copy_weights(model)
+            loss = score(task, model, "validation", scale.batch, loss_only=True)["loss"]
+            outcome, best = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
         model, optimiser = accelerator.prepare(model, optimiser)
         done, start = outcome.curve[-1][0], time.perf_counter()
         batches = islice(task.training(scale.batch, unit.seed), done, None)
@@ -141,7 +137,7 @@ def train(
             if step not in looks:
                 continue
             seconds = time.perf_counter() - start
-            loss = validation_loss()
+            loss = score(task, model, "validation", scale.batch, loss_only=True)["loss"]
             if not math.isfinite(loss):
                 outcome.problem = f"its validation loss was not finite at step {step}"
                 break
