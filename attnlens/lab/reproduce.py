@@ -93,11 +93,8 @@ def converge_synthetic(
     `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
-
-    def run(name: str) -> list[Experiment]:
-        return [EXPERIMENTS[name].run(full.overrides(), quick, progress)]
-
-    return run_rows("converge", [partial(run, name) for name in full.chosen], full.seed, full.d or WIDTH)
+    rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
+    return run_rows("converge", rows, full.seed, full.d or WIDTH)
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:

@@ -62,10 +62,7 @@ def fit(
     seed: int,
     progress: Callable[[], object],
 ) -> None:
-    """Train in place on the loss in nats, + η·ΣJ² if a layer is primal. Batches depend on the seed only.
-
-    `progress` is called after each step.
-    """
+    """Train in place on the loss in nats, + η·ΣJ² if a layer is primal. Batches depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1)
     regularised = any(isinstance(part, primal.PrimalHeads) for part in model.modules())

@@ -1,4 +1,4 @@
-"""Train and compare a table's cells: learning-rate search, runs over seeds, speed, and the records made from them."""
+"""Train and compare the cells of a table: learning-rate search, runs over seeds, and the records made from them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def build_cell(
         se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
         if task.form == "language":  # mean and standard error of the perplexity, from those of its logarithm
             mean, se = math.exp(mean), None if se is None else math.exp(mean) * se
-    steps = [float(step) for step, _ in first.curve][: len(first.watched)]
+    steps = [float(step) for step, _ in first.curve]
     heads = {
         name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
         for name in dict.fromkeys(chain.from_iterable(first.watched))

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from attnlens.lab.study.tables import Scale
 
 Rows: TypeAlias = list[tuple[str, ...]]  # Columns of each line of a file
-Series: TypeAlias = "Sequence[tuple[Tensor, str]]"
-"""Ids (tokens,) or a series (steps, channels) of each example, and its label; numbers of steps can differ."""
+Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # ids (tokens,) or (steps, channels) of each example, and its label
 LARGEST_CONTENT = 2**30  # bytes of the largest file accepted, both packed and unpacked
 
 
@@ -274,7 +273,7 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
 
     Repeated texts are omitted even if their labels differ, so no text is in two parts; texts longer than `length`
     tokens are cut. The cases of each class are split in file order into 80 % training, 10 % validation and 10 % test.
-    Raises TextError for data that cannot be used, UsageError for a vocabulary below 256.
+    Raises TextError for data that cannot be used.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)

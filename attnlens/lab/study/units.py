@@ -50,7 +50,7 @@ class RunOutcome:
     """Result of a training run, updated at each step."""
 
     curve: list[tuple[int, float]]  # (step, validation loss in nats), the first before any step
-    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; empty if heads were not measured
+    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; without entries if not measured
     problem: str = ""  # reason for not converging; empty if the run converged
     scores: dict[str, float] = field(default_factory=dict)  # on the test set; empty if not tested or not converged
     parameters: int = 0  # number of parameters of the model
@@ -345,8 +345,6 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
         outcome.scores = score(task, model.core, "test", unit.scale.batch)
         if not all(map(math.isfinite, outcome.scores.values())):
             outcome.problem, outcome.scores = "its loss on the test set is not finite", {}
-    if not unit.watched:
-        outcome.watched = []
     outcome.parameters = sum(part.numel() for part in model.parameters())
     outcome.kernel_parameters = sum(module.kernel_parameters for module in model.attentions())
     return asdict(outcome)
