@@ -67,8 +67,7 @@ class Study:
         """
         standard = replace(self.full, **self.quick) if quick else self.full
         used = {NAMES.get(name, name) for name in USES[self.name]}
-        named = {NAMES.get(option, option): value for option, value in overrides.items()}
-        applied = {name: value for name, value in named.items() if name in used}
+        applied = {NAMES.get(option, option): value for option, value in overrides.items() if option in USES[self.name]}
         settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
         same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
         settings = replace(settings, published=same and settings.trials >= self.quick["trials"])
