@@ -51,7 +51,7 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for that many steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
+        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = torch.linalg.matrix_norm(estimate - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
         relative: Tensor = distance / size[:, None]
@@ -196,7 +196,7 @@ def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
     with torch.enable_grad():
         for _ in range(steps):
             optimiser.zero_grad()
-            # Summed over fits: each fit then has the gradient of its own mean only.
+            # Summed over fits: each fit then has the gradient of its mean only.
             loss = (_kernel(sides, fits.widths, x, y) - goal).square().mean((-2, -1)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()

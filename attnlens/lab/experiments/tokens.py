@@ -1,4 +1,4 @@
-"""Settings, figures and random instances of the experiments; those in which every input selects one token."""
+"""Settings, figures and random instances of the experiments; experiments in which each input selects one token."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
     initial: dict[str, Tensor | tuple[Tensor, Tensor]] = {"W": W, "KQ": factors}
-    # both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow
+    # both factors by ‖∇_W‖, as published, or each by the norm of its gradient if that would overflow
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 

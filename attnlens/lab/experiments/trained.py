@@ -194,7 +194,7 @@ def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "
 
 
 def calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[tuple[Call, QueryKey]]:
-    """Record the attention call and query-key pair of every layer, also of primal layers, in one pass."""
+    """Record the attention call and query-key pair of every layer in one pass, including primal layers."""
     return [(site.call, site.call.query_key(site.site)) for site in hooks.survey(model, {"input_ids": ids})]
 
 

@@ -78,7 +78,7 @@ class StudyTask:
         return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
 
     def lengths(self, part: str) -> list[int]:
-        """Return the number of input and target tokens of each example of a part; all windows of a text have one."""
+        """Return the number of input and target tokens of each example of a part, by which batches are sorted."""
         inputs, targets = self.cases[part]
         if self.form == "language":
             return [2 * self.length] * len(inputs)
@@ -92,7 +92,7 @@ class StudyTask:
         return Examples(*pad(inputs, PADDING), torch.stack(targets))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text without special ones; without a tokenizer, to their numbers."""
+        """Decode ids to text without special tokens; without a tokenizer, list the ids as numbers."""
         if self.tokenizer is None:
             return " ".join(str(number) for number in ids if number >= len(SPECIALS))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))  # bytes that are not UTF-8: U+FFFD
@@ -263,11 +263,11 @@ class _Generator(PreTrainedModel, GenerationMixin):
 def beam_search(
     model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = 4
 ) -> list[list[int]]:
-    """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
+    """Return for each source x the sentence y with the largest log p(y | x)/|y| that the search finds.
 
-    The papers' translation tables have 4 beams. `most` and |y| include END; the result contains no BEGIN, END or
-    padding. A source is finished when `width` sentences have ended. At token `most` a sentence must end, and END's
-    log-probability counts.
+    A sentence has at most `most` tokens; `most` and |y| include END, but the result contains no BEGIN, END or padding.
+    The papers' translation tables use a `width` of 4 beams. A source is finished when `width` sentences have ended. At
+    token `most` a sentence must end, and END's log-probability counts.
     """
 
     def bar(written: Tensor, scores: Tensor) -> Tensor:

@@ -428,7 +428,7 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(scale: Scale) -> StudyTask:
-    """Load language modelling on WikiText-103 with its own split.
+    """Load language modelling on WikiText-103 with its published split.
 
     Raises UsageError if datasets is missing, TextError if the data cannot be fetched or have changed their form.
     """
@@ -440,7 +440,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load German-English translation on IWSLT'14 with its own split; raises as `wikitext`."""
+    """Load German-English translation on IWSLT'14 with its published split; raises the errors of `wikitext`."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})
@@ -453,7 +453,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
         import datasets
     except ImportError:
         raise UsageError(
-            f"The papers' data require the package datasets, which is not installed; no {instead} was given.",
+            "The papers' data require the package datasets, which is not installed.",
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:

@@ -204,7 +204,7 @@ def count_tokens(batch: Examples) -> int:
 
 
 def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
-    """Measure each unit's speed on one batch, with a step of the standard transformer with SDPA before each step.
+    """Measure each unit's speed on one batch, alternating with steps of a standard transformer that uses SDPA.
 
     Return the median number of tokens per second, and its ratio to the standard transformer's.
     """
@@ -229,7 +229,7 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
-    """Write the model after so many steps, with its tokenizer if it has one."""
+    """Write the model after `step` steps to a subfolder, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
 
     step_folder = folder / f"step-{step:06d}"  # parsed by `converge --checkpoints`
