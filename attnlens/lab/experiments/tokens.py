@@ -236,8 +236,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 
 def golden() -> Experiment:
     """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
-    rows: dict[str, Figure] = {}
-    problems, labels = instances(), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
+    problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
         figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
