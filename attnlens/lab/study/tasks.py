@@ -215,7 +215,7 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
     blocks. Raises TextError for data that cannot be used.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
-    chosen = _split_by_book(rows) or {part: chain.from_iterable(each) for part, each in blocks(len(rows)).items()}
+    chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
     parts = {part: [rows[number][-2:] for number in numbers] for part, numbers in chosen.items()}
     return pair_rows(Path(path).name, parts, files, scale)
 
