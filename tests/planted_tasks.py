@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from attnlens.lab.study.examples import Cases, StudyTask
-from attnlens.lab.study.tasks import HELD_OUT
+from attnlens.lab.study.examples import HELD_OUT, Cases, StudyTask
 
 SIZES = {"training": 4096, "validation": 256, "test": 256}
 """Cases of each part."""

@@ -10,9 +10,8 @@ from loaded import family
 
 from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
-from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, starts, train_head
-from attnlens.lab.experiments.settings import ExperimentSettings
-from attnlens.lab.reproduce import converge_head, pose_selection
+from attnlens.lab.experiments.tokens import ExperimentSettings
+from attnlens.lab.reproduce import FACTORS, as_instances, converge_head, hardening, pose_selection, starts, train_head
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.head import (
     FactoredForm,

@@ -10,8 +10,7 @@ from experiment_words import assert_in_words
 
 from attnlens.errors import UsageError
 from attnlens.lab.experiments import EXPERIMENTS, golden
-from attnlens.lab.experiments.settings import NAMES
-from attnlens.lab.experiments.tokens import draw, grid, instances, starts
+from attnlens.lab.experiments.tokens import NAMES, draw, grid, instances, starts
 from attnlens.lab.experiments.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
@@ -120,8 +119,8 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
     study = EXPERIMENTS[name]
     seen = []
 
-    def function(settings, published, progress):
-        seen.append((settings, published))
+    def function(settings, progress):
+        seen.append((settings, settings.published))
         return Experiment(name=name, question="?", final={})
 
     probe = replace(study, function=function)
@@ -139,8 +138,8 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
 def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, judged):
     study, seen = EXPERIMENTS["rank"], []
 
-    def function(settings, published, progress):
-        seen.append((settings.d, settings.trials, published))
+    def function(settings, progress):
+        seen.append((settings.d, settings.trials, settings.published))
         return Experiment(name="rank", question="?", final={})
 
     probe = replace(study, function=function)
@@ -203,7 +202,7 @@ def test_a_corpus_has_cycles_where_they_are_asked_for(cyclic):
 
 
 def test_a_vocabulary_that_poses_no_problem_is_refused():
-    with pytest.raises(UsageError, match="poses such a problem"):
+    with pytest.raises(UsageError, match="an acyclic token-priority graph"):
         corpus(2, 3, 1, 0, False)
 
 

@@ -302,12 +302,12 @@ def test_inspect_says_it_of_every_head_with_errors_or_why_not():
 
 # --- the planted kernel -----------------------------------------------------------------------------------------------
 
-FEW = binary.FitSize(samples=(6, 24), steps=200, trials=2)
+FEW = (6, 24), 200
 
 
 @pytest.fixture(scope="module")
 def fits():
-    return binary.build_fits(FEW, 24, binary.WIDTHS, 0)
+    return binary.build_fits(2, 24, binary.WIDTHS, 0)
 
 
 def test_the_planted_kernel_is_its_formula_and_neither_symmetric_nor_definite(fits):
@@ -367,10 +367,10 @@ def test_quick_passes_and_its_three_inequalities_hold():
 
 
 def test_a_seed_reproduces_and_trials_and_widths_know_nothing_of_each_other(fits):
-    again = binary.build_fits(FEW, 24, binary.WIDTHS, 0)
+    again = binary.build_fits(2, 24, binary.WIDTHS, 0)
     two = fits.errors(30, shared=False)
     assert torch.equal(two, again.errors(30, shared=False))
-    alone = binary.build_fits(replace(FEW, trials=1), 24, binary.WIDTHS[-1:], 1).errors(30, shared=False)
+    alone = binary.build_fits(1, 24, binary.WIDTHS[-1:], 1).errors(30, shared=False)
     torch.testing.assert_close(alone[0, 0], two[1, -1], rtol=1e-4, atol=0)
     assert two[0, -1] != two[1, -1]
 

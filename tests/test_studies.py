@@ -14,10 +14,10 @@ import pytest
 import torch
 from program import environment_with, python
 
-from attnlens.lab.study.cells import Speed, build_cell, build_table, build_trainer, set_up_worker
-from attnlens.lab.study.examples import StudyTask, score
+from attnlens.lab.study.cells import build_cell, build_table, prepare_training
+from attnlens.lab.study.examples import Reversal, StudyTask, score
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
-from attnlens.lab.study.tasks import Reversal, translation
+from attnlens.lab.study.tasks import translation
 from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task, train
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.report.report import read_report
@@ -112,7 +112,7 @@ def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
     task, store = planted.majority(), Store(tmp_path, {"command": "study"})
     unit = TrainingUnit(task.name, AttentionForm(), SMALL, 1e-2, 4, 0, tested=True, watched=True)
     name = unit.name(hash_task(task))
-    first = run_units([name], build_trainer({name: unit}, [task], store), NOTHING_KEPT, store)
+    first = run_units([name], prepare_training(lambda: [task], {name: unit}, store)[1], NOTHING_KEPT, store)
     again = run_units([name], lambda _: pytest.fail("It was trained."), NOTHING_KEPT, store)
     found, loaded = (RunOutcome(**outcome.values[name]) for outcome in (first, again))
     assert list(map(list, loaded.curve)) == list(map(list, found.curve))
@@ -130,8 +130,8 @@ def test_other_processes_train_what_this_one_trains(tmp_path):
     found = []
     for jobs in (1, 2):
         store = Store(tmp_path / str(jobs), {"command": "study"})
-        compute = build_trainer(units, [task], store)
-        elsewhere = set_up_worker, (made, units, store)
+        compute = prepare_training(lambda: [task], units, store)[1]
+        elsewhere = prepare_training, (made, units, store)
         with forkserver.workers():
             found.append(run_units(list(units), compute, WorkPlan(jobs=jobs), store, elsewhere=elsewhere).values)
     for name in units:
@@ -145,7 +145,7 @@ def made():
     return [planted.majority()]
 
 
-FAST = Speed(1000.0, 0.5)
+FAST = 1000.0, 0.5
 
 
 def outcome(loss, problem=""):
@@ -169,9 +169,9 @@ def test_a_tables_order_is_set_beside_the_published_one():
     """Our a < b < c with small noise, published b < a < c: one pair of three is decided the other way."""
 
     cells = [
-        PaperCell(name, "language", AttentionForm(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
+        PaperCell(name, "language", (AttentionForm(),), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
     ]
-    cells.append(PaperCell("d", "language", AttentionForm(kernel="linear"), diverged=True))
+    cells.append(PaperCell("d", "language", (AttentionForm(kernel="linear"),), diverged=True))
     runs = {"a": [1.0, 1.01, 0.99], "b": [2.0, 2.02, 2.01], "c": [3.0, 2.99, 3.01]}
     found = [built(cell, [outcome(loss) for loss in runs[cell.name]]) for cell in cells[:3]]
     broken = outcome(9.0, "its loss was not finite at step 3"), outcome(1.0), outcome(1.0)
@@ -191,7 +191,7 @@ def test_every_table_has_cells_of_kernels_that_exist_and_names_each_once():
         names = [(cell.task, cell.name) for cell in table.cells]
         assert len(set(names)) == len(names)
         for cell in table.cells:
-            parsed(cell.form.kernel)
+            parsed(cell.forms[0].kernel)
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +349,7 @@ def test_no_form_has_two_published_numbers_on_one_task_of_a_paper():
     for table in TABLES.values():
         for cell in table.cells:
             if cell.published is not None and table.name != "primal":
-                place = table.source.partition(",")[0], cell.task, cell.form
+                place = table.source.partition(",")[0], cell.task, cell.forms
                 assert known.setdefault(place, cell.published) == cell.published, (table.name, cell.name)
 
 
@@ -369,7 +369,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run():
 
 def test_the_interval_of_tau_holds_the_true_one_however_near_cells_are():
     """Six cells whose true order is the published one, at distances from far below the noise to far beyond it."""
-    cells = [PaperCell(str(n), "language", AttentionForm(), float(n)) for n in range(6)]
+    cells = [PaperCell(str(n), "language", (AttentionForm(),), float(n)) for n in range(6)]
     made = torch.Generator().manual_seed(0)
     inside, widths = [], {}
     for gap in (0.02, 0.4, 1.0, 8.0):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples, beam_search, bleu_and_chrf, mean_loss, score
-from attnlens.lab.study.tasks import Reversal
+from attnlens.lab.study.examples import BEGIN, END, PADDING, Examples, Reversal, beam_search, bleu_and_chrf, score
 
 OUTPUTS, MOST = 5, 4
 
@@ -133,7 +132,9 @@ def test_who_knows_the_rule_of_the_reversal_has_no_loss_and_a_hundred_bleu():
     assert control["loss"] > 1
     assert control["BLEU"] < 60
     forgetful = KnowsTheTarget(task, forgets=True)
-    assert mean_loss(task, forgetful, "test", 7) == pytest.approx(control["loss"]), "whatever the batch size"
+    assert score(task, forgetful, "test", 7, loss_only=True)["loss"] == pytest.approx(control["loss"]), (
+        "whatever the batch size"
+    )
 
 
 def test_a_model_that_diverged_has_no_bleu_and_no_endless_search():
@@ -218,7 +219,7 @@ def test_the_loss_is_the_mean_over_all_tokens_and_not_over_batches():
     assert found["loss"] == pytest.approx(loss)
     assert found["perplexity"] == pytest.approx(math.exp(loss))
     assert found["bits_per_byte"] == pytest.approx(4 * loss / math.log(2) / 6)
-    assert mean_loss(TwoBatches(), model, "test", 1) == found["loss"]
+    assert score(TwoBatches(), model, "test", 1, loss_only=True)["loss"] == found["loss"]
     over_batches = ((math.log(4) + 2 * math.log(4 / 3)) / 3 + math.log(4)) / 2
     assert found["loss"] != pytest.approx(over_batches), "a control"
     assert model.dropped == [False] * 4, "it is judged in evaluation mode"

@@ -88,9 +88,9 @@ def build(
         target.module.add_module("primal", heads.to(model.device, model.dtype))
         if samples:
             target.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
-    model.config.use_cache = False
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.use_cache = False
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.use_cache = False
     hooks.install(model, NAME, _compute_attention)
     model.config.attnlens_primal = [
         {"layer": target.site.layer, "scores": part.log_multipliers.shape[-1], "samples": part.samples}
@@ -108,18 +108,14 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config._attn_implementation in (ONLY_BY, NAME):
         config._attn_implementation = None  # back to transformers' default
     name = (getattr(config, "architectures", None) or [""])[0]
-    if (model_class := getattr(transformers, name, None)) is not None:
-        return cast("PreTrainedModel", model_class(config))
-    return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
+    return cast("PreTrainedModel", getattr(transformers, name, transformers.AutoModel.from_config)(config))
 
 
 def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:
-    if layers == "all":
-        return reached
-    if layers == "last":
-        return reached[-1:]
     if isinstance(layers, str):
-        raise UsageError(f"Cannot parse the layers {layers!r}.", 'Write "all", "last" or numbers.')
+        if layers not in ("all", "last"):
+            raise UsageError(f"Cannot parse the layers {layers!r}.", 'Write "all", "last" or numbers.')
+        return reached if layers == "all" else reached[-1:]
     wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
     if wrong or not layers:
         what = f"There is no layer {wrong[0]}." if wrong else "No layers given."
@@ -128,18 +124,15 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
 
 
 def _check_layer(layer: SiteCall, samples: int) -> None:
-    if layer.site.part == "cross":
-        raise ModelError(
-            f"{layer.site.path} is cross-attention: e- and r-scores would belong to different tokens.",
-            "Choose a model without cross-attention, or omit such layers.",
-        )
-    if layer.call.bias is not None:
-        raise ModelError(
-            f"{layer.site.path} adds a position bias to its scores (as in T5), but primal attention has no scores.",
-            "Choose a model that encodes positions in queries and keys, or omit such layers.",
-        )
-    if layer.site.repeated:
-        raise ModelError(f"{layer.site.path} is called more than once per forward pass.", "Choose another model.")
+    unsupported = {
+        "is cross-attention: e- and r-scores would belong to different tokens": layer.site.part == "cross",
+        "adds a position bias to its scores (as in T5), but primal attention has no scores": layer.call.bias
+        is not None,
+        "is called more than once per forward pass": layer.site.repeated,
+    }
+    for problem, applies in unsupported.items():
+        if applies:
+            raise ModelError(f"{layer.site.path} {problem}.", "Choose another model, or omit such layers.")
     if hasattr(layer.module, "primal"):
         raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":
@@ -158,15 +151,14 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Return a module's output (batch, queries, heads, value_dim): primal, or its own if it has no `primal` part."""
+    """Return a module's output (batch, queries, heads, value_dim): primal, or the model's if it is not primal."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)
     heads = getattr(module, "primal", None)
     if heads is None:
         return attend(call, OWN)
-    reach = whole_reach(call)
-    rows = None
+    reach, rows = whole_reach(call), None
     if heads.samples:
         inputs = cast("Tensor", module.__dict__.pop("_primal_input"))
         rows = inputs.reshape(*inputs.shape[:2], call.query.shape[1], -1).transpose(1, 2)

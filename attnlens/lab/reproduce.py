@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import JsonValue
+from torch.nn.functional import logsigmoid, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens import requests
 from attnlens.analyzers.registry import Gatherer, Gathering, GatheringPlace, select_analyzers
@@ -17,13 +23,15 @@ from attnlens.choices import CLAIMS, SHOWN, WHERE_POSED
 from attnlens.errors import UsageError
 from attnlens.lab.experiments import EXPERIMENTS, golden
 from attnlens.lab.experiments.binary_kernel import binary_kernel
-from attnlens.lab.experiments.one_head import hardening, train_head
-from attnlens.lab.experiments.settings import ExperimentSettings
+from attnlens.lab.experiments.tokens import CORRELATION, ExperimentSettings, curve
 from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.lab.study.cells import train_table
-from attnlens.maths.attsvm.head import Nearness
+from attnlens.maths import attsvm
+from attnlens.maths.attsvm.descent import Instances, Scores
+from attnlens.maths.attsvm.head import Nearness, Softmax, log_odds, row_span
 from attnlens.models import loading
 from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Settings, Skipped
+from attnlens.records.studies import Curve
 from attnlens.report.report import Report
 from attnlens.requests import Feeding, InspectRequest, takes
 from attnlens.requests.experiments import DescentRequest, SizesRequest, StudyRequest, SyntheticRequest, checked_table
@@ -31,6 +39,14 @@ from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.inspect.pipeline import compute, prepare, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from attnlens.maths.attsvm.descent import BilinearForm, KeyQueryPair
+    from attnlens.maths.attsvm.head import Scene
+    from attnlens.maths.attsvm.problem import Problem
 
 
 @public
@@ -54,18 +70,15 @@ def reproduce(
     cannot be used or fetched, OutputError if `work` cannot be written, Interrupted with the finished experiments.
     """
     switch("quick", quick)
-    if checked_table(table) != CLAIMS and quick:
-        raise UsageError("quick applies only to the table claims.", "Omit quick; for small models, use scale='tiny'.")
-    if table != CLAIMS:
+    if checked_table(table) != CLAIMS:
+        if quick:
+            raise UsageError("quick applies only to the table claims.", "Omit it; for small models, use scale='tiny'.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
         raise UsageError(
             f"The table claims does not use {', '.join(sorted(unused))}.", "Omit it, or choose another table."
         )
     return rerun_claims(request.seed, quick=quick, progress=progress)
-
-
-WIDTH = 10  # dimension d of the tokens in the paper's experiments
 
 
 @public
@@ -80,12 +93,8 @@ def converge_synthetic(
     `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
-    rows = [partial(_run_synthetic, name, quick, full.overrides(), progress) for name in full.chosen]
+    rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
     return run_rows("converge", rows, full.seed, full.d or WIDTH)
-
-
-def _run_synthetic(name: str, quick: bool, overrides: Mapping[str, object], progress: Progress) -> list[Experiment]:
-    return [EXPERIMENTS[name].run(overrides, quick, progress)]
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
@@ -141,8 +150,8 @@ def converge_head(
     Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
-    options: dict[str, Any] = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    descent = DescentRequest(**options).explicit()
+    options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = DescentRequest.model_validate(options).explicit()
     layer, number = location = requests.head(head)
     query = InspectRequest(**request.explicit(), source="tokens", analyzers=(SHOWN,), layers=[layer], heads=[number])
     run = prepare(model, query, progress=progress)
@@ -150,9 +159,14 @@ def converge_head(
     start = time.perf_counter()
     hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
     settings = ExperimentSettings(trials=1, seed=run.settings.seed, **descent)
-    where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
+    problem: dict[str, JsonValue] = {
+        "posed": WHERE_POSED[selector.spaces[0]],  # on the module's inputs if M is defined on them
+        "queries": len(nearness.posed.problem.queries),
+        "constraints": len(nearness.posed.problem.margins),
+        "least_decided": float(nearness.chosen.log_odds.min().sigmoid()),  # softmax weight of the least decided query
+    }
     experiments = [
-        made.model_copy(update={"settings": where | made.settings})
+        made.model_copy(update={"settings": problem | made.settings})
         for made in (train_head(nearness, location, settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
@@ -181,12 +195,147 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
     return report, selectors[0], nearness
 
 
+FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
+SMALL = 0.01  # ‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient
+NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
+
+
+def train_head(
+    nearness: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent
+) -> Experiment:
+    """Descend from zero (K, Q: small random factors) and from the head's M; compare with the SVM of its selection.
+
+    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).
+    """
+    problem = nearness.posed.problem
+    goal = nearness.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)
+    end = problem.form(goal.multipliers) if goal.W is None else goal.W
+    unit = float(end.norm())
+    lr = s.lr * (unit if s.parameterisation == "W" else unit**0.5)
+    final: dict[str, float | None] = {"efficiency": float(nearness.shares.min()), "gap": goal.gap}
+    curves: dict[str, Curve] = {}
+    initial = starts(nearness, s.parameterisation == "W", unit, s.seed)
+    for number, (name, start) in enumerate(initial.items()):
+
+        def tick(done: int, total: int, number: int = number) -> None:
+            progress("converge", number * total + done, len(initial) * total)
+
+        steps = [0, *(round(10 ** (eighth / 8)) for eighth in range(64))]  # 0 and eight iterations per decade
+        descent = attsvm.descend(
+            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=steps, progress=tick
+        )
+        selected = (descent.chosen == 0).double().mean(-1)[:, 0]
+        measured = {
+            "correlation": (CORRELATION, descent.correlation(end[None])[:, 0]),
+            # W = 0 selects nothing
+            "selection kept": ("share of queries", selected.where(descent.norm[:, 0] > 0, torch.nan)),
+            "norm": (NORM, descent.norm[:, 0] / unit),
+        }
+        for picture, (quantity, values) in measured.items():
+            curves[f"{picture}, from {name}"] = Curve(
+                steps=list(map(float, descent.steps)),
+                median=[None if math.isnan(value) else value for value in values.tolist()],
+                quantity=quantity,
+                bounded=picture != "norm",
+                picture=picture,
+                label=f"from {name}",
+            )
+    final |= {name: curve.median[-1] for name, curve in curves.items()}
+    final["correlation of the head"] = curves["correlation, from the head"].median[0]
+    return Experiment(
+        name=f"head {head[0]}.{head[1]}",
+        question="Does gradient descent on the head's selection problem converge to its SVM, and keep its selection?",
+        settings={name: getattr(s, name) for name in ("parameterisation", "loss", "lr", "iterations", "seed")},
+        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in initial},
+        final=final,
+        curves=curves,
+    )
+
+
+def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
+    """Compute KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries as a function of c.
+
+    c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
+    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies; it has no softcap
+    and no sink, which need the scores themselves, while the SVM defines only their differences.
+    """
+    odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
+    curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
+    return Experiment(
+        name=f"head {head[0]}.{head[1]}, hardening",
+        question="How fast does the head's softmax approach hard selection as its logits are multiplied by c?",
+        final={f"{name}, c = 1": curve.median[FACTORS.index(1.0)] for name, curve in curves.items()},
+        axis="factor c",
+        curves=curves,
+    )
+
+
+def as_instances(problem: Problem) -> Instances:
+    """Convert the problem to one trial of gradient descent, in which training increases the weight of the token α.
+
+    Softmax depends on differences only, so α is at 0 and every other token at minus its difference from α.
+    """
+    n = len(problem.queries)
+    counts = torch.bincount(problem.query_of, minlength=n)
+    by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())
+    tokens = pad_sequence([pad(each, (0, 0, 1, 0)) for each in by_query], batch_first=True)
+    allowed = torch.arange(tokens.shape[1]) <= counts[:, None]
+    scores = torch.zeros(1, *allowed.shape, dtype=torch.float64)
+    scores[..., 0] = 1
+    return Instances(tokens[None], problem.queries[None], torch.ones(1, n).double(), Scores(scores), allowed[None])
+
+
+def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
+    """Return the initial W or (K, Q): zero or small, and the head's ΠM; parts outside the problem's span are fixed."""
+    basis = row_span(nearness.posed.problem.differences)
+    left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
+    if as_form:
+        head_form = (left @ right.mT)[None]
+        return {"zero": torch.zeros_like(head_form), "the head": head_form}
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(like: Float[Tensor, "d m"]) -> Float[Tensor, "1 d m"]:
+        factor = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        small: Tensor = SMALL * unit**0.5 * factor / factor.norm()
+        return small[None]
+
+    return {"small random factors": (draw(left), draw(right)), "the head": (left[None], right[None])}
+
+
+def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
+    """Compute log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
+    columns = []
+    for query, (number, position, _) in zip(nearness.posed.problem.queries, nearness.chosen.rows, strict=True):
+        scene, odds = scenes[number], []
+        scores, copies = nearness.posed.form.scores(scene.tokens, query[None]), scene.log_copies[[position]]
+        masked, logits = scores.masked_fill(copies == -torch.inf, -torch.inf), softmax.cap_scores(scores)
+        for factor in FACTORS:
+            sink = None if softmax.sink is None else factor * softmax.sink
+            odds.append(log_odds(masked, factor * logits + copies, Softmax(sink=sink)))
+        columns.append(torch.cat(odds))
+    return torch.stack(columns, -1)
+
+
+def _svm_odds(nearness: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
+    """Compute log p_max/(1 − p_max) for the SVM, whose scores are differences to the selected token's score."""
+    problem = nearness.posed.problem
+    best = problem.form(nearness.solution.multipliers)
+    gaps = problem.scores(best) * (nearness.norm / float(best.norm()))
+    columns = []
+    for row, (number, position, selected) in enumerate(nearness.chosen.rows):
+        of_query, copies = problem.query_of == row, scenes[number].log_copies[position]
+        more = copies[nearness.posed.token_of[of_query]] - copies[int(selected.int().argmax())]
+        columns.append(-torch.stack([(more - factor * gaps[of_query]).logsumexp(0) for factor in FACTORS]))
+    return torch.stack(columns, -1)
+
+
+WIDTH = 10  # dimension d of the tokens in the paper's experiments
 Row = Callable[[bool, int, Progress], list[Experiment]]  # (quick, seed, progress) → finished experiments
 ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to check another claim, add a function
     lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing
     *(
-        lambda quick, seed, progress, name=name: _run_synthetic(name, quick, {"seed": seed}, progress)
-        for name in EXPERIMENTS
+        lambda quick, seed, progress, study=study: [study.run({"seed": seed}, quick, progress)]
+        for study in EXPERIMENTS.values()
     ),
     binary_kernel,
     lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast as well

@@ -34,12 +34,11 @@ def checked_table(name: str) -> str:
 
 
 def _series(_name: str, value: object) -> tuple[str, str]:
-    two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
-    if len(two) != 2:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != 2:
         raise UsageError(
             f"series={format_argument(value)} is not a pair of files.", "Give a training file and a test file."
         )
-    return path("series", two[0]), path("series", two[1])
+    return path("series", value[0]), path("series", value[1])
 
 
 class StudyRequest(EngineRequest):
@@ -118,7 +117,7 @@ class SizesRequest(DescentRequest):
     m: Whole | None = keyword("Columns of K and Q (default: d).", least=1, most=MOST)
     head_function: Literal["linear", "relu"] | None = keyword("h: `linear` or `relu`.")
     attention: Literal["cross", "self"] | None = keyword(
-        "Query z: drawn independently (`cross`), or one of the tokens (`self`)."
+        "Query z: independent (`cross`), or one of the tokens (`self`)."
     )
     start: Literal["random", "zero"] | None = keyword("Initial W: `random` or `zero`.")
     trials: Whole | None = synthetic_option("Number of random instances per experiment.", least=1, most=10_000)
@@ -141,10 +140,7 @@ class SyntheticRequest(SizesRequest):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.m is not None and self.parameterisation == "W":
-            raise UsageError(
-                "m is the number of columns of K and Q, so it does not apply when W is trained directly.",
-                "Leave out m.",
-            )
+            raise UsageError("m is the number of columns of K and Q, but W is trained directly.", "Leave out m.")
         if self.start == "zero" and self.parameterisation == "KQ":
             raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
         for name in self.overrides():

@@ -1,13 +1,12 @@
-"""The papers' synthetic experiments on token selection, and their experiments on one head and on small models.
+"""The papers' synthetic experiments on token selection, and their experiments on small models.
 
-`tokens`, `weights`: those on random instances, in EXPERIMENTS; `one_head`, `trained`, `binary_kernel`: those on a
-model's head, on the demo model, and on a planted kernel. Inputs: `ExperimentSettings`, or a loaded head. Outputs:
+`tokens`, `weights`: experiments on random instances, listed in EXPERIMENTS; `trained`, `binary_kernel`: those on the
+demo model and models of its size, and on a planted kernel. Inputs: `ExperimentSettings`, or a seed. Outputs:
 `records.studies.Experiment`, judged against published values. Imported by `lab/reproduce.py` only.
 """
 
-from attnlens.lab.experiments.settings import Study
-from attnlens.lab.experiments.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK, golden
-from attnlens.lab.experiments.weights import MULTI_TOKEN, NEXT_TOKEN
+from attnlens.lab.experiments.tokens import Study, feasibility, global_selection, golden, local_convergence, rank
+from attnlens.lab.experiments.weights import multi_token, next_token
 
-STUDIES = LOCAL_CONVERGENCE, GLOBAL_SELECTION, FEASIBILITY, RANK, MULTI_TOKEN, NEXT_TOKEN
+STUDIES = local_convergence, global_selection, feasibility, rank, multi_token, next_token
 EXPERIMENTS: dict[str, Study] = {study.name: study for study in STUDIES}  # name on the command line → experiment

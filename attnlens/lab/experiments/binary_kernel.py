@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import JsonValue
 
-from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
+from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Experiment
 from attnlens.runs.progress import Progress, silent
@@ -28,33 +28,15 @@ TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° its s
 uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
-QUANTITY = "relative L2 error"
 SOURCE = (
     "Wright & Gonzalez 2021, Theorems 1 and 2 (the functions of a binary kernel machine; two networks come as near as "
     "wanted to a continuous function of two compact domains), which name no rate: judged are three inequalities. Best: "
     "Eckart–Young, no m features are nearer; floor: the distance to the positive semidefinite matrices (Higham 1988)"
 )
-
-
-@dataclass(frozen=True)
-class FitSize:
-    """Amounts of data and training."""
-
-    samples: tuple[int, ...]  # points drawn per domain; all pairs are known. The widths are compared at the last size.
-    steps: int  # number of Adam steps on all pairs
-    trials: int = 3  # number of draws of rotation, points and initial weights; trial i draws from seed + i
-
-
-FULL = FitSize(samples=(8, 16, 32, 64, 128, 256), steps=1000)
-QUICK = FitSize(samples=(8, 16, 32, 64), steps=300)
-
-
-def planted_kernels(
-    turns: Float[Tensor, "trials 2 2"], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
-) -> Float[Tensor, "trials n m"]:
-    """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]² of every pair, R the rotation of the trial."""
-    squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
-    return (-squares / (2 * LENGTH**2)).exp()
+TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
+FULL = (8, 16, 32, 64, 128, 256), 1000
+"""Points drawn per domain, of which all pairs are known, and Adam steps. The widths are compared at the last size."""
+QUICK = (8, 16, 32, 64), 300
 
 
 @dataclass(frozen=True)
@@ -69,7 +51,7 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for that many steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
+        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = torch.linalg.matrix_norm(estimate - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
         relative: Tensor = distance / size[:, None]
@@ -79,42 +61,44 @@ class Fits:
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
     """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one network) and by number of samples."""
-    size = QUICK if quick else FULL
-    total = 1 + len(size.samples)
+    samples, steps = QUICK if quick else FULL
+    total = 1 + len(samples)
     by_samples = []
-    for done, n in enumerate(size.samples):
-        fits = build_fits(size, n, WIDTHS if n == size.samples[-1] else WIDTHS[-1:], seed)
-        pair = fits.errors(size.steps, shared=False)
+    for done, n in enumerate(samples, 1):
+        fits = build_fits(TRIALS, n, WIDTHS if n == samples[-1] else WIDTHS[-1:], seed)
+        pair = fits.errors(steps, shared=False)
         by_samples.append(pair[:, -1:])
-        progress("binary kernel", done + 1, total)
-    single = fits.errors(size.steps, shared=True)
+        progress("binary kernel", done, total)
+    single = fits.errors(steps, shared=True)
     progress("binary kernel", total, total)
     best, floor = best_errors(fits.truth, WIDTHS), definite_floor(fits.truth)
-    one_label = "one network, the control / floor, least"
-    at_least, at_most = (
-        partial(Figure, published=1.0, bound="at least"),
-        partial(Figure, published=1.0, bound="at most"),
+    at_least = partial(Figure, published=1.0, bound="at least")
+    below_floor = Figure(
+        float((pair[:, -1] / floor).max()), label="two networks / floor, largest", published=1.0, bound="at most"
     )
-    above_best = at_least(float((pair / best).min()), label="two networks / best rank, least")
-    below_floor = at_most(float((pair[:, -1] / floor).max()), label="two networks / floor, largest")
-    above_floor = at_least(float((single / floor[:, None]).min()), label=one_label)
     settings: dict[str, JsonValue] = {
         "planted": f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°",
-        **{"seed": seed, "trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR},
+        **{"seed": seed, "trials": TRIALS, "steps": steps, "hidden": HIDDEN, "lr": LR},
         "held_out_points": GRID**2,
     }
     by_width = build_experiment(
         ("m", WIDTHS),
         {"two": ("two networks", pair), "one": ("one network", single), "best": ("best rank", best)},
         floor,
-        {"two_above_best": above_best, "two_below_floor": below_floor, "one_above_floor": above_floor},
+        {
+            "two_above_best": at_least(float((pair / best).min()), label="two networks / best rank, least"),
+            "two_below_floor": below_floor,
+            "one_above_floor": at_least(
+                float((single / floor[:, None]).min()), label="one network, the control / floor, least"
+            ),
+        },
         name="binary kernel by width",
         question="How closely do two networks of m features fit an indefinite kernel that one network can't learn?",
-        settings=settings | {"points": size.samples[-1]},
+        settings=settings | {"points": samples[-1]},
         axis="features m",
     )
     by_count = build_experiment(
-        ("n", size.samples),
+        ("n", samples),
         {"two": ("two networks", torch.cat(by_samples, 1))},
         floor,
         {"two_below_floor": below_floor},  # with the most points
@@ -143,23 +127,33 @@ def build_experiment(
     }
     rows["floor"] = average_trials(floor, "floor of one network")
     lines = {**errors, "floor": ("floor of one network", floor[:, None].expand(-1, len(values)))}
-    curves = {name: curve(values, each.mT, QUANTITY, label=label) for name, (label, each) in lines.items()}
+    curves = {name: curve(values, each.mT, "relative L2 error", label=label) for name, (label, each) in lines.items()}
     experiment = {"source": SOURCE, "settings": settings, "curves": curves, **words}
     return Experiment.model_validate(experiment | columns(rows | dict(inequalities))).judge()
 
 
-def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> Fits:
+def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fits:
     """Build the fits of some of the WIDTHS to all pairs of `points` random points of each domain.
 
     The rotation and initial weights of a trial do not depend on the number of points and widths.
     """
-    generators = [torch.Generator().manual_seed(seed + trial) for trial in range(size.trials)]
-    kernels = partial(planted_kernels, torch.stack([_rotation(generator) for generator in generators]))
+    generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
+    turns = torch.stack([_rotation(generator) for generator in generators])
+
+    def kernels(x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
+        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]² of every pair, R the trial's rotation."""
+        squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
+        return (-squares / (2 * LENGTH**2)).exp()
+
     chosen = [WIDTHS.index(m) for m in widths]
-    initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
+    initial = [
+        torch.stack([torch.randn(2, len(WIDTHS), into, out, generator=each) for each in generators])[:, :, chosen]
+        / math.sqrt(into)
+        for into, out in pairwise((2, HIDDEN, HIDDEN, max(WIDTHS)))
+    ]
     x, y = (torch.stack([2 * uniform(points, 2, generator=each) - 1 for each in generators]) for _ in range(2))
     axis = torch.linspace(-1, 1, GRID, dtype=torch.float64)
-    grid = torch.cartesian_prod(axis, axis).expand(size.trials, -1, -1)
+    grid = torch.cartesian_prod(axis, axis).expand(trials, -1, -1)
     return Fits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
 
 
@@ -185,17 +179,16 @@ def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
     return torch.stack((torch.cat((cos, -sin)), torch.cat((sin, cos))))
 
 
-def _weights(generator: torch.Generator) -> list[Tensor]:
-    """Draw initial weights of both maps per width, as (2, widths, in, out): 2 → HIDDEN → HIDDEN → the largest m."""
-    return [
-        torch.randn(2, len(WIDTHS), into, out, generator=generator) / math.sqrt(into)
-        for into, out in pairwise((2, HIDDEN, HIDDEN, max(WIDTHS)))
-    ]
-
-
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
-    """Run Adam on the mean squared error of the known pairs, in float32; return each network's weights and biases."""
-    sides = [_parameters(fits.initial, side) for side in range(networks)]
+    """Run Adam on the mean squared error of the known pairs, in float32.
+
+    Return each network's weights and biases, alternating by layer, for every trial and width.
+    """
+    sides = []
+    for side in range(networks):
+        weights = [weight[:, side].clone() for weight in fits.initial]
+        biases = [torch.zeros(*weight.shape[:2], 1, weight.shape[-1]) for weight in weights]
+        sides.append([part.requires_grad_() for layer in zip(weights, biases, strict=True) for part in layer])
     x, y = (side.float() for side in fits.points)
     goal = fits.known[:, None].float()
     optimiser = torch.optim.Adam([weight for side in sides for weight in side], lr=LR)
@@ -203,19 +196,12 @@ def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
     with torch.enable_grad():
         for _ in range(steps):
             optimiser.zero_grad()
-            # Summed over fits: each fit then has the gradient of its own mean only.
+            # Summed over fits: each fit then has the gradient of its mean only.
             loss = (_kernel(sides, fits.widths, x, y) - goal).square().mean((-2, -1)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             rate.step()
     return [[weight.detach().double() for weight in side] for side in sides]
-
-
-def _parameters(initial: list[Tensor], side: int) -> list[Tensor]:
-    """Return the weights and biases of one domain's map, alternating by layer, for every trial and width."""
-    weights = [weight[:, side].clone() for weight in initial]
-    biases = [torch.zeros(*weight.shape[:2], 1, weight.shape[-1]) for weight in weights]
-    return [part.requires_grad_() for pair in zip(weights, biases, strict=True) for part in pair]
 
 
 def _kernel(

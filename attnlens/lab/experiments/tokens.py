@@ -1,39 +1,143 @@
-"""Random and golden instances, and the experiments in which every input selects one token."""
+"""Settings, figures and random instances of the experiments; experiments in which each input selects one token."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from attnlens.lab.experiments.settings import (
-    CORRELATION,
-    NORMS,
-    UNPUBLISHED,
-    ExperimentSettings,
-    Figure,
-    Study,
-    average_trials,
-    columns,
-    curve,
-    share_curve,
-    share_of,
-)
 from attnlens.maths import attsvm
-from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, most_iterations
-from attnlens.records.studies import Curve, Experiment
-from attnlens.runs.progress import Progress
+from attnlens.maths.attsvm.descent import Descent, Instances, Loss, PredictionHead, descend, most_iterations
+from attnlens.maths.linalg.spectra import one_thread
+from attnlens.records.studies import Bound, Curve, Experiment
+from attnlens.requests.experiments import USES
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
+
+NAMES = {"t": "T", "head_function": "head"}  # option name → name of the experiment setting, if they differ
+
+
+@dataclass(frozen=True)
+class ExperimentSettings:
+    """Settings of the experiments; each uses some of them. The defaults are those of Tarzanagh et al. 2023."""
+
+    trials: int  # random instances per size
+    seed: int = 0  # trial i draws from seed + i
+    n: int = 6  # inputs (sequences) per instance
+    T: int = 8  # tokens per input
+    d: tuple[int, ...] = (10,)  # dimension of a token; several values give one point of the curve each
+    m: int | None = None  # columns of K and Q; None: d
+    lr: float = 0.1  # length of a step
+    loss: Loss = "logistic"  # loss as a function of Y·f
+    head: Literal["linear", "relu"] = "linear"  # vᵀa, or 1ᵀrelu(Va)
+    parameterisation: Literal["both", "W", "KQ"] = "both"  # parameterisation that is trained
+    iterations: int = 1000  # steps of gradient descent
+    attention: Literal["cross", "self"] = "cross"  # z is drawn (cross) or is the input's first token (self)
+    start: Literal["random", "zero"] = "random"  # initial W; K and Q always start at random
+    published: bool = True  # False if another setting changes the question, so that no published value applies
+
+
+@dataclass(frozen=True)
+class Study:
+    """One experiment: its function and its sizes."""
+
+    name: str  # name on the command line
+    function: Callable[[ExperimentSettings, Progress], Experiment]
+    full: ExperimentSettings  # published sizes
+    quick: Mapping[str, Any]  # settings of the quick run that differ: fewer trials, or some of the sizes
+    source: str | None = None  # source of the published values
+
+    @one_thread()
+    def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
+        """Run with the overrides this experiment uses; compare with published values if none changes the question.
+
+        `overrides` are options of requests.SyntheticRequest. Trials and seed affect the precision of the answer, not
+        the question: with any seed, and at least as many trials as the quick run has, the result is compared with the
+        published values.
+        """
+        standard = replace(self.full, **self.quick) if quick else self.full
+        used = {NAMES.get(name, name) for name in USES[self.name]}
+        applied = {NAMES.get(option, option): value for option, value in overrides.items() if option in USES[self.name]}
+        settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
+        same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
+        settings = replace(settings, published=same and settings.trials >= self.quick["trials"])
+        experiment = self.function(settings, progress)
+        values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
+        recorded = {name: value for name, value in values.items() if name in used and value is not None}
+        comparison: dict[str, Any] = {"published": None, "tolerance": None, "bounds": {}}
+        if settings.published:
+            comparison = {"source": self.source} if self.source else {}
+        update = {"settings": recorded | experiment.settings, **comparison}
+        return experiment.model_copy(update=update).judge()
+
+
+CORRELATION = "correlation"
+NORMS = {"frobenius": "Frobenius", "nuclear": "nuclear"}  # display names of the norms
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of an experiment's table."""
+
+    value: float | None = None
+    error: float | None = None  # standard error, if the value is a mean over trials
+    label: str | None = None  # display name; None: the figure's name with blanks for underscores
+    published: float | None = None
+    tolerance: float | None = None  # allowed distance from the published value; None: exact match
+    bound: Bound = "within"
+
+
+UNPUBLISHED = Figure()
+
+
+def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Convert rows to fields of an Experiment; `missing`: reason for missing values, `labels`: names of settings."""
+    return {
+        "final": {name: row.value for name, row in rows.items()},
+        "errors": {name: row.error for name, row in rows.items() if row.error is not None},
+        "reasons": {name: missing for name, row in rows.items() if row.value is None},
+        "published": {name: row.published for name, row in rows.items() if row.published is not None} or None,
+        "tolerance": {name: row.tolerance for name, row in rows.items() if row.tolerance is not None} or None,
+        "bounds": {name: row.bound for name, row in rows.items() if row.bound != "within"},
+        "labels": {name: row.label for name, row in rows.items() if row.label is not None} | dict(labels or {}),
+    }
+
+
+def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
+    """Return a row with the mean over the trials that have a value, and its standard error; `known` is published."""
+    present = values[~values.isnan()]
+    mean = float(present.mean()) if len(present) else None
+    error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
+    return replace(known, value=mean, error=error, label=label)
+
+
+def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
+    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p the published share, clamped."""
+    error = math.sqrt(share * (1 - share) / trials)
+    if published is None:
+        return Figure(share, error, label)
+    p = min(max(published, 1 / trials), 1 - 1 / trials)
+    return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
+
+
+def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
+    """Compute median and quartiles over the trials that have a value; `fields` are further fields of Curve."""
+    low, median, high = (
+        [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
+    )
+    known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
+    return Curve.model_validate(known | fields)
+
 
 Solver = Callable[[attsvm.Problem], attsvm.Solution]
 
@@ -67,7 +171,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
         unit = (part / part.norm(dim=-1, keepdim=True) for part in (tokens, queries))
         parts_by_trial.append((weights / weights.norm(), labels.sign(), *unit))
     weights, labels, tokens, queries = (torch.stack(parts).double() for parts in zip(*parts_by_trial, strict=True))
-    prediction: PredictionHead = Linear(weights) if head == "linear" else Relu(weights)
+    prediction: PredictionHead = attsvm.Linear(weights) if head == "linear" else attsvm.Relu(weights)
     z = queries if attention == "cross" else tokens[:, :, 0]
     return Draws(Instances(tokens, z, labels, prediction), generators)
 
@@ -119,25 +223,20 @@ def grid(iterations: int) -> list[int]:
     return sorted({step for step in steps if step < iterations} | {iterations})
 
 
-TOLERANCE = 1e-6  # allowed distance from the golden figures, which have about this many digits
 GOLDEN_GAP = 1e-9  # relative gap to which both problems are solved, well below the tolerance
-SOURCE = "Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel"
 PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
     "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
 """Name → tokens, chosen token of each input, ½‖p‖²."""
-PROMPT_D = 0.3131888
-WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}  # display name of each figure
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
 """Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
 
 
 def golden() -> Experiment:
     """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
-    rows: dict[str, Figure] = {}
-    problems = instances()
+    problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
         figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
@@ -145,13 +244,13 @@ def golden() -> Experiment:
             nuclear = attsvm.solve_nuclear(problem, tolerance=GOLDEN_GAP)
             figures |= {"nuclear": nuclear.norm, "rank": None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)}
         for what, value in known.items():
-            label = f"{name.replace('_', ' ')} {WRITTEN[what]}"
-            rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=TOLERANCE)
+            label = f"{name.replace('_', ' ')} {labels[what]}"
+            rows[f"{name}_{what}"] = Figure(figures[what], label=label, published=value, tolerance=1e-6)
     return Experiment(
         name="golden instances",
         question="Do the solutions of the reference instances agree with those of a general convex solver?",
         settings={"instances": len(problems), "solver_gap": GOLDEN_GAP},
-        source=SOURCE,
+        source="Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel",
         **columns(rows, "the solver found no solution"),
     ).judge()
 
@@ -159,10 +258,16 @@ def golden() -> Experiment:
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     """Return the problem and known figures (half_square, frobenius, nuclear, rank) of each golden instance by name."""
     problems = {
-        name: (attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)), {"half_square": known})
-        for name, (tokens, chosen, known) in PROMPTS.items()
+        name: (attsvm.prompt(torch.tensor(prompts).double(), torch.tensor(chosen)), {"half_square": known})
+        for name, (prompts, chosen, known) in PROMPTS.items()
     }
-    problems["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
+    # prompt d: 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen
+    tokens = torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)) * 0.2
+    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
+    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
+    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
+    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
+    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(3, dtype=torch.long)), {"half_square": 0.3131888}
     # the file has tokens X, queries Z, head v, labels Y, chosen tokens and known figures of each instance
     for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
         tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
@@ -174,26 +279,22 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     return problems
 
 
-def _prompt_d() -> attsvm.Problem:
-    """Draw 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen."""
-    n, T, d = 3, 7, 3
-    tokens = torch.randn(n, T, d, generator=torch.Generator().manual_seed(0)) * 0.2
-    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1 : (T + 1) // 2] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, -(T - 1) // 2 :] += torch.tensor([-0.5, -0.5, 0.0])
-    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
-
-
-FEASIBLE_SHARES = {  # by (n, T)
+SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}  # by d
+FEASIBLE_SHARES = {  # by (n, T), and by d
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
 }
-EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
 
 
-def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "feasibility",
+    full=ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5)),
+    quick={"trials": 30},
+    source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)",
+)
+def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute by d the share of draws for which the SVM of each input's first token has a solution.
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
@@ -201,72 +302,60 @@ def feasibility(s: ExperimentSettings, published: bool, progress: Progress) -> E
     default, only that size is run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
-    known = FEASIBLE_SHARES if published else {}
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
         certain = max(T - 1, n)
-        shares = {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, certain})}
-        for d, share in shares.items():
-            reference, label = known.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
-            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, theirs=60)
-        sure[f"sure_n{n}_T{T}"] = Figure(
-            shares[certain] if certain > 1 else None,
-            label=f"sure, n = {n}, T = {T}",
-            published=1.0 if published else None,
-        )
-        curves[f"n={n}, T={T}"] = share_curve(shares, "share separable")
+        shares: dict[int, float] = {}
+        for d in sorted({*s.d, certain}):
+            instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
+            separable = 0
+            for trial, (tokens, queries) in enumerate(zip(instances.tokens, instances.queries, strict=True)):
+                # If the solver cannot decide (None), separability is unproven and counts as not separable.
+                problem = attsvm.selection(tokens, queries, torch.zeros(n, dtype=torch.long))
+                separable += attsvm.separable(problem).verdict is True
+                progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
+            shares[d] = separable / s.trials
+            reference, label = FEASIBLE_SHARES.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
+            rows[f"n{n}_T{T}_d{d}"] = share_of(shares[d], s.trials, label, reference, theirs=60)
+        share = shares[certain] if certain > 1 else None
+        sure[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0)
+        median = list(shares.values())
+        curves[f"n={n}, T={T}"] = Curve(steps=list(shares), median=median, quantity="share separable", bounded=True)
     return Experiment(
         name="feasibility",
         question="For which sizes does some W separate arbitrarily chosen tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
-        source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)" if published else None,
         axis="d",
         curves=curves,
-        **columns(rows | sure, EQUAL),
+        **columns(rows | sure, "in one dimension tokens of unit length are ±1, and equal ones can't be separated"),
     )
 
 
-def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
-    instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
-    separable, first = 0, torch.zeros(n, dtype=torch.long)
-    for trial in range(s.trials):
-        problem = attsvm.selection(instances.tokens[trial], instances.queries[trial], first)
-        # If the solver cannot decide (None), separability is unproven and counts as not separable.
-        separable += attsvm.separable(problem).verdict is True
-        progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
-    return separable / s.trials
-
-
-FEASIBILITY = Study(
-    "feasibility", feasibility, ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5)), {"trials": 30}
+@partial(
+    Study,
+    "global-selection",
+    full=ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero"),
+    quick={"trials": 50, "d": (2, 4, 10)},
+    source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)",
 )
-
-
-SELECTED_SHARES = {2: 0.12, 4: 0.35, 10: 0.67, 30: 0.91, 50: 0.96}
-
-
-def global_selection(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
     """For each d, compute the share of trials in which α_i is argmax_t Y_i γ_it for every input i."""
-    shares = {}
+    shares, rows = list[float](), dict[str, Figure]()
     for d in s.d:
         draws, descent = descend_trials(s, d, "global selection", progress)
-        shares[d] = int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials
-    known = SELECTED_SHARES if published else {}
-    rows = {f"d{d}": share_of(share, s.trials, f"d = {d}", known.get(d), theirs=200) for d, share in shares.items()}
+        shares.append(int((descent.chosen[-1] == draws.best).all(-1).sum()) / s.trials)
+        rows[f"d{d}"] = share_of(shares[-1], s.trials, f"d = {d}", SELECTED_SHARES.get(d), theirs=200)
+    selected = Curve(steps=list(s.d), median=shares, quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
-        source="Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)" if published else None,
         axis="d",
-        curves={"all best tokens selected": share_curve(shares, "share of trials")},
+        curves={"all best tokens selected": selected},
         **columns(rows),
     )
 
 
-SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
-GLOBAL_SELECTION = Study("global-selection", global_selection, SELECTED, {"trials": 50, "d": (2, 4, 10)})
-
-
+TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
 LONGER = 5  # factor of longer training of W as published; there the textbook gradient formula loses its digits
 CORRELATIONS = {
     "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
@@ -275,26 +364,29 @@ CORRELATIONS = {
     "KQ_to_frobenius": Figure(published=0.851, tolerance=0.03),
     "W_to_frobenius_longer": Figure(published=0.9998, tolerance=0.0001, bound="at least"),
 }
-CORRELATIONS_SOURCE = (
-    "Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds"
-)
 SVMS: dict[str, Solver] = {
     "frobenius": attsvm.solve,
     "nuclear": partial(attsvm.solve_nuclear, tolerance=1e-6),  # the correlations are published to three digits
 }
 
 
-def local_convergence(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "local-convergence",
+    full=ExperimentSettings(trials=100),
+    quick={"trials": 20},
+    source="Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds",
+)
+def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects.
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
-    known = CORRELATIONS if published else {}
     draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
     initial: dict[str, Tensor | tuple[Tensor, Tensor]] = {"W": W, "KQ": factors}
-    # both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow
+    # both factors by ‖∇_W‖, as published, or each by the norm of its gradient if that would overflow
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
@@ -311,7 +403,8 @@ def local_convergence(s: ExperimentSettings, published: bool, progress: Progress
         if s.parameterisation not in ("both", name):
             continue
         longer = f"{name}_to_frobenius_longer"
-        last = LONGER * s.iterations if longer in known else s.iterations
+        train_longer = s.published and longer in CORRELATIONS
+        last = LONGER * s.iterations if train_longer else s.iterations
         record, tick = {*grid(s.iterations), *grid(last)}, partial(progress, f"local convergence, {name}")
         descent = descend(
             instances, start, last, lr=s.lr, loss=s.loss, normaliser=normaliser, record=record, progress=tick
@@ -319,37 +412,30 @@ def local_convergence(s: ExperimentSettings, published: bool, progress: Progress
         end = descent.steps.index(s.iterations)
         for svm, norm in NORMS.items():
             figure, correlations = f"{name}_to_{svm}", correlate(descent, end, name, svm)
-            rows[figure] = average_trials(correlations, f"{name} to {norm}", known.get(figure, UNPUBLISHED))
+            rows[figure] = average_trials(correlations, f"{name} to {norm}", CORRELATIONS.get(figure, UNPUBLISHED))
         rows[f"{name}_largest_weight"] = average_trials(descent.largest[end].mean(-1))
-        if longer in known:
+        if train_longer:
             last_step = len(descent.steps) - 1
             value = correlate(descent, last_step, name, "frobenius", ", longer").nanmedian().item()
-            last_rows[longer] = replace(known[longer], value=value, label=f"{name} to Frobenius, longer")
+            last_rows[longer] = replace(CORRELATIONS[longer], value=value, label=f"{name} to Frobenius, longer")
     return Experiment(
         name="local convergence",
         question="Does descent end at the max-margin solution for the tokens that it selects?",
         settings={"m": s.m or s.d[0], "normaliser": normaliser},
-        source=CORRELATIONS_SOURCE if published else None,
         curves=curves,
         **columns(rows | last_rows, "no trial's selection is separable"),
     )
 
 
-LOCAL_CONVERGENCE = Study("local-convergence", local_convergence, ExperimentSettings(trials=100), {"trials": 20})
-
-
-TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
-RANKS = {
-    "nuclear_least": Figure(published=2.0, bound="at least"),
-    "nuclear_most": Figure(published=4.0, bound="at most"),
-    "beyond_bound": Figure(published=0.0, bound="at most"),
-}
-RANKS_SOURCE = (
-    "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
+@partial(
+    Study,
+    "rank",
+    full=ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)),
+    quick={"trials": 10, "d": (6, 10)},
+    source="Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver "
+    "(the published one reads 5 to 8)",
 )
-
-
-def rank(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Count, by d, the σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
 
     `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
@@ -366,21 +452,17 @@ def rank(s: ExperimentSettings, published: bool, progress: Progress) -> Experime
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
     beyond = torch.cat([ranks[d, "nuclear"] - min(s.n, d) for d in s.d])
     most = None if beyond.isnan().all() else float(beyond[~beyond.isnan()].max())
-    for name, value, label in (
-        ("nuclear_least", min(means, default=None), "nuclear, least mean"),
-        ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
-        ("beyond_bound", most, "largest rank − min(n, d)"),
-    ):
-        rows[name] = replace(RANKS[name] if published else UNPUBLISHED, value=value, label=label)
+    at_most = partial(Figure, bound="at most")
+    rows |= {
+        "nuclear_least": Figure(min(means, default=None), label="nuclear, least mean", published=2.0, bound="at least"),
+        "nuclear_most": at_most(max(means, default=None), label="nuclear, largest mean", published=4.0),
+        "beyond_bound": at_most(most, label="largest rank − min(n, d)", published=0.0),
+    }
     return Experiment(
         name="rank",
         question="What is the rank of the nuclear-norm solution, and is it at most min(n, d)?",
         settings={"threshold": 1e-5, "solver_gap": TIGHT},
-        source=RANKS_SOURCE if published else None,
         axis="d",
         curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in svms},
         **columns(rows, "nothing separates the best tokens"),
     )
-
-
-RANK = Study("rank", rank, ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20)), {"trials": 10, "d": (6, 10)})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from transformers import GPT2LMHeadModel
 
 from attnlens.kernels.attention.sums import running
 from attnlens.lab import primal
-from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
+from attnlens.lab.experiments.tokens import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
 from attnlens.maths.ksvd import ETA
 from attnlens.maths.linalg.spectra import one_thread
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 
 DEMO, TEXT = "demo", "King James passages"  # model and text of these experiments, as named in their records
-SHARE = "share of Σσ"  # quantity of the curves
 CANONICAL, PRIMAL = WAYS = ("canonical", "primal")
 WARM_UP = 20  # steps of linear learning-rate warm-up
 
@@ -60,7 +60,7 @@ def fit(
     windows: Int[Tensor, "windows tokens"],
     training: Training,
     seed: int,
-    progress: Callable[[int], None],
+    progress: Callable[[], object],
 ) -> None:
     """Train in place on the loss in nats, + η·ΣJ² if a layer is primal. Batches depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def fit(
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        progress(step + 1)
+        progress()
     model.train(False)
 
 
@@ -94,15 +94,7 @@ MODEL = f"models of {DEMO}'s size, trained here"
 """Name of the trained models in the record: they share demo's config and tokenizer, but not its weights."""
 SEEDS = 3  # each gives a pair of models
 EVERY = 8  # every eighth window of the built-in text is used for evaluation
-ALL = 10_000  # more windows than the built-in text has
-MATRICES = ("attention", "cosine", "running_cosine")
-SOURCE = (
-    "Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; other "
-    "models and data, so that nothing is judged here. The claim holds in the share of seeds in which Primal.+ has "
-    "more; difference: primal − canonical; loss: nats per token of windows that were not trained on. "
-    "attention: P, and in Primal.+ eΛrᵀ, which stands for it and has rank head_dim at most; cosine: cos(q_i, k_j) in "
-    "both; running cosine: of the running means of q and k in both, which causal Primal-Attention reads"
-)
+MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # Name → display name
 
 
 @one_thread()
@@ -111,7 +103,7 @@ def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
-    ids = sample(loaded, TOKENS, ALL)
+    ids = sample(loaded, TOKENS, 10_000)  # more windows than the built-in text has
     held_out, seeds = torch.arange(len(ids)) % EVERY == EVERY - 1, range(seed, seed + SEEDS)
     experiment = compare_training(config, ids[~held_out], ids[held_out], Training(), seeds, progress)
     split = f"{TEXT}, every eighth window for evaluation"
@@ -127,26 +119,20 @@ def compare_training(
     progress: Progress = silent,
 ) -> Experiment:
     """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
-    total, done = len(seeds) * len(WAYS) * training.steps, 0
-    losses: dict[str, list[float]] = {way: [] for way in WAYS}
-    spectra: dict[tuple[str, str], list[Tensor]] = {(matrix, way): [] for matrix in MATRICES for way in WAYS}
+    total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
+    measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
-
-            def tick(step: int, done: int = done) -> None:
-                progress("decay by training", done + step, total)
-
-            fit(model, windows, training, seed, tick)
-            done += training.steps
-            loss, measured = read(model, held_out)
-            losses[way].append(loss)
-            for matrix in MATRICES:
-                spectra[matrix, way].append(measured[matrix])
-    values = {("loss", way): torch.tensor(each, dtype=torch.float64) for way, each in losses.items()}
-    values |= {key: torch.stack([each[:, 0].mean() for each in measured]) for key, measured in spectra.items()}
+            fit(model, windows, training, seed, lambda: progress("decay by training", next(numbers), total))
+            for name, value in measure_decay(model, held_out).items():
+                measured[name, way].append(value)
+    values = {
+        (name, way): torch.stack([value if name == "loss" else value[:, 0].mean() for value in each])
+        for (name, way), each in measured.items()
+    }
     both, differences, claims = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
     for name in ("loss", *MATRICES):
-        label, ours, theirs = _spell(name), values[name, PRIMAL], values[name, CANONICAL]
+        label, ours, theirs = MATRICES.get(name, name), values[name, PRIMAL], values[name, CANONICAL]
         both |= {f"{name}_{way}": average_trials(values[name, way], f"{label}, {way}") for way in WAYS}
         differences[f"{name}_difference"] = average_trials(ours - theirs, f"{label}, difference")
         if name != "loss":
@@ -157,26 +143,29 @@ def compare_training(
         name="decay by training",
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
         settings=settings | sizes | asdict(training),
-        source=SOURCE,
+        source="Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; "
+        "other models and data, so that nothing is judged here. The claim holds in the share of seeds in which "
+        "Primal.+ has more; difference: primal − canonical; loss: nats per token of windows that were not trained on. "
+        "attention: P, and in Primal.+ eΛrᵀ, which stands for it and has rank head_dim at most; cosine: cos(q_i, k_j) "
+        "in both; running cosine: of the running means of q and k in both, which causal Primal-Attention reads",
         axis="first k singular values",
         curves={
-            f"{_spell(matrix)}: {way}": _head_curve(torch.cat(measured), _spell(matrix), way)
-            for (matrix, way), measured in spectra.items()
+            f"{label}: {way}": _head_curve(torch.cat(measured[matrix, way]), label, way)
+            for matrix, label in MATRICES.items()
+            for way in WAYS
         },
         **columns(both | differences | claims),
     )
 
 
-def read(
-    model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]
-) -> tuple[float, dict[str, Float[Tensor, "heads steps"]]]:
-    """Compute the loss in nats per predicted token, and three matrices' spectra in the last layer.
+def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
+    """Compute the `loss` in nats per predicted token, and three matrices' spectra (heads, steps) in the last layer.
 
     The spectra are cumulative singular values, averaged over windows, by matrix.
     """
     attention = None
     with torch.no_grad():
-        loss = float(nats(model, held_out))
+        loss = nats(model, held_out).double()
         for part in model.modules():
             if isinstance(part, primal.PrimalHeads) and part.last is not None:  # eΛrᵀ is K if e, r solve the kernel SVD
                 e, r, _ = part.last
@@ -184,17 +173,13 @@ def read(
                 attention = linalg.cumulative(values)
         call, query_key = calls(model, held_out)[-1]
     attention = attention_curve(query_key) if attention is None else attention
-    curves = attention, cosine_curve(call), cosine_curve(call, averaged=True)
-    return loss, {name: values.mean(0) for name, values in zip(MATRICES, curves, strict=True)}
-
-
-def _spell(name: str) -> str:
-    return name.replace("_", " ")
+    spectra = attention, cosine_curve(call), cosine_curve(call, averaged=True)
+    return {"loss": loss} | {name: values.mean(0) for name, values in zip(MATRICES, spectra, strict=True)}
 
 
 def _head_curve(heads: Float[Tensor, "heads steps"], picture: str, label: str) -> Curve:
     """Compute median and quartiles over heads."""
-    return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=picture, label=label)
+    return curve(range(1, heads.shape[-1] + 1), heads.mT, "share of Σσ", bounded=True, picture=picture, label=label)
 
 
 def demo() -> loading.Loaded:
@@ -209,10 +194,7 @@ def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "
 
 
 def calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[tuple[Call, QueryKey]]:
-    """Record the attention call and query-key pair of every layer in one pass.
-
-    Layers below a primal one are the model's own; a primal layer is called with its own queries and keys too.
-    """
+    """Record the attention call and query-key pair of every layer in one pass, including primal layers."""
     return [(site.call, site.call.query_key(site.site)) for site in hooks.survey(model, {"input_ids": ids})]
 
 
@@ -231,11 +213,6 @@ def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequen
 DEPTH_TOKENS = 128
 WINDOWS, FEW = 32, 8  # windows of the built-in text, full and quick
 THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possible
-DEPTH_SOURCE = (
-    "Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and last third; "
-    "another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, else 0) where "
-    "first < middle < last"
-)
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
@@ -260,7 +237,9 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
         model=DEMO,
         settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
-        source=DEPTH_SOURCE,
+        source="Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and "
+        "last third; another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, "
+        "else 0) where first < middle < last",
         axis="first k singular values",
         curves=curves,
         **columns(rows | holding),
@@ -292,9 +271,7 @@ NOISE = 0.1  # standard deviation of the noise added to H_e in the control
 CONTROL = "J_perturbed"  # figure that must not be 0
 LIMIT, MOVED = 1e-10, 0.1
 """Largest allowed error of an identity, above float64's rounding over a spectrum; least allowed J of the control."""
-LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}
-"""Display names of identities, if different from the identity's key."""
-IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
+LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}  # display names
 
 
 class Case(NamedTuple):
@@ -304,13 +281,6 @@ class Case(NamedTuple):
     keys: Float[Tensor, "m features"]  # Φ_k
     projection: Float[Tensor, "sampled features"] | None  # F; None is the identity
 
-    @property
-    def kernel(self) -> Float[Tensor, "n m"]:
-        """K as an explicit matrix, the reference for the identities."""
-        if self.projection is None:
-            return self.queries @ self.keys.mT
-        return (self.queries @ self.projection.mT) @ (self.keys @ self.projection.mT).mT
-
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
@@ -318,16 +288,8 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     for done, case in enumerate(all_cases):
         all_errors.append(errors(case, seed))
         progress("KSVD identities", done + 1, len(all_cases))
-    rows = {
-        name: Figure(
-            max(each[name] for each in all_errors),
-            label=LABELS.get(name),
-            published=0.0,
-            tolerance=LIMIT,
-            bound="at most",
-        )
-        for name in all_errors[0]
-    }
+    identity = partial(Figure, published=0.0, tolerance=LIMIT, bound="at most")
+    rows = {name: identity(max(each[name] for each in all_errors), label=LABELS.get(name)) for name in all_errors[0]}
     control = min(each[CONTROL] for each in all_errors)
     rows[CONTROL] = Figure(control, label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(
@@ -335,7 +297,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
         question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
-        source=IDENTITIES_SOURCE,
+        source="Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit",
         **columns(rows),
     ).judge()
 
@@ -360,9 +322,10 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 def errors(case: Case, seed: int) -> dict[str, float]:
     """Compute each identity's error on the s leading components: relative to K, absolute for J and the control."""
-    sides = case.queries, case.keys, case.projection
-    solution, kernel = ksvd.dual(case.queries, case.keys, SCORES, case.projection), case.kernel
-    weights = ksvd.primal(solution, *sides)
+    solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
+    projected = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
+    kernel = projected[0] @ projected[1].mT  # K as an explicit matrix, the reference for the identities
+    weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     sigma, top = solution.values, float(solution.values[0])
     remainder = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
@@ -383,7 +346,7 @@ def errors(case: Case, seed: int) -> dict[str, float]:
 
 def _objective(case: Case, solution: ksvd.Dual) -> float:
     """Compute |J| at the primal weights of a dual solution, in K's unit."""
-    weights = ksvd.primal(solution, case.queries, case.keys, case.projection)
+    weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     return float(ksvd.objective(e, r, weights.query_weight, weights.key_weight, weights.multipliers).abs())
 

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from pydantic import JsonValue
-from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.errors import UnposedError, UsageError
-from attnlens.lab.experiments.settings import (
+from attnlens.lab.experiments.tokens import (
     CORRELATION,
-    UNPUBLISHED,
     ExperimentSettings,
     Figure,
     Study,
     average_trials,
     columns,
     curve,
+    descend_trials,
+    grid,
 )
-from attnlens.lab.experiments.tokens import descend_trials, grid
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Scores, gradient, unit
-from attnlens.records.studies import Curve, Experiment
+from attnlens.records.studies import Experiment
 from attnlens.runs.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,64 +35,61 @@ if TYPE_CHECKING:
 GONE, KEPT = 1e-6, 1e-3
 """A token is dropped at a weight ≤ GONE and kept above KEPT, as in the paper; with a weight in between, an instance is
 undecided."""
-DIRECTIONS = {"svm_equivalent": "SVM equivalent", "W_mm": "W_mm", "single_token": "single token"}
-"""Display names of the directions."""
+DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
+    "svm_equivalent": ("SVM equivalent", {4: 0.034, 6: 0.017, 8: 0.011, 10: 0.0056}),
+    "W_mm": ("W_mm", {4: 0.07, 6: 0.043, 8: 0.015, 10: 0.0087}),
+    "single_token": ("single token", {}),
+}
+"""Display name of each direction, and the published mean of 1 − correlation to it by d."""
 FLOOR = 2.2e-16
 """Constant that the published code adds to ‖∇‖: training then stops as the gradient vanishes. Without it, training
 continues only on inputs whose ReLUs are not all off, and 1 − correlation ends at 0.08 for d = 4."""
-DISTANCES = {
-    f"{name}_d{d}": distance
-    for name, distances in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
-    for d, distance in zip((4, 6, 8, 10), distances, strict=True)
-}
-NO_INSTANCE = torch.full((1, len(DIRECTIONS)), torch.nan, dtype=torch.float64)
 READING = 0.3
 """Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
-DISTANCES_SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs"
 
 
-def multi_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "multi-token",
+    full=ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001),
+    quick={"trials": 150, "d": (4, 6)},
+    source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
+)
+def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute by d the mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM.
 
     Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """
-    by_size = {d: _measure_size(s, d, progress) for d in s.d}
-    known = DISTANCES if published else {}
-    rows, curves = dict[str, Figure](), dict[str, Curve]()
-    for d, accepted in by_size.items():
-        for column, (name, label) in enumerate(DIRECTIONS.items()):
-            figure, reference = average_trials(accepted[:, column], f"{label}, d = {d}"), known.get(f"{name}_d{d}")
-            if reference is not None:
-                tolerance = READING * reference + 3 * (figure.error or 0.0)
-                figure = replace(figure, published=reference, tolerance=tolerance)
+    rows, shares = dict[str, Figure](), dict[str, JsonValue]()
+    measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation
+    for row, d in enumerate(s.d):
+        draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
+        weights = descent.log_weights.exp().flatten(1)
+        between, dropped = ((weights > GONE) & (weights <= KEPT)).any(-1), (weights <= GONE).any(-1)
+        trials = ((draws.instances.labels < 0).any(-1) & ~between & dropped).nonzero().flatten().tolist()
+        compared = (_compare_directions(draws.instances, descent, trial) for trial in trials)
+        accepted = [each for each in compared if each is not None]
+        shares[f"accepted_d{d}"] = len(accepted) / s.trials
+        if accepted:
+            measured[row, : len(accepted)] = torch.tensor(accepted, dtype=torch.float64)
+        for column, (name, (label, published)) in enumerate(DIRECTIONS.items()):
+            figure = average_trials(measured[row, :, column], f"{label}, d = {d}")
+            if d in published:
+                tolerance = READING * published[d] + 3 * (figure.error or 0.0)
+                figure = replace(figure, published=published[d], tolerance=tolerance)
             rows[f"{name}_d{d}"] = figure
-    # sizes accept different numbers of instances, so shorter columns are padded with NaN
-    padded = pad_sequence([*by_size.values(), NO_INSTANCE], batch_first=True, padding_value=torch.nan)[:-1]
-    for column, (name, label) in enumerate(DIRECTIONS.items()):
-        curves[name.replace("_", " ")] = curve(s.d, padded[..., column], "1 − correlation", label=label)
-    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(accepted) / s.trials for d, accepted in by_size.items()}
+    curves = {
+        name.replace("_", " "): curve(s.d, measured[..., column], "1 − correlation", label=label)
+        for column, (name, (label, _)) in enumerate(DIRECTIONS.items())
+    }
     return Experiment(
         name="multi-token",
         question="If several tokens keep weight, does descent converge to W_fin + R·W_mm of the generalised SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
-        source=DISTANCES_SOURCE if published else None,
         axis="d",
         curves=curves,
-        **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
+        **columns(rows, "no instance passed the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in s.d}),
     )
-
-
-def _measure_size(s: ExperimentSettings, d: int, progress: Progress) -> Float[Tensor, "accepted 3"]:
-    """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
-    draws, descent = descend_trials(s, d, "multi-token", progress, FLOOR)
-    # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
-    weights = descent.log_weights.exp()
-    between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
-    dropped = (weights <= GONE).flatten(1).any(-1)
-    accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
-    trials = accepted.nonzero().flatten().tolist()
-    rows = [row for trial in trials if (row := _compare_directions(draws.instances, descent, trial)) is not None]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
 
 
 def _compare_directions(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
@@ -116,10 +112,6 @@ def _compare_directions(instances: Instances, descent: Descent, trial: int) -> l
     ]
 
 
-MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
-MULTI_TOKEN = Study("multi-token", multi_token, MULTI_FULL, {"trials": 150, "d": (4, 6)})
-
-
 TRIES = 200  # random corpora drawn per trial before the sizes are refused
 SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; others are ≥ 1/√d apart
 # Also the relative size of the largest singular value that counts as 0: rounding gives 1e-16, distinct ties 1/√d.
@@ -134,11 +126,13 @@ class Corpus(NamedTuple):
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
 
-TO_SVM, FINITE = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, tolerance=1e-9)
-"""Limits of the theorems, with the tolerance allowed at the last iteration."""
-
-
-def next_token(s: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+@partial(
+    Study,
+    "next-token",
+    full=ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000),
+    quick={"trials": 10},
+)
+def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ in it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
@@ -148,7 +142,8 @@ def next_token(s: ExperimentSettings, published: bool, progress: Progress) -> Ex
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
     cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
-    to_svm, finite = (TO_SVM, FINITE) if published else (UNPUBLISHED, UNPUBLISHED)
+    # limits of the theorems, with the tolerance allowed at the last iteration
+    to_svm, finite = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, tolerance=1e-9)
     rows = {
         "acyclic_to_svm": average_trials(acyclic[-1], "acyclic to SVM", to_svm),
         "cyclic_to_svm": average_trials(cyclic[-1], "cyclic to SVM", to_svm),
@@ -221,16 +216,14 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
             continue
         W = attsvm.solve(problem).W
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
-            return _build_corpus(problem, embeddings[inputs], inputs == labels, W)
-    raise UsageError(
-        f"None of {TRIES} random corpora poses such a problem ({n} sequences of {T} tokens from a vocabulary of {d}).",
-        "Choose a larger d, or more or longer sequences.",
-    )
-
-
-def _build_corpus(
-    problem: attsvm.Problem, tokens: Float[Tensor, "n T d"], hits: Bool[Tensor, "n T"], W: Float[Tensor, "d d"]
-) -> Corpus:
+            break
+    else:
+        raise UsageError(
+            f"None of {TRIES} random corpora ({n} sequences of {T} tokens, vocabulary of {d}) has "
+            f"{'a cyclic' if cyclic else 'an acyclic'} token-priority graph with an SVM solution.",
+            "Choose a larger d, or more or longer sequences.",
+        )
+    tokens, hits = embeddings[inputs], inputs == labels
     features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
     equal = problem.equal
     ties = (problem.differences[equal][:, :, None] * problem.paired_queries[equal][:, None, :]).flatten(1)
@@ -243,7 +236,3 @@ def _build_corpus(
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
     component = same[torch.arange(len(hits)), hits.int().argmax(-1)]
     return Corpus(torch.cat([off, within], -1), hits.double(), component, W.flatten())
-
-
-NEXT_FULL = ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
-NEXT_TOKEN = Study("next-token", next_token, NEXT_FULL, {"trials": 10})

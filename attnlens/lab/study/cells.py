@@ -1,10 +1,11 @@
-"""Train and compare a table's cells: learning-rate search, runs over seeds, speed, and the records made from them."""
+"""Train and compare the cells of a table: learning-rate search, runs over seeds, and the records made from them."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -13,30 +14,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, count, product
 from pathlib import Path
-from statistics import median
-from timeit import timeit
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 
 from attnlens.choices import STUDIES
 from attnlens.errors import ModelError, UsageError
-from attnlens.files import check_folder, make_folder, unwritten_folder
-from attnlens.lab.study.examples import StudyTask, TaskForm
-from attnlens.lab.study.tables import PAPER, SCALES, SUM, TABLES, PaperCell, PaperTable, Scale, describe_features
-from attnlens.lab.study.tasks import Reversal, iwslt, language, load_labelled, series, translation, wikitext
-from attnlens.lab.study.units import (
-    RunOutcome,
-    TrainingUnit,
-    build_accelerator,
-    build_model,
-    count_tokens,
-    hash_task,
-    model_folder,
-    slug,
-    take_step,
-    train_unit,
-)
+from attnlens.files import check_folder, unwritten_folder
+from attnlens.lab.study.examples import Reversal, StudyTask, TaskForm
+from attnlens.lab.study.tables import PAPER, SCALES, TABLES, PaperCell, PaperTable, Scale, describe_features
+from attnlens.lab.study.tasks import iwslt, language, load_labelled, series, translation, wikitext
+from attnlens.lab.study.units import RunOutcome, TrainingUnit, hash_task, measure_speeds, model_folder, train_unit
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.maths.statistics.associations import Blocks, holm, pairs_of
 from attnlens.models import texts
@@ -50,16 +38,14 @@ from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.wording import join_items
 
+SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
 MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[str, ...]]] = {
     "language": ("perplexity", ("loss",)),
     "translation": ("BLEU", ("BLEU", "loss")),
     "classification": ("accuracy", ("accuracy",)),
 }
-"""Measure of the papers, and the scores that compare cells, the paper's first.
-
-For translation the loss too, which separates better: BLEU scores the words written, so models that hardly translate yet
-all have a little of it.
-"""
+"""Measure of the papers, and the scores that compare cells, the paper's first. Translation is also compared by the
+loss, because models that hardly translate yet all have a low BLEU."""
 
 
 def build_table(
@@ -112,10 +98,10 @@ def build_cell(
     unit: TrainingUnit,
     outcomes: Sequence[RunOutcome],
     searched: Sequence[tuple[float, float]],
-    speed: Speed,
+    speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record: the unit chosen by the search, (rate, validation loss) of its form, outcomes by seed."""
+    """Build a cell's record from the unit chosen by the search, (rate, validation loss) of its form, and outcomes."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -127,10 +113,18 @@ def build_cell(
         )
         for number, run in enumerate(outcomes)
     ]
-    mean, se = _mean(runs, task)
-    first = outcomes[0]
-    steps = [float(step) for step, _ in first.curve][: len(first.watched)]
-    measures = dict.fromkeys(name for medians in first.watched for name in medians)
+    mean, se, first = None, None, outcomes[0]
+    if not any(run.problem for run in runs):
+        values = torch.tensor([run.scores[MEASURES[task.form][1][0]] for run in runs], dtype=torch.float64)
+        mean = float(values.mean())
+        se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
+        if task.form == "language":  # mean and standard error of the perplexity, from those of its logarithm
+            mean, se = math.exp(mean), None if se is None else math.exp(mean) * se
+    steps = [float(step) for step, _ in first.curve]
+    heads = {
+        name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
+        for name in dict.fromkeys(chain.from_iterable(first.watched))
+    }
     return studies.StudyCell(
         name=cell.name,
         task=task.name,
@@ -144,29 +138,13 @@ def build_cell(
         parameters=first.parameters,
         kernel_parameters=first.kernel_parameters,
         tokens=max(run.tokens for run in outcomes),
-        tokens_per_second=speed.tokens_per_second,
-        beside_sdpa=speed.beside_sdpa,
-        heads={
-            name: studies.Curve(steps=steps, median=[medians.get(name) for medians in first.watched], quantity=name)
-            for name in measures
-        },
-        features=describe_features(cell, unit.scale),
+        tokens_per_second=speed[0],
+        beside_sdpa=speed[1],
+        heads=heads,
+        features=describe_features(unit.form, unit.scale.d_model // unit.scale.heads),
         published=cell.published,
         published_diverged=cell.diverged,
     )
-
-
-def _mean(runs: Sequence[studies.StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
-    """Compute mean and standard error of the measure over seeds; for perplexity from its logarithm."""
-    if any(run.problem for run in runs):
-        return None, None
-    measure, *_ = MEASURES[task.form][1]
-    values = torch.tensor([run.scores[measure] for run in runs], dtype=torch.float64)
-    mean = float(values.mean())
-    se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
-    if task.form == "language":
-        return math.exp(mean), None if se is None else math.exp(mean) * se
-    return mean, se
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
@@ -225,47 +203,9 @@ def _correlate_orders(
         )
 
 
-ROUNDS = 12  # steps that are timed, after an untimed first one
-
-
-class Speed(NamedTuple):
-    """Speed of training steps."""
-
-    tokens_per_second: float  # median over steps
-    beside_sdpa: float  # ratio to the standard transformer's speed with SDPA, steps alternating in one loop
-
-
-def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, Speed]:
-    """Measure each unit's speed on one batch; a step of the standard transformer precedes each of its steps."""
-    batch = next(iter(task.training(units[0].scale.batch, 0)))
-
-    def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
-        """Build a function that takes one training step of a new model and returns its seconds."""
-        accelerator, model = build_accelerator(), build_model(unit, task)
-        if implementation is not None:
-            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
-        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
-        module, optimiser = accelerator.prepare(model.core, optimiser)
-        return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
-
-    # the standard transformer is that of Vaswani et al. 2017
-    time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
-    for unit in units:
-        time_unit = build_timer(unit)
-        pairs = [(time_standard(), time_unit()) for _ in range(1 + ROUNDS)][1:]
-        speeds[unit] = Speed(count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs))
-    return speeds
-
-
-SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
-AGAIN = "Run the same command again, with fewer --jobs if memory ran out; finished runs are kept."
-MakeTasks = Callable[[], Sequence[StudyTask]]
-"""Function that rebuilds the tasks in another process; their tensors, one per sentence, are too many to send."""
-
-
 def train_cells(
     cells: Sequence[tuple[PaperCell, StudyTask]],
-    make: MakeTasks,
+    make: Callable[[], Sequence[StudyTask]],
     scales: Mapping[TaskForm, Scale],
     seed: int,
     work: WorkPlan,
@@ -295,26 +235,26 @@ def train_cells(
         with one_thread():
             results = run_units(
                 list(named),
-                build_trainer(named, tasks, store),
+                prepare_training(lambda: tasks, named, store)[1],
                 work,
                 store,
-                elsewhere=(set_up_worker, (make, named, store)),
+                elsewhere=(prepare_training, (make, named, store)),
                 tell=lambda _name: tell(stage, next(numbers), total),
             )
         if results.stopped:
             raise KeyboardInterrupt
         for name, reason in results.missing.items():
-            raise ModelError(f"A model of {named[name].task} could not be trained: {reason}", AGAIN)
+            remedy = "Run the same command again, with fewer --jobs if memory ran out; finished runs are kept."
+            raise ModelError(f"A model of {named[name].task} could not be trained: {reason}", remedy)
         return {named[name]: RunOutcome(**value) for name, value in results.values.items()}
 
     searched = outcomes(chain.from_iterable(search_units), "search")
     chosen = [min(units, key=lambda unit: searched[unit].loss) for units in search_units]
     seed_units = [_seed_units(unit, seed, saved=folder is not None) for unit in chosen]
     trained = outcomes(chain.from_iterable(seed_units), "train")
-    built, speeds = [], dict[TrainingUnit, Speed]()
     with one_thread():
-        for task in tasks:
-            speeds |= measure_speeds([unit for unit in chosen if unit.task == task.name], task)
+        timed = [measure_speeds([unit for unit in chosen if unit.task == task.name], task) for task in tasks]
+    speeds, built = dict(chain.from_iterable(each.items() for each in timed)), []
     for (cell, task), tried, best, by_seed in zip(cells, search_units, chosen, seed_units, strict=True):
         if folder is not None:
             source = model_folder(store, by_seed[0].name(digests[task.name]))
@@ -325,32 +265,34 @@ def train_cells(
     return built
 
 
+def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[TrainingUnit]:
+    seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
+    first, *others = (replace(seeded, seed=seed + number) for number in range(chosen.scale.seeds))
+    return [replace(first, watched=True, saved=saved), *others]
+
+
 def _copy_models(source: Path, destination: Path) -> None:
     """Copy a cell's saved steps to a new folder. Raises OutputError if they cannot be written."""
-    make_folder(destination.parent)
     try:
         shutil.copytree(source, destination)
     except OSError as error:
         raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
-def build_trainer(units: Mapping[str, TrainingUnit], tasks: Sequence[StudyTask], store: Store) -> Compute:
-    """Return the function that trains a unit given its name."""
-    task_of = {task.name: task for task in tasks}
-    return lambda name: train_unit(units[name], task_of[units[name].task], store)
+def slug(name: str) -> str:
+    """Convert a name to a folder name of lower-case letters, digits, dots, plus signs and hyphens."""
+    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
-def set_up_worker(
-    make: MakeTasks, units: Mapping[str, TrainingUnit], store: Store
+def prepare_training(
+    make: Callable[[], Sequence[StudyTask]], units: Mapping[str, TrainingUnit], store: Store
 ) -> tuple[Mapping[str, object], Compute]:
-    """Set up the same training runs in another process: return the store's facts and the function that trains units."""
-    return store.facts, build_trainer(units, make(), store)
+    """Return the store's facts, and the function that trains a unit given its name.
 
-
-def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[TrainingUnit]:
-    seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
-    first, *others = (replace(seeded, seed=seed + number) for number in range(chosen.scale.seeds))
-    return [replace(first, watched=True, saved=saved), *others]
+    Another process rebuilds the tasks by `make`: their tensors, one per sentence, are too many to send.
+    """
+    task_of = {task.name: task for task in make()}
+    return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 
 
 def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:
@@ -373,7 +315,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     task_names = [task.name for task in tasks]  # cells are matched to tasks by name
     if twice := [name for name in task_names if task_names.count(name) > 1]:
         raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Give one of the files another name.")
-    tables: list[studies.StudyTable] = []
+    tables = []
     store = Store(work.root / "study", {"command": "study"})
     for table_name, cells in chosen.items():
         table = TABLES[table_name]
@@ -436,17 +378,16 @@ def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[Task
     """
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
-    if "classification" in forms and request.series is not None:
+    if request.series is not None:
         tasks.append(series(*request.series))
-    if "classification" in forms and request.labelled is not None:
+    if request.labelled is not None:
         tasks.append(load_labelled(request.labelled, scales["classification"]))
-    if "translation" in forms and request.pairs is not None:
+    if request.pairs is not None:
         tasks.append(translation(request.pairs, scales["translation"]))
     elif "translation" in forms:
         tasks.append(iwslt(scales["translation"]) if papers else Reversal())
-    if "language" in forms and papers and not request.text:
-        tasks.append(wikitext(scales["language"]))
-    elif "language" in forms:
+    if "language" in forms:
         contents = [(content.name, content.text) for content in texts.read_each(list(request.text))]
-        tasks.append(language(contents, scales["language"]))
+        use_wikitext = papers and not request.text
+        tasks.append(wikitext(scales["language"]) if use_wikitext else language(contents, scales["language"]))
     return tasks[::-1]

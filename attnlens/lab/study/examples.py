@@ -1,15 +1,14 @@
-"""A task's examples: split into parts, encoded as byte pairs and batched; and a model's scores on them."""
+"""A task's examples in batches, the built-in task of reversal, and a model's scores on a task."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
@@ -24,10 +23,7 @@ if TYPE_CHECKING:
     from attnlens.models.kernel_transformers import EncoderDecoder
 
 TaskForm: TypeAlias = Literal["language", "translation", "classification"]
-"""Kind of task: predict the next token, translate a sentence, or classify a sequence."""
-Split: TypeAlias = Literal["validation", "test"]
-"""Held-out part: validation for choosing settings, test for one evaluation at the end."""
-PARTS = ("training", "validation", "test")
+Split: TypeAlias = Literal["validation", "test"]  # validation to choose settings, test for one evaluation at the end
 NOTHING = -100  # target of positions without a prediction; torch's cross-entropy ignores this value
 PADDING, BEGIN, END = 0, 1, 2  # first ids of every vocabulary of sentences
 SPECIALS = ("<pad>", "<s>", "</s>")  # names of PADDING, BEGIN and END
@@ -41,15 +37,6 @@ class Examples:
     mask: Tensor | None  # (batch, tokens), bool, False for padding, which is on the right; None: no padding
     targets: Tensor  # ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)
     decoder_inputs: Tensor | None = None  # ids (batch, target tokens), starting with BEGIN; None without a decoder
-
-    def single(self, row: int) -> Examples:
-        """Return one example without its padding, as a batch of one."""
-        rows = slice(row, row + 1)
-        inputs = self.inputs[rows, : None if self.mask is None else int(self.mask[row].sum())]
-        if self.decoder_inputs is None:
-            return Examples(inputs, None, self.targets[rows])
-        size = int((self.targets[row] != NOTHING).sum())
-        return Examples(inputs, None, self.targets[rows, :size], self.decoder_inputs[rows, :size])
 
     def to(self, device: torch.device | str) -> Examples:
         """Copy the batch to a device."""
@@ -91,7 +78,7 @@ class StudyTask:
         return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
 
     def lengths(self, part: str) -> list[int]:
-        """Return the number of input and target tokens of each example of a part; all windows of a text have one."""
+        """Return the number of input and target tokens of each example of a part, by which batches are sorted."""
         inputs, targets = self.cases[part]
         if self.form == "language":
             return [2 * self.length] * len(inputs)
@@ -105,7 +92,7 @@ class StudyTask:
         return Examples(*pad(inputs, PADDING), torch.stack(targets))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text without special ones; without a tokenizer, to their numbers."""
+        """Decode ids to text without special tokens; without a tokenizer, list the ids as numbers."""
         if self.tokenizer is None:
             return " ".join(str(number) for number in ids if number >= len(SPECIALS))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))  # bytes that are not UTF-8: U+FFFD
@@ -133,9 +120,9 @@ POOLS = 4  # minimum number of pools per epoch; sorting a whole epoch would batc
 
 
 def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of numbers of examples of the given lengths without end, in a new order each epoch.
+    """Yield batches of indices of examples with these lengths forever, in a new order each epoch.
 
-    Examples beyond the last full batch are dropped before sorting by length, so different ones in each epoch.
+    Examples beyond the last full batch are dropped before sorting by length: different examples in each epoch.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
@@ -149,87 +136,68 @@ def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]
                 yield parts[number]
 
 
-STRETCHES = 10
-"""Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
-SHARE = 0.05  # share of validation examples, and of test examples
+HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
 
 
-def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
-    """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
+class Reversal(StudyTask):
+    """Random letters written backwards; a letter becomes a capital if the letter before it in the source is odd.
 
-    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
-    would put two halves of a sentence into training and test.
+    For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
+    positions yields the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
+    cross-attention without positions ignores their order. The decoder's output then depends on the source only through
+    its bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not: given a
+    bag, sources and targets correspond one to one.
     """
-    parts: dict[str, list[range]] = {part: [] for part in PARTS}
-    for number in range(stretches):
-        start, stop = number * count // stretches, (number + 1) * count // stretches
-        size = max(1, round((stop - start) * share))
-        test = max(start, stop - size)
-        edges = start, max(start, test - size), test, stop
-        for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
-            parts[part] += [range(first, last)] if first < last else []
-    return parts
 
-
-def numbers(parts: Mapping[str, Iterable[range]]) -> dict[str, list[int]]:
-    """List the numbers in the blocks of each part."""
-    return {part: list(chain.from_iterable(each)) for part, each in parts.items()}
-
-
-def space_evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers below `count`, as evenly spaced as possible."""
-    if count <= most:
-        return list(range(count))
-    return [int((number + 0.5) * count / most) for number in range(most)]
-
-
-BYTES = 256
-
-
-def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Train byte pairs with at most `vocabulary` ids on the texts; deterministic. `specials` have the first ids.
-
-    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2). Raises UsageError if
-    `vocabulary` is too small for all bytes and special tokens.
-    """
-    least = BYTES + len(specials)
-    if vocabulary < least:
-        raise UsageError(
-            f"A vocabulary of {vocabulary} is too small: bytes and special tokens alone take {least} entries.",
-            f"Choose at least {least}.",
+    def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
+        self.letters, self.shortest, self.longest = letters, shortest, longest
+        seeds = HELD_OUT.items()
+        super().__init__(
+            name="planted reversal",
+            form="translation",
+            cases={part: Cases(*self._draw(evaluated, torch.Generator().manual_seed(seed))) for part, seed in seeds},
+            length=longest + 1,
+            vocabulary=len(SPECIALS) + 2 * letters,  # letters and capitals
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=list(specials),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+
+    def training(self, size: int, seed: int) -> Iterator[Examples]:
+        """Yield batches of new pairs without end."""
+        draws = torch.Generator().manual_seed(seed)
+        while True:
+            yield pair_sentences(*self._draw(size, draws))
+
+    def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+        """Draw random sources with their targets; letters and numbers of letters are uniform."""
+        first = len(SPECIALS)
+        sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
+        sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
+        return sources, [self.target(source) for source in sources]
+
+    def target(self, source: Tensor) -> Tensor:
+        """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
+        before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
+        return (source + self.letters * before).flip(0)
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    """Encode texts as ids, without special tokens."""
-    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-
-
-WIDTH = 4  # number of beams, as in the papers' translation tables
-
-
-def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
     """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
 
-    All forms: `loss`, the mean over all targets (tokens or classes) in nats. Language: `perplexity` exp(loss), and
-    `bits_per_byte`, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
-    Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
-    if the loss is not finite. Raises UsageError if sacrebleu is missing.
+    All forms: `loss`, the mean over all targets (tokens or classes) in nats; nothing else if `loss_only`, as for the
+    choice of settings. Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
+    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of
+    width 4 on each source; both are NaN if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
     with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
-        batches, total, targets, right = _add_losses(task, model, split, size)
+        for batch in batches:
+            logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
+            total += float(cross_entropy(logits, batch.targets))
+            targets += int((batch.targets != NOTHING).sum())
+            right += int((logits.argmax(-1) == batch.targets).sum())
         loss = total / targets
+        if loss_only:
+            return {"loss": loss}
         if task.form == "classification":
             return {"loss": loss, "accuracy": right / targets}
         if task.form == "language":
@@ -247,25 +215,6 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
             for written, target in zip(translations, batch.targets.tolist(), strict=True):
                 pairs.append((task.decode(written), task.decode(number for number in target if number > END)))
         return {"loss": loss} | bleu_and_chrf(pairs)
-
-
-def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
-    """Compute only the `loss` of `score`, without beam search; it is used to choose settings."""
-    with torch.no_grad(), at_rest(cast(PreTrainedModel, model)):
-        _, total, targets, _ = _add_losses(task, model, split, size)
-    return total / targets
-
-
-def _add_losses(task: StudyTask, model: nn.Module, split: Split, size: int) -> tuple[list[Examples], float, int, int]:
-    """Return the batches, the sum of all losses in nats, the number of targets, and that of correct predictions."""
-    device = next((parameter.device for parameter in model.parameters()), "cpu")
-    batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
-    for batch in batches:
-        logits = model(batch.inputs, batch.mask, batch.decoder_inputs)
-        total += float(cross_entropy(logits, batch.targets))
-        targets += int((batch.targets != NOTHING).sum())
-        right += int((logits.argmax(-1) == batch.targets).sum())
-    return batches, total, targets, right
 
 
 def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
@@ -312,12 +261,13 @@ class _Generator(PreTrainedModel, GenerationMixin):
 
 @torch.no_grad()
 def beam_search(
-    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = WIDTH
+    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = 4
 ) -> list[list[int]]:
-    """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
+    """Return for each source x the sentence y with the largest log p(y | x)/|y| that the search finds.
 
-    `most` and |y| include END; the result contains no BEGIN, END or padding. A source is finished when `width`
-    sentences have ended. At token `most` a sentence must end, and END's log-probability counts.
+    A sentence has at most `most` tokens; `most` and |y| include END, but the result contains no BEGIN, END or padding.
+    The papers' translation tables use a `width` of 4 beams. A source is finished when `width` sentences have ended. At
+    token `most` a sentence must end, and END's log-probability counts.
     """
 
     def bar(written: Tensor, scores: Tensor) -> Tensor:

@@ -54,19 +54,13 @@ SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most hea
 
 @dataclass(frozen=True)
 class PaperCell:
-    """One form of attention trained on one form of task."""
+    """Attention trained on one form of task."""
 
     name: str  # name of its row
     task: TaskForm  # task of its column
-    form: AttentionForm  # attention that is trained
+    forms: tuple[AttentionForm, ...]  # forms of attention; the best of several is chosen with the learning rate
     published: float | None = None  # published value; None if the paper did not train this cell or it did not converge
     diverged: bool = False  # true if the paper reports that training did not converge
-    others: tuple[AttentionForm, ...] = ()  # further forms; the best is chosen with the learning rate
-
-    @property
-    def forms(self) -> tuple[AttentionForm, ...]:
-        """All forms that the search tries."""
-        return (self.form, *self.others)
 
 
 @dataclass(frozen=True)
@@ -74,18 +68,17 @@ class PaperTable:
     """One table of a paper."""
 
     name: str  # name on the command line
-    question: str  # question in one line
+    question: str
     source: str  # paper and table number
-    cells: tuple[PaperCell, ...]  # cells row by row
+    cells: tuple[PaperCell, ...]  # row by row
     data: Mapping[TaskForm, str] = field(default_factory=dict)  # data and measure of each published column
 
 
 def _pair(name: str, language: AttentionForm, translation: AttentionForm, *published: float | None) -> list[PaperCell]:
     """Build the two cells of a row; `published`: perplexity and BLEU, none if they did not converge."""
     perplexity, bleu = published or (None, None)
-    diverged = not published
-    first = PaperCell(name, "language", language, perplexity, diverged)
-    return [first, PaperCell(name, "translation", translation, bleu, diverged)]
+    first = PaperCell(name, "language", (language,), perplexity, not published)
+    return [first, PaperCell(name, "translation", (translation,), bleu, not published)]
 
 
 def _kernels() -> Iterator[PaperCell]:
@@ -120,15 +113,17 @@ def _positions() -> Iterator[PaperCell]:
 
 
 def _order() -> Iterator[PaperCell]:
-    product, unplaced = SYMMETRIC_PRODUCT, AttentionForm(symmetric=True)
-    yield PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", product, 34.71)
-    yield PaperCell("not in the decoder (Eq. 9)", "translation", replace(product, places=("encoder", "cross")), 34.49)
-    yield PaperCell("not across (Eq. 9)", "translation", replace(product, places=("encoder", "decoder")))
-    yield PaperCell("not in the encoder (Eq. 9)", "translation", replace(product, places=("decoder", "cross")))
+    product, unplaced = SYMMETRIC_PRODUCT, (AttentionForm(symmetric=True),)
+    yield PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", (product,), 34.71)
+    yield PaperCell(
+        "not in the decoder (Eq. 9)", "translation", (replace(product, places=("encoder", "cross")),), 34.49
+    )
+    yield PaperCell("not across (Eq. 9)", "translation", (replace(product, places=("encoder", "decoder")),))
+    yield PaperCell("not in the encoder (Eq. 9)", "translation", (replace(product, places=("decoder", "cross")),))
     # W_Q = W_K as in Eq. 9, so that only the positions are removed
     yield PaperCell("nowhere", "translation", unplaced, 14.47)
-    yield PaperCell("direct sum (Eq. 4)", "language", SUM, 30.97)
-    yield PaperCell("product, symmetric (Eq. 9)", "language", product, 24.28)
+    yield PaperCell("direct sum (Eq. 4)", "language", (SUM,), 30.97)
+    yield PaperCell("product, symmetric (Eq. 9)", "language", (product,), 24.28)
     yield PaperCell("nowhere", "language", unplaced, 30.92)
 
 
@@ -150,31 +145,30 @@ def _dimension() -> Iterator[PaperCell]:
     approximate = [f"taylor:{order}" for order in (2, 4, 8)] + [f"random-features:{count}" for count in (16, 64, 256)]
     names = {"polynomial": "quadratic", "rbf:gamma=1": "rbf"}
     for kernel, (bleu, accuracy) in (published | dict.fromkeys(approximate, (None, None))).items():
-        form, name = replace(SUM, kernel=kernel), names.get(kernel, kernel)
-        yield PaperCell(name, "translation", form, bleu)
-        yield PaperCell(name, "classification", form, accuracy)
-        yield PaperCell(name, "language", form)
+        forms, name = (replace(SUM, kernel=kernel),), names.get(kernel, kernel)
+        yield PaperCell(name, "translation", forms, bleu)
+        yield PaperCell(name, "classification", forms, accuracy)
+        yield PaperCell(name, "language", forms)
 
 
 def _primal() -> Iterator[PaperCell]:
-    swept: dict[Literal["all", "last"], tuple[AttentionForm, ...]] = {
-        layers: tuple(replace(SUM, primal=layers, scores=s, eta=eta) for s in SCORES for eta in ETAS)
-        for layers in ("all", "last")
-    }
+    def sweep(layers: Literal["all", "last"]) -> tuple[AttentionForm, ...]:
+        return tuple(replace(SUM, primal=layers, scores=s, eta=eta) for s in SCORES for eta in ETAS)
+
     published: dict[TaskForm, tuple[float, float | None, float]] = {
         "classification": (71.9, 73.0, 73.1),
         "language": (33.0, None, 31.0),
     }
     for task, (canonical, former, plus) in published.items():
-        yield PaperCell("canonical", task, SUM, canonical)
-        yield PaperCell("PrimalFormer", task, swept["all"][0], former, others=swept["all"][1:])
-        yield PaperCell("Primal.+", task, swept["last"][0], plus, others=swept["last"][1:])
+        yield PaperCell("canonical", task, (SUM,), canonical)
+        yield PaperCell("PrimalFormer", task, sweep("all"), former)
+        yield PaperCell("Primal.+", task, sweep("last"), plus)
 
 
-def describe_features(cell: PaperCell, scale: Scale) -> str:
-    """Return the number of features Φ of a head's kernel k(q, k) = ⟨Φ(q), Φ(k)⟩; empty if unknown."""
-    name, _, parameter = cell.form.kernel.partition(":")
-    number, d = int(parameter) if parameter.isdigit() else 0, scale.d_model // scale.heads
+def describe_features(form: AttentionForm, d: int) -> str:
+    """Return the number of features Φ of a head's kernel k(q, k) = ⟨Φ(q), Φ(k)⟩ in d dimensions; empty if unknown."""
+    name, _, parameter = form.kernel.partition(":")
+    number = int(parameter) if parameter.isdigit() else 0
     features = {
         "linear": d,
         "polynomial": d * (d + 1) // 2,  # monomials of degree 2
@@ -182,10 +176,10 @@ def describe_features(cell: PaperCell, scale: Scale) -> str:
         "random-features": number,
         **dict.fromkeys(("exponential", "rbf", "intersection"), "∞"),
     }
-    return "" if cell.form.primal != "none" else str(features.get(name, ""))
+    return "" if form.primal != "none" else str(features.get(name, ""))
 
 
-TSAI, CHEN = "Tsai et al. 2019", "Chen et al. 2023"
+TSAI, CHEN = "Tsai et al. 2019, Table", "Chen et al. 2023"
 WRIGHT = "Wright & Gonzalez 2021, their table of kernels"
 TSAI_DATA: dict[TaskForm, str] = {"translation": "IWSLT'14 de-en, BLEU", "language": "WikiText-103, perplexity"}
 WRIGHT_DATA: dict[TaskForm, str] = {
@@ -196,20 +190,14 @@ CHEN_DATA: dict[TaskForm, str] = {
     "classification": "UEA archive, mean accuracy in %",
     "language": "WikiText-103, perplexity",
 }
-ALL = (
-    ("kernels", "Which kernel is best, and does it need to be asymmetric?", f"{TSAI}, Table 2", _kernels(), TSAI_DATA),
-    (
-        "positions",
-        "What is the best way to include positions in the kernel?",
-        f"{TSAI}, Table 1",
-        _positions(),
-        TSAI_DATA,
-    ),
-    ("order", "Where does attention need positions?", f"{TSAI}, Table 3", _order(), TSAI_DATA),
-    ("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", _values(), TSAI_DATA),
-    ("dimension", "Does an infinite feature dimension matter?", WRIGHT, _dimension(), WRIGHT_DATA),
-    ("primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, _primal(), CHEN_DATA),
-)
 TABLES = {
-    name: PaperTable(name, question, source, tuple(cells), data) for name, question, source, cells, data in ALL
+    name: PaperTable(name, question, source, tuple(cells), data)
+    for name, question, source, cells, data in (
+        ("kernels", "Which kernel is best, and does it need to be asymmetric?", f"{TSAI} 2", _kernels(), TSAI_DATA),
+        ("positions", "What is the best way to include positions in the kernel?", f"{TSAI} 1", _positions(), TSAI_DATA),
+        ("order", "Where does attention need positions?", f"{TSAI} 3", _order(), TSAI_DATA),
+        ("values", "Do values need positions? (Eq. 7 and 8)", f"{TSAI} 4", _values(), TSAI_DATA),
+        ("dimension", "Does an infinite feature dimension matter?", WRIGHT, _dimension(), WRIGHT_DATA),
+        ("primal", "Does Primal-Attention learn as well as softmax attention?", CHEN, _primal(), CHEN_DATA),
+    )
 }  # name on the command line → table

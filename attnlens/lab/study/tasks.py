@@ -1,4 +1,4 @@
-"""The study's tasks: texts, sentence pairs, labelled texts and series; the papers' data, and the built-in reversal."""
+"""The study's tasks from texts, sentence pairs, labelled texts and series, and the papers' data."""
 
 from __future__ import annotations
 
@@ -6,32 +6,19 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, with_home
-from attnlens.lab.study.examples import (
-    PARTS,
-    SHARE,
-    SPECIALS,
-    STRETCHES,
-    Cases,
-    Examples,
-    StudyTask,
-    blocks,
-    encode,
-    numbers,
-    pair_sentences,
-    space_evenly,
-    train_byte_pairs,
-)
+from attnlens.lab.study.examples import SPECIALS, Cases, StudyTask
 from attnlens.models import texts
 from attnlens.models.texts.sequences import quiet
 
@@ -41,8 +28,7 @@ if TYPE_CHECKING:
     from attnlens.lab.study.tables import Scale
 
 Rows: TypeAlias = list[tuple[str, ...]]  # Columns of each line of a file
-Series: TypeAlias = "Sequence[tuple[Tensor, str]]"
-"""Ids (tokens,) or a series (steps, channels) of each example, and its label; numbers of steps can differ."""
+Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # ids (tokens,) or (steps, channels) of each example, and its label
 LARGEST_CONTENT = 2**30  # bytes of the largest file accepted, both packed and unpacked
 
 
@@ -87,6 +73,58 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[
     return rows, {Path(path).name: digest}
 
 
+PARTS = ("training", "validation", "test")
+STRETCHES = 10
+"""Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
+SHARE = 0.05  # share of validation examples, and of test examples
+
+
+def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
+    """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
+
+    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
+    would put two halves of a sentence into training and test.
+    """
+    parts: dict[str, list[range]] = {part: [] for part in PARTS}
+    for number in range(stretches):
+        start, stop = number * count // stretches, (number + 1) * count // stretches
+        size = max(1, round((stop - start) * share))
+        test = max(start, stop - size)
+        edges = start, max(start, test - size), test, stop
+        for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
+            parts[part] += [range(first, last)] if first < last else []
+    return parts
+
+
+def space_evenly(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers below `count`, as evenly spaced as possible."""
+    chosen = min(count, most)
+    return [int((number + 0.5) * count / chosen) for number in range(chosen)]
+
+
+def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
+    """Train byte pairs with at most `vocabulary` ids on the texts; deterministic. `specials` have the first ids.
+
+    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2).
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
+    """Encode texts as ids, without special tokens."""
+    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
 BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"  # in a checkout, but not in an installed package
 BLOCK_CHARACTERS = 2000  # minimum characters per held-out block; a shorter text is cut into fewer stretches
 LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line is searched
@@ -96,7 +134,7 @@ def language(contents: Sequence[tuple[str, str]], scale: Scale) -> StudyTask:
     """Build a language task from (name, text) pairs; without any, from the King James text that ships with attnlens.
 
     Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each). Raises
-    TextError for a short text, UsageError for a vocabulary below 256.
+    TextError for a short text.
     """
     files = {name: sha256(text.encode()).hexdigest() for name, text in contents}
     contents = contents or [load_default_text()]
@@ -123,10 +161,8 @@ def split_text(text: str) -> dict[str, list[str]]:
 
     def cut(near: int) -> int:
         """Return the next end of line at or after a position; the position itself if the line is long."""
-        if near in (0, len(text)):
-            return near
         end = text.find("\n", near - 1, near + LINE_CHARACTERS)
-        return near if end == -1 else end + 1
+        return near if end == -1 or near in (0, len(text)) else end + 1
 
     return {part: [text[cut(block.start) : cut(block.stop)] for block in each] for part, each in parts.items()}
 
@@ -176,11 +212,11 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`, gzipped or not.
 
     If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
-    blocks. Raises TextError for data that cannot be used, UsageError for a vocabulary below 259.
+    blocks. Raises TextError for data that cannot be used.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
-    chosen = _split_by_book(rows) or numbers(blocks(len(rows)))
-    parts = {part: [rows[number][-2:] for number in of_part] for part, of_part in chosen.items()}
+    chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
+    parts = {part: [rows[number][-2:] for number in numbers] for part, numbers in chosen.items()}
     return pair_rows(Path(path).name, parts, files, scale)
 
 
@@ -213,7 +249,7 @@ def pair_rows(
     for part, pairs in chosen.items():
         if not pairs:
             raise TextError(
-                f"{name}: no pair of its {part} part can be used, with at most {scale.length} tokens per side.",
+                f"{name}: the {part} part has no usable pair with at most {scale.length} tokens per side.",
                 "Give more pairs, or shorter ones.",
             )
     return StudyTask(
@@ -232,63 +268,16 @@ def pair_rows(
     )
 
 
-HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
-
-
-class Reversal(StudyTask):
-    """Random letters written backwards; a letter becomes a capital if the letter before it in the source is odd.
-
-    For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
-    positions yields the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
-    cross-attention without positions ignores their order. The decoder's output then depends on the source only through
-    its bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not: given a
-    bag, sources and targets correspond one to one.
-    """
-
-    def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
-        self.letters, self.shortest, self.longest = letters, shortest, longest
-        seeds = HELD_OUT.items()
-        super().__init__(
-            name="planted reversal",
-            form="translation",
-            cases={part: Cases(*self._draw(evaluated, torch.Generator().manual_seed(seed))) for part, seed in seeds},
-            length=longest + 1,
-            vocabulary=len(SPECIALS) + 2 * letters,  # letters and capitals
-        )
-
-    def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield batches of new pairs without end."""
-        draws = torch.Generator().manual_seed(seed)
-        while True:
-            yield pair_sentences(*self._draw(size, draws))
-
-    def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-        """Draw random sources with their targets; letters and numbers of letters are uniform."""
-        first = len(SPECIALS)
-        sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
-        sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
-        return sources, [self.target(source) for source in sources]
-
-    def target(self, source: Tensor) -> Tensor:
-        """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
-        before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
-        return (source + self.letters * before).flip(0)
-
-
-HEADER = ("text", "label")  # columns of a header line
-CLASS_SHARE = 0.1  # share of validation cases of each class, and of test cases
-TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated by a tab."
-
-
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
 
     Repeated texts are omitted even if their labels differ, so no text is in two parts; texts longer than `length`
     tokens are cut. The cases of each class are split in file order into 80 % training, 10 % validation and 10 % test.
-    Raises TextError for data that cannot be used, UsageError for a vocabulary below 256.
+    Raises TextError for data that cannot be used.
     """
-    rows, files = read_rows(path, (2,), TEXT_REMEDY)
-    rows = rows[1:] if tuple(word.lower() for word in rows[0]) == HEADER else rows
+    remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
+    rows, files = read_rows(path, (2,), remedy)
+    rows = rows[1:] if [word.lower() for word in rows[0]] == ["text", "label"] else rows
     label_of: dict[str, str] = {}
     for text, label in rows:
         label_of.setdefault(text, label)
@@ -336,11 +325,12 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
                 f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation.",
                 "Give at least ten texts per label.",
             )
-        for part, chosen in numbers(blocks(len(of_class), stretches=1, share=CLASS_SHARE)).items():
-            parts[part] += [of_class[number] for number in chosen]
+        for part, (chosen,) in blocks(len(of_class), stretches=1, share=0.1).items():
+            parts[part] += of_class[chosen.start : chosen.stop]
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 
+EVERY = 5  # every fifth case of each class of the training file is used for validation
 REMEDY = "Give a file in the .ts format of the UEA archive, with class labels and without missing values."
 
 
@@ -385,9 +375,6 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     return header, cases, digest
 
 
-EVERY = 5  # every fifth case of each class of the training file is used for validation
-
-
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series; the second is the test set.
 
@@ -405,7 +392,12 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
             "Give the training and test files of one dataset.",
         )
     labels = [label for _, label in first]
-    classes = _list_classes(labels, header, first_name)
+    if len(set(labels)) < 2:
+        raise TextError(f"{first_name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
+    if single := sorted(label for label in set(labels) if labels.count(label) < 2):
+        raise TextError(f"{first_name} has a single case with label {single[0]}.", "Give at least two cases per class.")
+    listed = [label for label in header.get("@classlabel", "").split()[1:] if label in labels]
+    classes = list(dict.fromkeys([*listed, *sorted(set(labels))]))  # in the order of the header, then sorted
     if unknown := sorted({label for _, label in second} - set(classes)):
         raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", REMEDY)
     if digest == test_digest:
@@ -428,17 +420,6 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     )
 
 
-def _list_classes(labels: Sequence[str], header: Mapping[str, str], name: str) -> list[str]:
-    """Return the labels of a training file: first those of its header in that order, then the others sorted."""
-    if len(set(labels)) < 2:
-        raise TextError(f"{name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
-    single = sorted(label for label in set(labels) if labels.count(label) < 2)
-    if single:
-        raise TextError(f"{name} has a single case with label {single[0]}.", "Give at least two cases per class.")
-    listed = header.get("@classlabel", "").split()[1:]
-    return list(dict.fromkeys([*(label for label in listed if label in labels), *sorted(set(labels))]))
-
-
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 """WikiText-103 (Merity et al. 2017), the raw version: it keeps capitals and rare words, which byte pairs can spell."""
 IWSLT = ("bbaaaa/iwslt14-de-en",)
@@ -447,7 +428,7 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(scale: Scale) -> StudyTask:
-    """Load language modelling on WikiText-103 with its own split.
+    """Load language modelling on WikiText-103 with its published split.
 
     Raises UsageError if datasets is missing, TextError if the data cannot be fetched or have changed their form.
     """
@@ -459,7 +440,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load German-English translation on IWSLT'14 with its own split; raises as `wikitext`."""
+    """Load German-English translation on IWSLT'14 with its published split; raises the errors of `wikitext`."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})
@@ -472,7 +453,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
         import datasets
     except ImportError:
         raise UsageError(
-            f"The papers' data require the package datasets, which is not installed; no {instead} was given.",
+            "The papers' data require the package datasets, which is not installed.",
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from itertools import chain, islice, starmap
 from pathlib import Path
+from statistics import median
+from timeit import timeit
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,18 +25,8 @@ from attnlens.errors import UsageError
 from attnlens.files import unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_heads import regulariser
-from attnlens.lab.study.examples import (
-    BEGIN,
-    END,
-    NOTHING,
-    PADDING,
-    Examples,
-    StudyTask,
-    cross_entropy,
-    mean_loss,
-    score,
-)
-from attnlens.lab.study.tables import Scale
+from attnlens.lab.study.examples import BEGIN, END, NOTHING, PADDING, Examples, StudyTask, cross_entropy, score
+from attnlens.lab.study.tables import SUM, Scale
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import hooks
 from attnlens.models.kernel_transformers import (
@@ -53,16 +45,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-STATE = "state"  # name of the state among the stored parts of a training run
-Weights = dict[str, "Tensor"]
-
-
-@dataclass(frozen=True)
+@dataclass
 class RunOutcome:
-    """Result of a training run, or of its steps so far."""
+    """Result of a training run, updated at each step."""
 
     curve: list[tuple[int, float]]  # (step, validation loss in nats), the first before any step
-    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; empty if heads were not measured
+    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; without entries if not measured
     problem: str = ""  # reason for not converging; empty if the run converged
     scores: dict[str, float] = field(default_factory=dict)  # on the test set; empty if not tested or not converged
     parameters: int = 0  # number of parameters of the model
@@ -76,38 +64,8 @@ class RunOutcome:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-def _copy_weights(model: nn.Module) -> Weights:
+def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-
-
-def _save_state(
-    store: Store, outcome: RunOutcome, best: Weights, model: nn.Module, optimiser: torch.optim.Optimizer
-) -> None:
-    """Store everything that the remaining steps depend on."""
-    value = {
-        "outcome": asdict(outcome),
-        "random": torch.get_rng_state(),
-        "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "model": _copy_weights(model),
-        "best": best,
-        "moments": optimiser.state_dict()["state"],
-    }
-    store.keep(STATE, value)
-
-
-def _restore_state(
-    store: Store, model: nn.Module, optimiser: torch.optim.Optimizer
-) -> tuple[RunOutcome, Weights] | None:
-    """Restore model, optimiser and random state from the store; return the outcome so far, and the best weights."""
-    value = store.load(STATE)
-    if value is None:
-        return None
-    model.load_state_dict(value["model"])
-    optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
-    torch.set_rng_state(value["random"])
-    if value["random of the GPU"] is not None:
-        torch.cuda.set_rng_state(value["random of the GPU"])
-    return RunOutcome(**value["outcome"]), value["best"]
 
 
 SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale on which no single run depends
@@ -145,21 +103,26 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss, on a CPU with one thread deterministically; keep the weights of least validation loss.
+    """Minimise the task's loss, deterministically on one CPU thread; keep the weights of least validation loss.
 
-    At every evaluation, `watch` measures the model, and the state is saved to the store `state`, from which the same
-    call resumes. A run has not converged if its loss is not finite (it then stops) or never falls below the first.
+    At every evaluation, `watch` measures the model, and all that the remaining steps need is saved to the store
+    `state`, from which the same call resumes. A run has not converged if its loss is not finite, which ends the run, or
+    never falls below the first.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
     looks = {round(unit.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(unit.seed)
-        restored = None if state is None else _restore_state(state, model, optimiser)
-        if restored is None:
-            loss = mean_loss(task, model, "validation", scale.batch)
-            restored = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
-        outcome, best = restored
+        if state is not None and (value := state.load("state")) is not None:
+            model.load_state_dict(value["model"])
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
+            torch.set_rng_state(value["random"])
+            torch.cuda.set_rng_state_all(value["random of the GPU"])
+            outcome, best = RunOutcome(**value["outcome"]), value["best"]
+        else:
+            loss = score(task, model, "validation", scale.batch, loss_only=True)["loss"]
+            outcome, best = RunOutcome([(0, loss)], [watch(0)]), _copy_weights(model)
         model, optimiser = accelerator.prepare(model, optimiser)
         done, start = outcome.curve[-1][0], time.perf_counter()
         batches = islice(task.training(scale.batch, unit.seed), done, None)
@@ -167,28 +130,32 @@ def train(
             for group in optimiser.param_groups:
                 group["lr"] = unit.rate * _rate_factor(step, unit.steps, scale.warmup)
             loss, tokens = take_step(accelerator, model, optimiser, next(batches), unit.form.eta)
-            outcome = replace(outcome, tokens=outcome.tokens + tokens)
+            outcome.tokens += tokens
             if not math.isfinite(loss):
-                outcome = replace(outcome, problem=f"its loss was not finite at step {step}")
+                outcome.problem = f"its loss was not finite at step {step}"
                 break
             if step not in looks:
                 continue
-            seconds = outcome.seconds + time.perf_counter() - start
-            loss = mean_loss(task, model, "validation", scale.batch)
+            seconds = time.perf_counter() - start
+            loss = score(task, model, "validation", scale.batch, loss_only=True)["loss"]
             if not math.isfinite(loss):
-                outcome = replace(outcome, problem=f"its validation loss was not finite at step {step}")
+                outcome.problem = f"its validation loss was not finite at step {step}"
                 break
-            watched = [*outcome.watched, watch(step)]
+            outcome.seconds += seconds
+            outcome.watched.append(watch(step))
             if loss < min((known for _, known in outcome.curve[1:]), default=math.inf):
                 best = _copy_weights(model)
-            outcome = replace(outcome, curve=[*outcome.curve, (step, loss)], watched=watched, seconds=seconds)
+            outcome.curve.append((step, loss))
             if state is not None:
-                _save_state(state, outcome, best, model, optimiser)
+                moments = optimiser.state_dict()["state"]
+                parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
+                random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
+                state.keep("state", parts | random)
             start = time.perf_counter()
     model.load_state_dict(best)
     (_, first), *later = outcome.curve
     if not outcome.problem and not min(loss for _, loss in later) < first:
-        outcome = replace(outcome, problem="it never predicts better than before training")
+        outcome.problem = "it never predicts better than before training"
     return outcome
 
 
@@ -236,14 +203,36 @@ def count_tokens(batch: Examples) -> int:
     return int(batch.mask.sum()) if batch.mask is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
 
 
-STEP = "step-{:06d}"  # folder name of a step, parsed by `converge --checkpoints`
+def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
+    """Measure each unit's speed on one batch, alternating with steps of a standard transformer that uses SDPA.
+
+    Return the median number of tokens per second, and its ratio to the standard transformer's.
+    """
+    batch = next(iter(task.training(units[0].scale.batch, 0)))
+
+    def build_timer(unit: TrainingUnit, implementation: str | None = None) -> Callable[[], float]:
+        """Build a function that takes one training step of a new model and returns its seconds."""
+        accelerator, model = build_accelerator(), build_model(unit, task)
+        if implementation is not None:
+            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
+        optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
+        module, optimiser = accelerator.prepare(model.core, optimiser)
+        return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
+
+    # the standard transformer is that of Vaswani et al. 2017
+    time_standard, speeds = build_timer(replace(units[0], form=SUM), "sdpa"), {}
+    for unit in units:
+        time_unit = build_timer(unit)
+        pairs = [(time_standard(), time_unit()) for _ in range(13)][1:]  # the first step is slower
+        speeds[unit] = count_tokens(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs)
+    return speeds
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
-    """Write the model after so many steps, with its tokenizer if it has one."""
+    """Write the model after `step` steps to a subfolder, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
 
-    step_folder = folder / STEP.format(step)
+    step_folder = folder / f"step-{step:06d}"  # parsed by `converge --checkpoints`
     try:
         with quiet():
             model.save_pretrained(step_folder)
@@ -259,31 +248,24 @@ def model_folder(store: Store, name: str) -> Path:
     return Path(store.folder) / "models" / file_stem(name)
 
 
-def slug(name: str) -> str:
-    """Convert a name to a folder name of lower-case letters, digits, dots, plus signs and hyphens."""
-    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
-
-
 MEASURES = (  # Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
-DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
-"""Selection: share of decided queries, and cosine between a head and the SVM of its own choices."""
 SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
-def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]:
+def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
     """Compute the median over heads of each measure; primal layers, and shares of causal heads, have none.
 
-    tokens.* are averaged over held-out sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
+    tokens.* are averaged over the sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
     s W_Q W_Kᵀ, the only measures if a kernel can be negative. The SVM of the selection is posed for kernels that depend
     on the inner product only and have no position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
     if not any(module.kernel.signed for module in modules):
-        tokens = [_record_tokens(model, batch.single(row)) for row in range(min(SEQUENCES, len(batch.inputs)))]
+        tokens = [_record_tokens(model, example) for example in sequences]
         measured += [_measure_selection(modules, tokens), *map(_measure, tokens)]
     medians = {}
     for name in dict.fromkeys(chain.from_iterable(measured)):
@@ -306,9 +288,8 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """Compute the selection measures of all heads of all modules, over all sequences."""
-    decided: list[float] = []
-    cosines: list[float] = []
+    """Compute, over all sequences, each head's share of decided queries and its cosine to the SVM of its choices."""
+    decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))
         for number, query_key in enumerate(query_keys):
@@ -317,17 +298,18 @@ def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequ
         if selector.stored and module.kernel.tie is None and module.kernel.info.dot is not None:
             compared = [selector.nearness(head) for head in selector.shares]
             cosines += [head.svm_cosine if isinstance(head, Nearness) else math.nan for head in compared]
-    return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
+    measured = {"selection.decided": decided, "selection.projected_svm_cosine": cosines}
+    return {name: torch.tensor(values) for name, values in measured.items() if values}
 
 
 def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
     """Return s W_Q W_Kᵀ of a module with a kernel, in float64."""
-    heads = tuple(range(module.heads))
     query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
         part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
         for part in (module.query, module.key or module.query)
     )
     site = Site(f"layer {layer}", 0, layer, module.part)
+    heads = tuple(range(module.heads))
     return QueryKey(query, key, query.shape[-1] ** -0.5, "weights", site, heads, key_of=heads)
 
 
@@ -351,31 +333,27 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, o
     """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(hash_task(task))
     model = build_model(unit, task)
-    batch = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
+    sequences = task.held_out("validation", 1)[:SEQUENCES] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
         if unit.saved:
             save_step(model, task, model_folder(store, name), step)
-        return {} if batch is None else measure_heads(model, batch)
+        return {} if sequences is None else measure_heads(model, sequences)
 
     outcome = train(model.core, task, unit, store.inside(name), watch)
-    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not outcome.problem else {}
-    if not all(math.isfinite(value) for value in scores.values()):
-        outcome, scores = replace(outcome, problem="its loss on the test set is not finite"), {}
-    outcome = replace(
-        outcome,
-        watched=outcome.watched if unit.watched else [],
-        scores=scores,
-        parameters=sum(part.numel() for part in model.parameters()),
-        kernel_parameters=sum(module.kernel_parameters for module in model.attentions()),
-    )
+    if unit.tested and not outcome.problem:
+        outcome.scores = score(task, model.core, "test", unit.scale.batch)
+        if not all(map(math.isfinite, outcome.scores.values())):
+            outcome.problem, outcome.scores = "its loss on the test set is not finite", {}
+    outcome.parameters = sum(part.numel() for part in model.parameters())
+    outcome.kernel_parameters = sum(module.kernel_parameters for module in model.attentions())
     return asdict(outcome)
 
 
 def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
     """Build the unit's initial model."""
     scale = unit.scale
-    begin, end, padding = (BEGIN, END, PADDING) if task.form == "translation" else (None, None, None)
+    ids = {"decoder_start_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
     config = KernelTransformerConfig(
         vocab_size=task.vocabulary,
         hidden_size=scale.d_model,
@@ -387,9 +365,7 @@ def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         channels=task.channels,
         classes=task.classes,
         form=asdict(unit.form),
-        decoder_start_token_id=begin,
-        eos_token_id=end,
-        pad_token_id=padding,
+        **(ids if task.form == "translation" else dict.fromkeys(ids)),
     )
     return draw_model(task.form, config, unit.seed)
 
