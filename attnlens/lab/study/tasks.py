@@ -33,7 +33,7 @@ from attnlens.lab.study.examples import (
     train_byte_pairs,
 )
 from attnlens.models import texts
-from attnlens.models.texts.sequences import quiet
+from attnlens.models.loading.building import silence_logging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -476,7 +476,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:
-        with quiet():
+        with silence_logging("datasets", "huggingface_hub"):
             dataset = datasets.load_dataset(*name)
         return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
