@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +24,9 @@ from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
 from attnlens.models.loading import placement
-from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge_adapter
+from attnlens.models.loading.adapters import Adapted, find_adapter, merge_adapter
 from attnlens.models.loading.building import build_model, check_files, load_config, nonfinite_tensors, open_gguf, quiet
-from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, method_of
+from attnlens.models.loading.configs import InputKind, kind_of, load_tokenizer, quantisation
 from attnlens.models.loading.locate import Location, find, first_line, names_in
 from attnlens.models.loading.placement import device_of_inputs, places_of
 from attnlens.records import File, ModelInfo
@@ -37,11 +38,9 @@ if TYPE_CHECKING:
 
     from attnlens.models.loading.building import LoadingInfo
     from attnlens.models.loading.deferred import DeferredWeights
-    from attnlens.models.loading.stored import TensorFiles
+    from attnlens.models.loading.stored import Stored, TensorFiles
 
 SWAPPED = "attnlens.json"  # Name of the file that marks a folder whose model was saved with another kernel
-
-WITHOUT_TOKENIZER = None, "the model's weights are read from their files, so it cannot run"
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,8 @@ def load(
 
     A path object always means a file or folder, never the hub. `dtype="auto"` is the checkpoint's own type, but half
     precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
-    `device="auto"` is the first of cuda, mps, cpu that is available. `offline` uses the local cache only; so does a
-    load without it if the hub does not answer within two seconds. `swapped` reads the weights that
+    `device="auto"` is the first of cuda, mps, cpu that is available. `offline` uses only the local cache,
+    which is also used if the hub does not answer within two seconds. `swapped` reads the weights that
     `swap-kernel --save` wrote, without the kernel that they were made for; `load_swapped` adds that kernel.
     `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
     `from_files` builds the model from shapes alone and reads weights from their files, module by module: the model
@@ -121,33 +120,41 @@ def load(
         _refuse_swapped(place)
     if from_files and adapter is not None:
         raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
-    if from_files:
-        return _build_from_shapes(place, dtype)
-    if device_map is not None:
-        return _load_spread(place, dtype, max_cpu_memory)
     files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
-    return _load_into_memory(place, files, dtype, place_on)
+    stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))
+    if from_files:
+        return _build_from_shapes(place, stored, dtype)
+    if device_map is not None:
+        return _load_spread(place, stored, dtype, max_cpu_memory)
+    return _load_into_memory(place, stored, files, dtype, place_on)
 
 
-def _load_into_memory(place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device) -> Loaded:
+def _load_into_memory(
+    place: Location, stored: Mapping[str, Stored], adapter: Location | None, dtype: str, device: torch.device
+) -> Loaded:
     """Load the model at `place` onto `device`, with quantised weights decoded and the adapter merged."""
     import torch
 
-    from attnlens.models.loading.deferred import SafetensorsFiles, read_all
+    from attnlens.models.loading.deferred import SafetensorsFiles
 
-    stored = check_files(place, adapter_too=adapter is not None and adapter.folder.samefile(place.folder))
     with quiet(place):
         config = load_config(place)
-        loaded_dtype, method = placement.dtype_of(dtype, config, device), method_of(place)
+        loaded_dtype: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
+        if loaded_dtype is None and device.type == "cpu":  # half precision is slow, and its errors look like asymmetry
+            loaded_dtype = torch.float64 if config.dtype == torch.float64 else torch.float32
+        method = quantisation(place)[0]
         if device.type == "cpu":
             placement.refuse_too_large(place, stored, loaded_dtype or torch.float32)
-        files: TensorFiles | None = open_gguf(place, config, stored) if place.gguf else None
-        if method is not None:
-            files = SafetensorsFiles(place)
-        weights = None
-        if files is not None:
-            config_dtype: torch.dtype | None = getattr(config, "dtype", None) if method else None
-            weights = read_all(files, loaded_dtype or config_dtype or torch.float32)
+        files: TensorFiles | None = SafetensorsFiles(place) if method else None
+        if place.gguf:
+            files = open_gguf(place, config, stored)
+        weights: dict[str, torch.Tensor] | None = None
+        if files is not None:  # read one by one, because decoded numbers take up to eight times as much memory as codes
+            config_dtype = getattr(config, "dtype", None) if method else None
+            decoded_dtype: torch.dtype = loaded_dtype or config_dtype or torch.float32
+            coded = files.coded if isinstance(files, SafetensorsFiles) else files.stored
+            tensors = (item for name in files.stored for item in files.read([name]).items())
+            weights = {name: part.to(decoded_dtype) if name in coded else part for name, part in tensors}
         model, loading_info = build_model(place, config, loaded_dtype or "auto", stored, files, weights)
         merged = None if adapter is None else merge_adapter(adapter, model)
         tokenizer = load_tokenizer(place, config)
@@ -155,13 +162,12 @@ def _load_into_memory(place: Location, adapter: AdapterFiles | None, dtype: str,
     return _describe(place, model, loading_info, tokenizer, adapter=merged)
 
 
-def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None) -> Loaded:
+def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
     """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
-    if place.form != "safetensors" or method_of(place) is not None:
+    if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files; {place.id} has another format."
         raise ModelError(problem, "Convert the model, or leave out --device spread.")
-    shapes = _build_from_shapes(place, dtype)
-    stored = check_files(place)
+    shapes = _build_from_shapes(place, stored, dtype)
     with quiet(place), ExitStack() as undo:
         config = load_config(place)
         folder = undo.enter_context(TemporaryDirectory(prefix="attnlens-", ignore_cleanup_errors=True))
@@ -173,34 +179,41 @@ def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None) -> Loa
     return _describe(place, model.requires_grad_(False), loading_info, tokenizer, shapes=shapes)
 
 
-def _build_from_shapes(place: Location, dtype: str) -> Loaded:
-    """Build the model at `place` from shapes, leaving its weights in their files."""
+def _build_from_shapes(place: Location, stored: Mapping[str, Stored], dtype: str) -> Loaded:
+    """Build the model at `place` from shapes. Raises ModelError if its weights can't be read individually."""
     import torch
 
-    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, ShapesAlone, ShapeSlice, open_files, widen
+    from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, SafetensorsFiles, ShapesAlone, widen
 
-    stored = check_files(place)
+    path = place.folder / place.file
+    if place.form == "pickle":
+        raise ModelError(f"{path} is a pickle, whose tensors can't be read individually.", "Convert it to safetensors.")
     with quiet(place), patch.dict(os.environ, ONE_THREAD):
         config = load_config(place)
-        files, mode = open_files(place, config, stored), ShapesAlone(allow_non_fake_inputs=True)
-        shapes = {name: ShapeSlice(tensor.shape, mode) for name, tensor in files.stored.items()}
+        files = open_gguf(place, config, stored) if place.gguf else SafetensorsFiles(place)
+        if files is None:
+            problem = f"The tensors of {path} can't be read individually, because of its architecture."
+            raise ModelError(problem, "Leave out --device files.")
+        with ShapesAlone(allow_non_fake_inputs=True):
+            shapes = {name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in files.stored.items()}
         model, loading_info = build_model(place, config, torch.float32, stored, files, shapes)
     # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    return _describe(place, model, loading_info, deferred=weights)
+    no_tokenizer = None, "the model's weights are read from their files, so it cannot run"
+    return _describe(place, model, loading_info, no_tokenizer, deferred=weights)
 
 
 def _describe(
     place: Location,
     model: PreTrainedModel,
     loading_info: LoadingInfo,
-    tokenizer: tuple[PreTrainedTokenizerBase | None, str] = WITHOUT_TOKENIZER,
+    tokenizer: tuple[PreTrainedTokenizerBase | None, str],
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """Return the model with its description; `loading_info` is what transformers returned for it."""
+    """Return the model with its description; `loading_info` is transformers' record of its loading."""
     missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,
@@ -210,7 +223,7 @@ def _describe(
         files=[] if deferred else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
         files_in_parts=deferred.files.headers if deferred else [],
         unexpected=[*unused, *(adapter.unplaced if adapter else ())],
-        quantised=method_of(place),
+        quantised=quantisation(place)[0],
         adapter=adapter.info if adapter else None,
     )
     return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, place.folder, deferred, shapes)

@@ -6,14 +6,14 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 import regex  # unlike re it has a timeout, which matters because the expressions come from an untrusted file
@@ -22,9 +22,8 @@ from attnlens.errors import ModelError
 from attnlens.files import format_value, sha256, shorten_text, with_home
 from attnlens.models.loading import locate
 from attnlens.models.loading.building import names_in_model
-from attnlens.models.loading.configs import foreign
-from attnlens.models.loading.locate import ADAPTER_CONFIG, CONFIG, Json, names_in, weight_file
-from attnlens.models.loading.stored import Stored, format_names, safetensors_header
+from attnlens.models.loading.locate import ADAPTER_CONFIG, CONFIG, Json, Location, foreign, names_in, weight_file
+from attnlens.models.loading.stored import LocalFile, Stored, format_names, read_header
 from attnlens.records import AdapterInfo, File
 
 if TYPE_CHECKING:
@@ -54,15 +53,7 @@ SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model
 SAY_AGAIN = "Download the adapter again."
 
 
-class AdapterFiles(NamedTuple):
-    """Location of an adapter on this machine."""
-
-    id: str
-    folder: Path
-    revision: str | None = None  # The commit of an adapter from the hub
-
-
-def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
+def find_adapter(name: str, *, offline: bool) -> Location:
     """Find the adapter `name`: a folder or a hub id. Raises ModelError if there is none, or peft is not installed."""
     if find_spec("peft") is None:
         raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
@@ -71,11 +62,11 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
         if not path.is_dir():
             raise ModelError(f"{shorten_text(name)} is a file, not an adapter's folder.", SAY_FOLDER)
         _select_files(names_in(path), name)
-        return AdapterFiles(name, path)
+        return Location(name, path, "safetensors", TENSORS)
     hub = locate.parse_hub_id(name, remedy=SAY_FOLDER)
     folder = hub.fetch(lambda names: _select_files(names, hub.id), offline=offline)
     _select_files(names_in(folder), hub.id)
-    return AdapterFiles(hub.id, folder, folder.name)
+    return Location(hub.id, folder, "safetensors", TENSORS, folder.name)
 
 
 def _select_files(names: Collection[str], where: str) -> list[str]:
@@ -115,18 +106,15 @@ class Adapted:
             layer.base_layer.weight = nn.Parameter(merged_weight.to("cpu", torch.float64, copy=True))
             layer.unmerge()
             bases[f"{module}.weight"] = layer.base_layer.weight.data
-        parameters = [model.get_parameter(name) for name in bases]
-        merged = [parameter.data for parameter in parameters]
-        try:
-            for parameter, base in zip(parameters, bases.values(), strict=True):
+        with ExitStack() as undo:
+            for name, base in bases.items():
+                parameter = model.get_parameter(name)
+                undo.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = base.to(parameter.device)
             yield bool(bases)
-        finally:
-            for parameter, weight in zip(parameters, merged, strict=True):
-                parameter.data = weight
 
 
-def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
+def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' own type.
 
     Raises ModelError if attnlens does not merge such an adapter, it does not fit the model, or its files are broken;
@@ -135,11 +123,11 @@ def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
     import torch
     from safetensors import safe_open
 
-    with foreign(f"The adapter in {files.folder} can't be merged", SAY_AGAIN), _limit_matching():
+    with foreign(f"The adapter in {place.folder} can't be merged", SAY_AGAIN), _limit_matching():
         from peft import LoraModel
 
-        settings_file, tensors_file = weight_file(files.folder, ADAPTER_CONFIG), weight_file(files.folder, TENSORS)
-        settings, header = _read_settings(settings_file), safetensors_header(tensors_file)
+        settings_file, tensors_file = weight_file(place.folder, ADAPTER_CONFIG), place.weights[0]
+        settings, header = _read_settings(settings_file), read_header(LocalFile(tensors_file))[0]
         names, unplaced = _match(tensors_file, header, model)
         low_rank = {name: stored for name, stored in names.items() if ".lora_" in name}
         whole, modules = names.keys() - low_rank, sorted({name.rpartition(".lora_")[0] for name in low_rank})
@@ -175,8 +163,8 @@ def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         for layer in layers.values():
             layer.base_layer = deepcopy(layer.base_layer).to("meta")
         info = AdapterInfo(
-            id=files.id,
-            revision=files.revision,
+            id=place.id,
+            revision=place.revision,
             base=base,
             kind=("rs" if config.use_rslora else "") + ("DoRA" if config.use_dora else "LoRA"),
             rank=config.r,
@@ -200,7 +188,7 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA can't be undone again."""
+    """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA could not be undone."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -312,7 +300,7 @@ def _check_tensors(
             cause, remedy = ("other settings", SAY_AGAIN) if ".lora_" in name else ("a resized vocabulary", SAY_MERGE)
             stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
             problem = f"The adapter contains {shorten_text(stored)} of {stored_size} instead of {size}"
-            problem += f": it belongs to another base, or to {cause}."
+            problem += f": the adapter belongs to another base, or to {cause}."
             raise ModelError(problem, f"{say_base} If that is MODEL: {remedy}")
         if entry.encoded:
             raise ModelError(f"The adapter stores {shorten_text(stored)} as {entry.type}.", SAY_MERGE)

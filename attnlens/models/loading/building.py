@@ -1,7 +1,4 @@
-"""List the tensors of weight files, build a model from them with transformers, and check that it has their numbers.
-
-Models are built silently and within size limits, and errors of transformers are converted.
-"""
+"""List the tensors of weight files, build a model from them with transformers, and check that it has their numbers."""
 
 from __future__ import annotations
 
@@ -24,21 +21,17 @@ import numpy
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
 from attnlens.models.loading import configs
-from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, GgufFiles, Settings, read_header
-from attnlens.models.loading.locate import CONFIG, Location, Storage, check_entries, names_in, readable
-from attnlens.models.loading.stored import (
-    Stored,
-    TensorFiles,
-    format_names,
-    numbers_in,
-    read_pickle,
-    safetensors_header,
-)
+from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, GgufFiles, Settings
+from attnlens.models.loading.gguf import read_header as read_gguf_header
+from attnlens.models.loading.locate import Location, Storage, check_entries, foreign, names_in, readable
+from attnlens.models.loading.stored import LocalFile, Stored, format_names, numbers_in, read_header, read_pickle
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from attnlens.models.loading.stored import TensorFiles
 
 
 LoadingInfo = Mapping[str, set[Any]]
@@ -58,23 +51,31 @@ def check_loaded(
     parameters at random, and picks either of two tensors for one parameter.
     """
     where, unused = place.folder / place.file, set(loading_info["unexpected_keys"])
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
-    unexplained = "but nothing in config.json explains the codes"
-    if codes := _codes(model, stored, unused):
-        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, {unexplained}."
+    codes, scales = _codes(model, parameters, stored, unused), list[str]()
+    for name in sorted(unused & stored.keys()):
+        stem = SCALE.sub("", name)
+        if _leaf(name) in PACKED or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
+            scales.append(name)
+    if codes or scales:
+        names = f"{format_names(codes)} as {stored[codes[0]].type}" if codes else f"{format_names(scales)} for"
+        problem = f"{where} stores {names} codes, but nothing in config.json explains them."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
-    if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)} of quantised weights, {unexplained}."
-        raise ModelError(problem, configs.SAY_UNQUANTISED)
-    configs.refuse_mismatch(place, loading_info["mismatched_keys"])
+    if mismatched := sorted(loading_info["mismatched_keys"]):
+        name, *shapes = mismatched[0]
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        size, expected = (" × ".join(map(str, shape)) for shape in shapes)
+        problem = f"{name}{more} has size {size} in the file, but {expected} according to config.json"
+        raise ModelError(f"{where} can't be loaded: {problem}.", configs.SAY_BELONGS)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
             problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where).check_rotation(model)
-    parameters, sources = _parameter_names(model), dict[str, str]()
+    sources: dict[str, str] = {}
     for name in (name for name in stored if name not in unused):
         aliases = names_in_model(name, model.base_model_prefix)
         parameter = next((alias for alias in aliases if alias in parameters), name)
@@ -98,17 +99,9 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
-    """Return whether an unused tensor is named like codes, or is the scale or zero point of a stored weight."""
-    stem = SCALE.sub("", name)
-    return name in stored and (
-        _leaf(name) in PACKED or (stem != name and not {stem, f"{stem}.weight"}.isdisjoint(stored))
-    )
-
-
-def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
-    """Return the encoded tensors that were loaded as numbers: all except buffers, unexpected and ignored tensors."""
-    parameters, buffers = _parameter_names(model), dict(model.named_buffers())
+def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
+    """Return the encoded tensors that were loaded as numbers: all except buffers, unused and ignored tensors."""
+    buffers = dict(model.named_buffers())
     # transformers can store a buffer under another path, so that only its last name component is compared
     counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
@@ -117,7 +110,7 @@ def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     loaded = []
     for name in (name for name, tensor in stored.items() if tensor.encoded):
         names = set(names_in_model(name, model.base_model_prefix))
-        is_apart = bool(names & (buffers.keys() | unexpected)) or _leaf(name) in counters or ignored.search(name)
+        is_apart = bool(names & (buffers.keys() | unused)) or _leaf(name) in counters or ignored.search(name)
         if names & parameters or not is_apart:
             loaded.append(name)
     return loaded
@@ -125,10 +118,6 @@ def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _parameter_names(model: PreTrainedModel) -> set[str]:
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
@@ -140,21 +129,17 @@ SAY_ONCE = "Save the model again with each tensor stored once."
 
 
 def tensors_in(place: Location) -> dict[str, Stored]:
-    """Return all tensors of the weight files, keyed by name.
-
-    Raises ModelError if a file can't be read, is truncated or in another format, and if two files have a tensor of the
-    same name, since transformers then takes the last one, regardless of the index.
-    """
+    """Return all tensors of the weight files, keyed by name. Raises ModelError if a file is invalid."""
     readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
-        "safetensors": safetensors_header,
+        "safetensors": lambda file: read_header(LocalFile(file))[0],
         "pickle": read_pickle,
-        "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_header(file).tensors},
+        "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_gguf_header(file).tensors},
     }
     tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
             content = readers[place.form](file)
-        if twice := sorted(tensors.keys() & content.keys()):
+        if twice := sorted(tensors.keys() & content.keys()):  # transformers takes the last one, regardless of the index
             raise ModelError(f"{file} and another weight file both contain {format_names(twice)}.", SAY_ONCE)
         tensors |= content
     if not tensors:
@@ -166,16 +151,17 @@ SAY_SUPPORTED = "Check that transformers supports this model."
 
 
 @contextmanager
-def silence_logging() -> Iterator[None]:
-    """Let transformers and accelerate log only critical messages inside the context; restore their levels at the end.
+def silence_logging(*names: str) -> Iterator[None]:
+    """Let transformers and these loggers log only critical messages inside the context.
 
     Their messages repeat a config's content, including control characters; serious problems are raised as errors.
-    Some models log when they run: Mamba logs at its first forward pass which of its kernels are not installed.
+    Mamba logs, when it first runs, which kernels are not installed; torch logs computations that need more than shapes.
     """
     from transformers.utils.logging import get_logger
 
+    get_logger("transformers")  # sets the level that transformers logs by default
     with ExitStack() as undo:
-        for logger in (get_logger("transformers"), getLogger("accelerate")):
+        for logger in map(getLogger, ("transformers", "accelerate", "torch._subclasses.fake_tensor", *names)):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(CRITICAL)
         yield
@@ -183,12 +169,11 @@ def silence_logging() -> Iterator[None]:
 
 @contextmanager
 def quiet(place: Location | None = None) -> Iterator[None]:
-    """Silence progress bars, logs and warnings inside the context, and let no code from the hub run.
+    """Silence progress bars, logs and warnings inside the context, let no code from the hub run, and read GGUF once.
 
-    The code is kept out by a patch, because no setting covers it: with the package `kernels`, RWKV, YOSO and MRA call
-    transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read only
-    when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
-    The header of a GGUF file at `place` is read only once, because transformers takes seconds to read its vocabulary.
+    The code is stopped by a patch, because no setting covers it: with the package `kernels`, RWKV, YOSO and MRA call
+    transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS (which is read only
+    when transformers is first imported); HF_HUB_OFFLINE would still run code cached earlier.
     """
     from transformers.utils import logging
 
@@ -202,18 +187,15 @@ def quiet(place: Location | None = None) -> Iterator[None]:
             undo.enter_context(patch.object(hub, "get_kernel_hub", refuse))
             undo.enter_context(patch("kernels.get_kernel", refuse))
         if place is not None and place.gguf:
-            undo.enter_context(patch("gguf.GGUFReader", cache(_plain_reader())))
+
+            class PlainReader(import_module("gguf").GGUFReader):  # type: ignore[misc]  # a package that ships no types
+                """gguf's reader with a plain array instead of numpy's memmap, whose slices take three times as long."""
+
+                def __setattr__(self, name: str, value: object) -> None:
+                    super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
+
+            undo.enter_context(patch("gguf.GGUFReader", cache(PlainReader)))
         yield
-
-
-def _plain_reader() -> type:
-    """Return gguf's reader with a plain array instead of numpy's memmap, whose slices take three times as long."""
-
-    class PlainReader(import_module("gguf").GGUFReader):  # type: ignore[misc]  # a package that ships no types
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
-
-    return PlainReader
 
 
 TIMES, PARTS_TIMES = 8, 16
@@ -224,26 +206,22 @@ SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 
 @contextmanager
 def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
-    """Raise ModelError inside the context if a model under construction becomes too large for its files.
-
-    Its tensors are still on the meta device and take no memory. The error names the largest size in the config.
-    """
+    """Raise ModelError inside the context if a model built on the meta device becomes too large for its files."""
     from torch import Tensor
     from torch.nn.modules import module
 
     numbers = TIMES * numbers_in(stored) + SPARE
-    limits = {"numbers": numbers, "buffers": numbers + SPARE_BUFFERS, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
-    counts = dict.fromkeys(limits, 0)
+    room = {"numbers": numbers, "buffers": numbers + SPARE_BUFFERS, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
     thread = get_ident()  # torch's hooks are global and also see modules built by other threads
 
     def count(kind: str, _owner: nn.Module, _name: str, value: object) -> None:
         is_on_meta = isinstance(value, Tensor) and value.is_meta
         if get_ident() != thread or (kind != "parts" and not is_on_meta):
             return
-        counts["parts"] += 1
+        room["parts"] -= 1
         if isinstance(value, Tensor):
-            counts[kind] += prod(value.shape)
-        if all(counts[name] <= limit for name, limit in limits.items()):
+            room[kind] -= prod(value.shape)
+        if min(room.values()) >= 0:
             return
         sizes = [(size, path) for path, size in configs.fields(place.config) if isinstance(size, int) and size > 1]
         size, path = max(sizes, default=(0, ""))
@@ -262,7 +240,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files before it is loaded, and return their tensors. Raises ModelError for unsafe or bad ones."""
+    """Check a model's files, and return their tensors. Raises ModelError for unsafe or invalid files."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -282,8 +260,7 @@ def load_config(place: Location) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     configs.own_models(place.config.get("model_type"))
-    kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
-    with configs.foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
+    with foreign(f"{place.config_file} can't be read", SAY_SUPPORTED):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=place.trusts_code, **place.gguf
         )
@@ -297,10 +274,10 @@ def open_gguf(place: Location, config: PreTrainedConfig, stored: Mapping[str, St
     """Open the tensors of a GGUF file; return None if transformers has its newer loader for the architecture."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
-    header = read_header(place.config_file)
+    header = read_gguf_header(place.config_file)
     if is_gguf_arch_supported(header.architecture):
         return None
-    with configs.foreign(f"{place.config_file} can't be read", SAY_SUPPORTED), limited_size(place, stored):
+    with foreign(f"{place.config_file} can't be read", SAY_SUPPORTED), limited_size(place, stored):
         return GgufFiles(place.config_file, header, config, configs.model_class(config, gguf=True, own_code=False))
 
 
@@ -325,9 +302,8 @@ def build_model(
     if place.form == "safetensors" and files is None:
         config.transformers_weights = place.file
     stored = stored if files is None else files.stored
-    config_file = "" if place.gguf else f" with {CONFIG}"
-    problem = f"{place.folder / place.file}{config_file} can't be loaded"
-    with configs.foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
+    problem = f"{place.folder / place.file} can't be loaded"
+    with foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
         class_ = configs.model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is None:
             options |= place.gguf

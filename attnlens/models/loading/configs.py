@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from attnlens.choices import KERNEL_TRANSFORMER
-from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
+from attnlens.errors import ModelError, TextError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Json, Location, first_line
+from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Json, Location, foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,11 +26,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class named by the config's `architectures` (the right head, or none), else a fitting Auto class.
-
-    A GGUF file names no class, but contains a language model, so it gets a language model head. Every other
-    checkpoint without a class of transformers is loaded without a head.
-    """
+    """Return the class in the config's `architectures`; without one, a language model for GGUF, else AutoModel."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -47,7 +41,7 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type
         auto = "AutoModelForSeq2SeqLM"
     elif gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = "AutoModelForCausalLM"
-    auto_class: type[PreTrainedModel] = getattr(transformers, auto)  # it builds one, though it is not a subclass
+    auto_class: type[PreTrainedModel] = getattr(transformers, auto)  # not a subclass, but it builds such models
     return auto_class
 
 
@@ -69,7 +63,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return what the model reads: text, text on both sides (seq2seq), pixels, pixels+text (CLIP), audio, or other."""
+    """Return the kind of the model's input; `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's pairs."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -83,15 +77,11 @@ def kind_of(model: PreTrainedModel) -> InputKind:
 
 def has_tokenizer(place: Location) -> bool:
     """Return whether the folder has tokenizer files, or the weights are GGUF, which includes the tokenizer."""
-    return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
+    return bool(place.gguf) or any(any(place.folder.glob(pattern)) for pattern in TOKENIZERS)
 
 
 def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Load the tokenizer; return it with an empty string, or None with the reason why there is none.
-
-    If files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown; it is
-    recognised by the size of its vocabulary.
-    """
+    """Load the tokenizer; return it with an empty string, or None with the reason why there is none."""
     from transformers import AutoTokenizer
 
     if not has_tokenizer(place):
@@ -104,31 +94,12 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
             size = len(tokenizer)
     except TextError as error:
         return None, error.problem
+    # if files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""
     problem = f"the tokenizer has {size} tokens and the model {expected}: its files are missing or of another kind"
     return None, problem
-
-
-@contextmanager
-def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every error of transformers or a tokenizer inside the context to `kind`; ModelError if memory is short.
-
-    Such libraries raise arbitrary types for malformed files: the package tokenizers raises bare Exception, and its
-    Rust panics are not even Exceptions.
-    """
-    try:
-        yield
-    except AttnlensError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        if is_memory(error):
-            raise ModelError(f"{problem}: there is not enough memory.", "Choose a smaller model.") from error
-        remedy = "Install the missing package." if isinstance(error, ImportError) else remedy
-        raise kind(f"{problem}: {first_line(error)}", remedy) from error
 
 
 SIZES = {  # Names of widths, layer counts and head counts in the configs of transformers
@@ -159,11 +130,7 @@ SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError for invalid values that transformers would accept, unsupported quantisation, and own code.
-
-    Such values are sizes below 1, names of the wrong type, and rotary tables of any size; transformers checks others.
-    Own code for a type that transformers lacks is refused without a question on stdin, unless it is trusted.
-    """
+    """Raise ModelError for invalid values that transformers does not check, unsupported quantisation and own code."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = place.config
@@ -174,7 +141,7 @@ def check_config(place: Location) -> None:
             raise ModelError(problem, SAY_CORRECT)
 
     for path, size in sizes(config):
-        require(size >= 1, path, size, "less than 1")
+        require(size >= 1, path, size, "which is less than 1")
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
         value = config.get(name)
@@ -194,11 +161,6 @@ def check_config(place: Location) -> None:
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not place.trusts_code:
         problem = f"{place.id} contains Python code, which would run on this machine."
         raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
-
-
-def method_of(place: Location) -> str | None:
-    """Return the quantisation method of the weights; None if they are plain numbers."""
-    return quantisation(place)[0]
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
@@ -243,10 +205,7 @@ def check_counts(place: Location, tensors: int) -> None:
 
 
 def take_choices(config: object) -> None:
-    """Set all CHOICES in the config and its nested configs to None, so that transformers' defaults apply.
-
-    transformers would download and run a kernel named there.
-    """
+    """Set CHOICES to None in all nested configs: transformers would download and run a kernel named there."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()
@@ -263,28 +222,13 @@ def take_choices(config: object) -> None:
             pending += inside
 
 
-def refuse_mismatch(place: Location, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Raise ModelError if any tensors (name, stored shape, shape by the config) are mismatched."""
-    if not mismatched:
-        return
-    name, stored, expected = sorted(mismatched)[0]
-    more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-    stored_size, expected_size = (" × ".join(map(str, shape)) for shape in (stored, expected))
-    differing = {size for stored_length, size in zip(stored, expected, strict=False) if stored_length != size}
-    causes = [f"{shorten_text(path)} = {value}" for path, value in sizes(place.config) if value in differing]
-    because = f" ({', '.join(causes)})" if causes else ""
-    problem = f"{name}{more} has size {stored_size} in the file, but {expected_size} according to config.json{because}"
-    raise ModelError(f"{place.folder / place.file} can't be loaded: {problem}.", SAY_BELONGS)
-
-
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
     """Yield the sizes of a config and its nested configs, each with its dotted path (text_config.hidden_size)."""
-    latent = any(path.rpartition(".")[2] == "qk_nope_head_dim" for path, _ in fields(config))
+    # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
+    is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
+    names = SIZES - {"head_dim"} if is_latent else SIZES
     for path, value in fields(config):
-        name = path.rpartition(".")[2]
-        if latent and name == "head_dim":
-            continue  # latent attention has separate head sizes, and this one can be 0 (GLM 5)
-        if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+        if path.rpartition(".")[2] in names and isinstance(value, int) and not isinstance(value, bool):
             yield path, value
 
 

@@ -1,13 +1,9 @@
-"""Read GGUF files: the header with bounds checks, attention settings that transformers drops, and single tensors.
-
-llama.cpp is the reference for the meaning of fields and tensors.
-"""
+"""Read GGUF files as llama.cpp does: the header, attention settings that transformers drops, and single tensors."""
 
 from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib import import_module
@@ -20,7 +16,7 @@ import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
-from attnlens.models.loading.locate import SAY_AGAIN, first_line
+from attnlens.models.loading.locate import SAY_AGAIN, foreign
 from attnlens.models.loading.stored import MOST_DIMENSIONS, LocalFile, RemoteFile, Stored, TensorFiles, record
 
 if TYPE_CHECKING:
@@ -39,15 +35,11 @@ SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read ex
 class Header(NamedTuple):
     """The metadata of a GGUF file."""
 
+    architecture: str  # Name of the architecture in llama.cpp
     fields: Mapping[str, object]  # Numbers, texts and lists of numbers, keyed by name; the length of a list of texts
     tensors: list[TensorInfo]
     """Name, shape in torch's order, storage type, offset relative to `data`, and size in bytes of each tensor."""
     data: int  # Offset of the tensor data in the file, in bytes
-
-    @property
-    def architecture(self) -> str:
-        """Name of the architecture in llama.cpp."""
-        return str(self.fields["general.architecture"])
 
 
 def read_header(path: Path) -> Header:
@@ -55,15 +47,11 @@ def read_header(path: Path) -> Header:
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
     from transformers.integrations.gguf.reader import TensorInfo, _mapped, _read_metadata, _read_tensor_table
 
-    try:
+    problem = f"The GGUF header of {path} is truncated or damaged, or larger than {LONGEST // 2**20} MiB"
+    with foreign(problem, SAY_AGAIN):
         content = _mapped(str(path))
         fields, count, position = _read_metadata(content[:LONGEST], "it")
         entries, position = _read_tensor_table(content[:LONGEST], count, position)
-    except (struct.error, OverflowError, UnicodeDecodeError):
-        problem = f"The header of {path} is truncated or damaged, or larger than {LONGEST // 2**20} MiB."
-        raise ModelError(problem, SAY_AGAIN) from None
-    except ValueError as error:
-        raise ModelError(f"{path} can't be read: {first_line(error)}", SAY_AGAIN) from None
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive number."
@@ -71,7 +59,7 @@ def read_header(path: Path) -> Header:
     for name, number in fields.items():  # lists in the config grow with layers
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
             raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
-    header = Header(fields, [], -(-position // alignment) * alignment)
+    header = Header(str(fields.get("general.architecture")), fields, [], -(-position // alignment) * alignment)
     for name, shape, kind, offset in entries:
         if len(shape) > MOST_DIMENSIONS:
             raise ModelError(f"{path} has a tensor of {len(shape)} dimensions.", SAY_AGAIN)
@@ -99,7 +87,7 @@ ATTRIBUTES = {  # Config attributes for the value of each field; those that the 
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
 BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
-"""Fields that the tensor shapes repeat, so that transformers rejects a wrong value."""
+"""Fields that transformers compares with the shapes of tensors."""
 ROTATION = re.compile(  # Names of the fields of a rotation that are applied or checked
     r"rope\.(dimension_count|freq_base)(_swa)?|rope\.scale_linear"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|attn_factor|yarn_beta_(fast|slow))"
@@ -136,14 +124,20 @@ class Settings:
             is_large = config.num_hidden_layers == LARGE_GEMMA[self.architecture]
             per_head = config.hidden_size // config.num_attention_heads
             config.query_pre_attn_scalar = per_head if is_large else config.head_dim
+        kinds = getattr(config, "layer_types", None) or []
         for name, value in self.fields.items():
             if name in ATTRIBUTES:
-                self._set(config, name)
+                value = self._number(name, 0.0) and value
+                attributes = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
+                slides = name != "attention.sliding_window" or "sliding_attention" in (kinds or ["sliding_attention"])
+                self._require(name, not value or bool(attributes and slides))
+                for attribute in attributes:
+                    if value or getattr(config, attribute):
+                        setattr(config, attribute, value if value or name.endswith(("epsilon", "layers")) else None)
             elif name in HIDDEN_SCALES:
                 default = 1.0 if name.endswith("_scale") else value
                 self._require(name, value in (None, getattr(config, name, default)))
             elif name == "attention.sliding_window_pattern":
-                kinds = getattr(config, "layer_types", None) or []
                 if isinstance(value, int) and value > 0:
                     value = [layer % value < value - 1 for layer in range(len(kinds))]
                 pattern = list(map(bool, value)) if isinstance(value, list) else []
@@ -191,15 +185,6 @@ class Settings:
         number = float(value) if isinstance(value, int | float) else math.nan
         self._require(name, 0 <= number < math.inf)
         return number
-
-    def _set(self, config: PreTrainedConfig, name: str) -> None:
-        value = self._number(name, 0.0) and self.fields[name]
-        names = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
-        slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-        self._require(name, not value or bool(names and (name != "attention.sliding_window" or slides)))
-        for attribute in names:
-            if value or getattr(config, attribute):
-                setattr(config, attribute, value if value or name.endswith(("epsilon", "layers")) else None)
 
     # --- rotation
 
@@ -294,10 +279,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 class GgufFiles(TensorFiles):
-    """The tensors of a GGUF file under their names in the model, decoded one by one.
-
-    transformers' own loading reads only whole files; its names and conversions are applied to one tensor at a time.
-    """
+    """The tensors of a GGUF file under their names in the model, decoded one by one with transformers' conversions."""
 
     def __init__(self, path: Path, header: Header, config: PreTrainedConfig, class_: type[PreTrainedModel]) -> None:
         import torch
@@ -311,7 +293,7 @@ class GgufFiles(TensorFiles):
         shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
         processor = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
         self._processor = processor(config=config.to_dict())
-        # grandchildren cost the mapping seconds and add no name: a file stores the model, or the base model inside it
+        # only children, because a file names the parts of the model or of its base model; deeper modules cost seconds
         children = [
             (name, SimpleNamespace(config=model.config, state_dict=child.state_dict, named_children=list))
             for name, child in model.named_children()

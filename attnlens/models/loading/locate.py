@@ -15,7 +15,7 @@ from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
 
 PATIENCE, ANSWER = 2.0, 8.0  # Seconds within which the hub must accept a connection, and answer the first request
@@ -81,11 +81,31 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first non-empty line, with the next if it ends with a colon, or its type, in bounded length."""
+    """Return an error's first non-empty line (and the next, if it ends with a colon) or its type, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
     return shorten_text(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
+
+
+@contextmanager
+def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
+    """Convert every error of a library inside the context to `kind`; to ModelError if memory is short.
+
+    Libraries raise arbitrary types for malformed files: the package tokenizers raises bare Exception, and its Rust
+    panics are not even Exceptions.
+    """
+    try:
+        yield
+    except AttnlensError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if is_memory(error):
+            raise ModelError(f"{problem}: there is not enough memory.", "Choose a smaller model or input.") from error
+        remedy = "Install the missing package." if isinstance(error, ImportError) else remedy
+        raise kind(f"{problem}: {first_line(error)}", remedy) from error
 
 
 def check_endpoint() -> None:
@@ -127,7 +147,7 @@ TOKENIZERS = (  # Name patterns of tokenizer files
     *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
     *("*.model", "*.spm", "*.codes", "*.tiktoken"),
 )
-READ = (  # Name patterns of the small files next to the weights that transformers may open
+READ_PATTERNS = (  # Name patterns of the small files next to the weights that transformers may open
     *("config.json", "generation_config.json", "*processor_config.json", "*.index.json"),
     *("*tokens*.json", "*.jinja", "normalizer.json", *TOKENIZERS),
 )
@@ -152,11 +172,7 @@ def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
 def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
     """Return whether `path` exists. Raises ModelError if the system does not allow the check."""
     with readable(path, remedy):
-        try:
-            path.stat()
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the name contains NUL
-            return False
-        return True
+        return path.exists()
 
 
 def names_in(folder: Path) -> set[str]:
@@ -218,7 +234,7 @@ def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = Fal
         if name == "additional_chat_templates" and os.path.isdir(path) and not gguf:  # noqa: PTH112  # never raises
             refuse_outside(folder, path)
             check_entries(folder, (f"{name}/{inside}" for inside in names_in(path)))
-        is_read = any(fnmatch(name, pattern) for pattern in READ)
+        is_read = any(fnmatch(name, pattern) for pattern in READ_PATTERNS)
         if gguf or not (is_read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # never raises
             continue
         status = path.stat() if is_there(path, SAY_READABLE) else None  # None: a dangling link
@@ -268,7 +284,7 @@ class Location:
 
     @property
     def weights(self) -> tuple[Path, ...]:
-        """Paths of the weight files: the single file, or the shards in the index. Raises ModelError if one is bad."""
+        """Paths of the single weight file, or of the shards in the index. Raises ModelError if a file is invalid."""
         if not self.file.endswith(".json"):
             return (weight_file(self.folder, self.file, may_lead_out=self.trusts_link),)
         shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
@@ -312,10 +328,9 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        base = shorten_text(base) if isinstance(base, str) and base.strip() else None
-        problem = f"{name} contains an adapter for {base or 'an unnamed model'}, not a model."
-        command = f"attnlens inspect {shlex.quote(base or 'BASE')} --adapter {shlex.quote(name)}"
-        raise ModelError(problem, f"Give its base model: {command}")
+        base = shlex.quote(shorten_text(base)) if isinstance(base, str) and base.strip() else "BASE"
+        command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
+        raise ModelError(f"{name} contains an adapter, not a model.", f"Give its base model: {command}")
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)

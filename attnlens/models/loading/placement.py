@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from attnlens.wording import format_count
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 MEMINFO = Path("/proc/meminfo")
@@ -33,11 +32,17 @@ GIB = 2**30
 def free_memory() -> int | None:
     """Return the bytes that this process can still allocate, by the system and its cgroups; None if unknown."""
     limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
-    for group, (limit, usage, file_pages) in _groups():
-        with suppress(OSError, ValueError):  # no such file, or the limit is "max"
-            available = int((group / limit).read_text()) - int((group / usage).read_text())
-            # usage includes cached file pages, which the kernel frees on demand
-            limits.append(available + sum(_counts(group / "memory.stat", file_pages)))
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & CONTROLLERS.keys():
+            folder, (limit, usage, file_pages) = CONTROLLERS[controller]
+            group = GROUPS / folder / path.lstrip("/")
+            # parents, such as a batch job's, also limit; a container sees its own group as the root, under any path
+            for each in (each for each in (group, *group.parents) if each.is_relative_to(GROUPS / folder)):
+                with suppress(OSError, ValueError):  # no such file, or the limit is "max"
+                    available = int((each / limit).read_text()) - int((each / usage).read_text())
+                    # usage includes cached file pages, which the kernel frees on demand
+                    limits.append(available + sum(_counts(each / "memory.stat", file_pages)))
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
@@ -47,26 +52,6 @@ def _counts(file: Path, name: str) -> list[int]:
     """Return the number after each line's `name` in a file of the kernel, [] if there is no such file."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
-
-
-def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the cgroups that limit this process's memory: its own and its parents, such as a batch job's."""
-    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        for controller in {*controllers.split(",")} & CONTROLLERS.keys():
-            root, names = CONTROLLERS[controller]
-            cgroup = GROUPS / root / path.lstrip("/")
-            # a container sees its own cgroup as the root, under any path
-            yield from ((group, names) for group in (cgroup, *cgroup.parents) if group.is_relative_to(GROUPS / root))
-
-
-def give_back() -> None:
-    """Return freed memory to the system; glibc keeps the free pieces between those in use.
-
-    Without this they grow from layer to layer: 0.1 to 0.2 GB after 36 layers of an 8 B model.
-    """
-    if os.name == "posix" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
@@ -91,21 +76,6 @@ def device_of(name: str) -> torch.device:
         problem = f"This machine has no {name}: it has {present}."
         raise ModelError(problem, "Choose --device auto or --device cpu.")
     return device
-
-
-def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | None:
-    """Return the type called `name`; None, for `auto`, is the checkpoint's own, but at least float32 on the CPU.
-
-    On a CPU, half precision is slow, and its rounding errors would be measured as asymmetry.
-    """
-    import torch
-
-    if name == "auto" and device.type != "cpu":
-        return None
-    if name == "auto":
-        return torch.float64 if config.dtype == torch.float64 else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def check_device_map(options: Mapping[str, object]) -> None:

@@ -1,18 +1,17 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. transformers decodes mxfp4. Its other decoders can't be
-used: the fp8 decoder guesses the block size from the number of scales, and rejects smaller blocks at an edge; those of
-GPTQ, AWQ, compressed-tensors and bitsandbytes need packages that the bare install lacks, and most also need a GPU.
+W = (codes − zeros) · scales, in the layout of each method. transformers decodes mxfp4. Its fp8 decoder guesses block
+sizes and rejects smaller blocks at an edge; its other decoders need packages that the bare install lacks, or a GPU.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from attnlens.errors import ModelError
 from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
-from attnlens.models.loading.locate import CONFIG, Json, Location
+from attnlens.models.loading.locate import CONFIG, Json, Location, foreign
 from attnlens.models.loading.stored import Stored
 
 PartReader = Callable[[str], Tensor]  # Function that reads one tensor of a weight by the suffix of its name
@@ -36,51 +35,38 @@ QUANT_STATE = ".quant_state.bitsandbytes__"
 """Suffix after the weight's name, followed by the code type, of bitsandbytes' tensor that describes the codes."""
 
 
-class CodesError(Exception):
-    """Reason why codes can't be decoded; CodedWeight adds the tensor's name."""
-
-
 def require(is_valid: bool, problem: str) -> None:
-    """Raise CodesError with the problem unless codes and settings are valid."""
+    """Raise ValueError with the problem unless codes and settings are valid; CodedWeight adds the tensor's name."""
     if not is_valid:
-        raise CodesError(problem)
+        raise ValueError(problem)
 
 
 class Parts(dict[str, Shaped]):
     """The tensors of a weight, or their shapes, keyed by the suffix of their names; "" is the key of the codes."""
 
     def __missing__(self, suffix: str) -> Shaped:
-        raise CodesError(f"its {suffix.lstrip('._')} are missing")
+        raise ValueError(f"its {suffix.lstrip('._')} are missing")
 
 
 @dataclass(frozen=True)
 class CodedWeight:
     """A weight that is stored as codes, with its tensors and its scheme."""
 
-    name: str
     scheme: Scheme
     parts: Mapping[str, str]  # Names of its tensors in the files, keyed by their suffix; "" is the key of the codes
     settings: Settings
-    where: str  # Folder and method, for errors
+    problem: str  # Beginning of an error: its folder, method and name
 
     def decode(self, read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight in float32; `read` reads one of its tensors by its name. Raises ModelError."""
-        with self._naming_errors():
+        with foreign(self.problem, SAY_UNQUANTISED):
             return self.scheme.decode(Parts({part: read(name) for part, name in self.parts.items()}), self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
         """Return the weight's shape from the shapes of its tensors; `read` reads one by its name. Raises ModelError."""
-        with self._naming_errors():
+        with foreign(self.problem, SAY_UNQUANTISED):
             parts = Parts({part: stored[name] for part, name in self.parts.items()})
             return self.scheme.shape(parts, lambda part: read(self.parts[part]))
-
-    @contextmanager
-    def _naming_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except CodesError as error:
-            problem = f"{self.where} stores {shorten_text(self.name)} as codes: {error}."
-            raise ModelError(problem, SAY_UNQUANTISED) from None
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
@@ -88,14 +74,15 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
     method, settings = quantisation(place)
     if method is None:
         return {}
-    where, weights = f"{place.folder} ({method})", dict[str, CodedWeight]()
+    weights = dict[str, CodedWeight]()
     for scheme in SCHEMES[method]:
         for name in names:
             stem = name.removesuffix(scheme.code)
             parts = {part: stem + part for part in scheme.companions if stem + part in names}
             if name.endswith(scheme.code) and parts:
                 weight = stem + scheme.target
-                weights[weight] = CodedWeight(weight, scheme, {"": name} | parts, settings, where)
+                problem = f"{place.folder} ({method}) stores {shorten_text(weight)} as codes"
+                weights[weight] = CodedWeight(scheme, {"": name} | parts, settings, problem)
     if not weights:
         problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but none of them is quantised."
         raise ModelError(problem, "Remove quantization_config from it if the weights are plain numbers.")
@@ -116,25 +103,20 @@ def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute (codes − zero) · scale of float8 or int8 (compressed-tensors)."""
-    codes, groups = parts[""], _weight_groups(settings)
-    group = groups[0] if len(groups) == 1 else {}
+    codes, (group, _) = parts[""], _weight_group(settings)
     bits, size = group.get("num_bits", 8), group.get("group_size")
     is_known = codes.dtype in FLOAT8 or (codes.dtype == torch.int8 and bits == 8)
     require(is_known and "_g_idx" not in parts, f"its codes are {codes.dtype} of {bits} bits (num_bits), or reordered")
     block = group.get("block_structure") or ([1, size] if isinstance(size, int) and size > 0 else None)
     numbers = codes.float()
     if "_zero_point" in parts:
-        _check_symmetry(parts["_zero_point"], group)
+        require(not (group.get("symmetric") and parts["_zero_point"].any()), "it has zeros, but symmetric is true")
         numbers -= _spread(parts["_zero_point"].float(), codes.shape, block)
     return numbers * _spread(_scale(parts), codes.shape, block)
 
 
 def _scale(parts: Parts[Tensor]) -> Tensor:
     return parts[next((part for part in SCALES if part in parts), "_scale")].float()
-
-
-def _check_symmetry(zero: Tensor, group: Settings) -> None:
-    require(not group.get("symmetric") or not bool(zero.any()), "it has zeros, but symmetric is true")
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
@@ -155,13 +137,14 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
     return grid
 
 
-def _weight_groups(settings: Settings) -> list[Settings]:
-    """Return the `weights` settings of each distinct group in the config of compressed-tensors."""
+def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
+    """Return the settings of weights ({} if groups differ), and all numbers of bits, by compressed-tensors' config."""
     groups = settings.get("config_groups")
     values = groups.values() if isinstance(groups, dict) else ()
-    weights = [group.get("weights") for group in values if isinstance(group, dict)]
-    distinct = {json.dumps(each, sort_keys=True): each for each in weights if isinstance(each, dict)}
-    return list(distinct.values())
+    parts = [group.get("weights") for group in values if isinstance(group, dict)]
+    weights: list[Settings] = [part for part in parts if isinstance(part, dict)]
+    is_single = len({json.dumps(each, sort_keys=True) for each in weights}) == 1
+    return weights[0] if is_single else {}, {each.get("num_bits") for each in weights}
 
 
 # --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
@@ -169,18 +152,18 @@ def _weight_groups(settings: Settings) -> list[Settings]:
 
 def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
-    words, scale, shape, groups = parts[""], parts["_scale"], parts["_shape"].tolist(), _weight_groups(settings)
+    words, scale, shape = parts[""], parts["_scale"], parts["_shape"].tolist()
+    group, declared = _weight_group(settings)
     is_matrix = len(shape) == words.dim() == scale.dim() == 2 and words.shape[0] == shape[0]
     require(is_matrix, "its codes, scales and shape don't match")
-    declared = {group.get("num_bits") for group in groups}
     fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
     require(len(fitting) == 1, f"{words.shape[1]} words per row can't contain {shape[1]} codes of 2, 4 or 8 bits")
-    bits, group = fitting[0], groups[0] if len(groups) == 1 else {}
+    bits = fitting[0]
     codes = _unpack_words(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
     zeros = torch.zeros_like(scale)
     if "_zero_point" in parts:
         zeros = (_unpack_words(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
-        _check_symmetry(zeros, group)
+        require(not (group.get("symmetric") and zeros.any()), "it has zeros, but symmetric is true")
     return _decode_transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
 
 
@@ -275,14 +258,13 @@ def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def _state(parts: Mapping[str, Tensor]) -> Json:
-    """Parse bitsandbytes' description of the codes: JSON stored as a tensor of bytes. Raises CodesError if it can't."""
+    """Parse bitsandbytes' description of the codes, JSON in a tensor of bytes. Raises ValueError if that fails."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
     state = None
     with suppress(ValueError, TypeError, RecursionError):
         state = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
-    if not isinstance(state, dict):
-        raise CodesError("a description of its codes is missing")
-    return state
+    require(isinstance(state, dict), "a description of its codes is missing")
+    return cast("Json", state)
 
 
 def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
@@ -293,14 +275,14 @@ def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
     values, outer, offset = parts[".nested_quant_map"], parts[".nested_absmax"], state.get("nested_offset")
     is_coded = absmax.dtype == torch.uint8 and values.shape == (256,)
     if not is_coded or not isinstance(offset, int | float):
-        raise CodesError("its absmax can't be decoded")
+        raise ValueError("its absmax can't be decoded")
     return values.float()[absmax.long()] * _by_block(outer.float(), state.get("nested_blocksize"), len(absmax)) + offset
 
 
 def _by_block(largest: Tensor, side: object, count: int) -> Tensor:
     """Repeat the largest value of each block of `side` codes; there are `count` codes."""
     if not isinstance(side, int) or side < 1 or largest.shape != (ceil(count / side),):
-        raise CodesError(f"{len(largest)} blocks of {format_value(side)} can't contain {count} codes")
+        raise ValueError(f"{len(largest)} blocks of {format_value(side)} can't contain {count} codes")
     return largest.repeat_interleave(min(side, count))[:count]
 
 
@@ -334,9 +316,9 @@ def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
 def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
     """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
-    shape: object = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
+    shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
     if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
-        raise CodesError("a description of its shape is missing")
+        raise ValueError("a description of its shape is missing")
     return tuple(shape)
 
 
@@ -348,7 +330,7 @@ class Scheme:
     target: str  # Suffix of the weight's own name after the stem
     companions: tuple[str, ...]  # Suffixes of its other tensors; at least one of them must exist
     decode: Callable[[Parts[Tensor], Settings], Tensor]
-    """Function from parts and settings to the weight in float32; raises CodesError."""
+    """Function from parts and settings to the weight in float32; raises ValueError."""
     shape: Callable[[Parts[Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape
     """Function from the parts' shapes, and a reader of parts, to the weight's shape; by default the codes' shape."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attnlens.errors import ModelError
 from attnlens.files import shorten_text
-from attnlens.models.loading.locate import SAY_AGAIN, first_line, readable
+from attnlens.models.loading.locate import SAY_AGAIN, first_line, foreign, readable
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor, since a file's modification time can be set to any value."""
+        """Read some bytes of a tensor, because the file's modification time can be set to any value."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 
@@ -104,14 +103,10 @@ class RemoteFile:
 
     def __init__(self, name: str, url: str) -> None:
         from huggingface_hub import get_hf_file_metadata
-        from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]  # of httpx(2)
 
         self.name, self._url = name, url
-        try:
+        with foreign(f"{name} can't be read from the hub", SAY_LATER):
             metadata = get_hf_file_metadata(url)
-        except (HfHubHTTPError, ConnectionFailure) as error:
-            raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
         if metadata.size is None:
             raise ModelError(f"The hub does not report the size of {name}.", "Download the model, and give its folder.")
         self.size, self.stamp = metadata.size, metadata.etag or ""
@@ -121,12 +116,11 @@ class RemoteFile:
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
         from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
-        content, problem = bytearray(), ""
+        content, problem, last = bytearray(), "", start + count - 1
         for attempt in range(ATTEMPTS):
             time.sleep(WAIT * 2**attempt * (attempt > 0))
             first = start + len(content)
-            span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
-            headers = build_hf_headers() | span
+            headers = build_hf_headers() | {"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
             try:
                 with get_session().stream(
                     "GET", self._url, follow_redirects=True, headers=headers, timeout=PATIENCE
@@ -145,10 +139,6 @@ class RemoteFile:
                 return bytes(content)
         problem = problem or f"{len(content)} of {count} bytes arrived"
         raise ModelError(f"{self.name} can't be read from the hub: {problem}.", SAY_LATER)
-
-    def sample(self, _start: int, _count: int) -> bytes:
-        """Return no bytes, because the stamp already identifies the content."""
-        return b""
 
 
 class TensorFiles(ABC):
@@ -172,8 +162,9 @@ class TensorFiles(ABC):
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some bytes of each of these tensors, as stored."""
-        return b"".join(file.sample(start, size) for file, start, size in self.spans(names))
+        """Return some bytes of each tensor in a local file; the content of a remote file is identified by its stamp."""
+        spans = self.spans(names)
+        return b"".join(file.sample(start, size) for file, start, size in spans if isinstance(file, LocalFile))
 
 
 def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
@@ -183,11 +174,6 @@ def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
 
 
 # --- headers ---------------------------------------------------------------------------------------------------------
-
-
-def safetensors_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file. Raises ModelError if it is truncated or in another format."""
-    return read_header(LocalFile(file))[0]
 
 
 def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
@@ -202,7 +188,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
     """Return the tensors in a safetensors header. Raises ModelError if it contradicts the file's `size` in bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
-    try:
+    with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():
             if name == "__metadata__":
                 continue
@@ -210,28 +196,22 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
             tensors[name] = tensor = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]), start)
             is_known = len(tensor.shape) <= MOST_DIMENSIONS and min(tensor.shape, default=0) >= 0
             if not (is_known and TYPE.fullmatch(tensor.type) and end - start == tensor.bytes):
-                raise ValueError(f"its header gives a wrong size of {shorten_text(name)}")  # noqa: TRY301  # see below
+                raise ValueError(f"its header gives a wrong size of {shorten_text(name)}")
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.bytes)):
             if tensor.start != begin:
-                raise ValueError("its tensors overlap, or leave a gap")  # noqa: TRY301  # handled with the others
+                raise ValueError("its tensors overlap, or leave a gap")
             begin += tensor.bytes
         if begin != size:
-            raise ValueError("its tensors do not fill it")  # noqa: TRY301  # handled with the others
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        problem = f"{file} is truncated or not a safetensors file: {first_line(error)}."
-        raise ModelError(problem, SAY_AGAIN) from None
+            raise ValueError("its tensors do not fill it")
     return tensors
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return the tensors of an allowed pickle; weights_only builds only those. Raises ModelError for other content."""
+    """Return the tensors of an allowed pickle. Raises ModelError for other content, which `weights_only` rejects."""
     import torch
 
-    try:
+    with foreign(f"{file} contains objects other than tensors, or is truncated", "Get the model as safetensors."):
         content = torch.load(file, map_location="meta", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError):
-        problem = f"{file} contains more than tensors, or is truncated; loading such a pickle could run code."
-        raise ModelError(problem, "Get the model as safetensors.") from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,27 +11,19 @@ from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shorten_text, with_home
-from attnlens.models.loading.locate import first_line
+from attnlens.models.loading.locate import first_line, foreign
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sequences import (
-    PACKED,
-    describe_missing_inputs,
-    reads_ids,
-    required_inputs,
-    text_inputs,
-    token_tensors,
-)
+from attnlens.models.texts import sequences
 from attnlens.models.trace import tensors
 from attnlens.records import Text
 
@@ -49,9 +40,7 @@ INPUTS: dict[Modality, tuple[str, ...]] = {  # Names of the prepared image or so
     "audio": ("input_values", "input_features"),
 }
 RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random inputs in reports
-TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
-"""Names in the config of the placeholder id for a part of an image or sound."""
-FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}  # methods that return features
+TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # a sound's mask in models that read text
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
 """Parameter names of stand-alone vision towers, and the names of the same inputs in processors."""
@@ -65,8 +54,7 @@ MEMORY = 2**32  # bytes that a processor may allocate: its settings come from th
 COLOURS, IMAGE_SIZE = 16, 224  # random colours and pixels along a side; processors keep differences of this size
 FRAMES, MOST_FRAMES = 8, 256  # frames of a random video if the config gives no number, and the maximum
 RATE = 16_000  # samples per second if the processor gives none, and length of a random sound without a processor
-UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)  # errors of processors
-Placeholders = tuple[tuple[Modality, int, int], ...]  # placeholders before a text: modality, token id and count
+Placeholder = tuple[Modality, int, int]  # a modality, its placeholder id, and the number of these ids before a text
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,7 @@ class Media:
 
     processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
     """The checkpoint's processor for each modality used; None for random numbers in the shape given by the config."""
-    before: Placeholders = ()  # placeholders before each text
+    before: tuple[Placeholder, ...] = ()  # placeholders before each text
     names: frozenset[str] = frozenset()  # keyword arguments of the forward pass for these modalities
     notes: tuple[str, ...] = ()  # one sentence for each modality that is not used, or not prepared by a processor
 
@@ -98,7 +86,7 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
     """Add a modality with the checkpoint's processor, or else with random numbers; or only a note if neither works."""
-    processor, before, problem = None, Placeholders(), ""
+    processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
         processor = load_processor(model, modality, folder)
         inputs = _make_up(model, modality, processor, 0, 0)
@@ -107,13 +95,13 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
     try:
         if problem:
             inputs = _make_up(model, modality, None, 0, 0)
-        if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
+        if sequences.reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
             before = ((modality, *_count_parts(model, modality, inputs)),)
             trial, _ = Feed(model, Media({modality: processor}, before), 0).inputs(range(1), [plain_ids(model, 4)])
             with torch.no_grad():
                 model(**trial)
     except (TextError, *FAILURES) as error:
-        needed = _input_name(model, modality) in required_inputs(model)
+        needed = _input_name(model, modality) in sequences.required_inputs(model)
         if is_memory(error) or (needed and isinstance(error, TextError)):
             raise
         if not needed:
@@ -135,14 +123,6 @@ def modalities(model: PreTrainedModel) -> list[Modality]:
     return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
 
 
-def without_placeholders(media: Media) -> Media:
-    """Return `media` without the modalities that have placeholder ids."""
-    removed = {modality for modality, _, _ in media.before}
-    processors = {modality: processor for modality, processor in media.processors.items() if modality not in removed}
-    names = media.names - PACKED if "image" in removed else media.names
-    return replace(media, processors=processors, before=(), names=names)
-
-
 @dataclass
 class Feed:
     """Images and sounds by sequence number, either random or read from files."""
@@ -157,19 +137,6 @@ class Feed:
     def __post_init__(self) -> None:
         """Start the digest of each modality's random inputs."""
         self._digests = {modality: sha256() for modality in self.media.processors if modality not in self.files}
-
-    def placeholders(self, number: int) -> Placeholders:
-        """Return the placeholders before the text of a sequence."""
-        placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
-        for modality, inputs in self.files.items():
-            try:
-                placeholders.append((modality, *_count_parts(self.model, modality, inputs[number])))
-            except FAILURES as error:
-                if is_memory(error):
-                    raise
-                problem = f"The {modality} can't be passed to the model: {_failure(error)}."
-                raise ModelError(problem, f"Leave out --{modality}.") from error
-        return tuple(placeholders)
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
@@ -191,11 +158,28 @@ class Feed:
         """Return the inputs of sequences whose text has the ids `rows`, if any, and the number of placeholders."""
         inputs, before = self.take(numbers), list[int]()
         if rows:
-            placeholders = self.placeholders(numbers.start)
-            before = ids_of(placeholders)
-            ids, mask = token_tensors([[*before, *row] for row in rows], padding)
-            inputs |= text_inputs(self.model, ids, mask, len(before)) | types_of(self.model, placeholders, ids)
+            placeholders = self._placeholders(numbers.start)
+            before = [id_ for _, id_, count in placeholders for _ in range(count)]
+            ids, mask = sequences.token_tensors([[*before, *row] for row in rows], padding)
+            inputs |= sequences.text_inputs(self.model, ids, mask, len(before))
+            if placeholders and "mm_token_type_ids" in signature(self.model.forward).parameters:
+                inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+                known = [TYPE_NUMBERS[modality] for modality, _, count in placeholders for _ in range(count)]
+                inputs["mm_token_type_ids"][:, : len(known)] = ids.new_tensor(known)
         return move_inputs(self.model, inputs), len(before)
+
+    def _placeholders(self, number: int) -> list[Placeholder]:
+        """Return the placeholders before the text of a sequence."""
+        placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
+        for modality, inputs in self.files.items():
+            try:
+                placeholders.append((modality, *_count_parts(self.model, modality, inputs[number])))
+            except FAILURES as error:
+                if is_memory(error):
+                    raise
+                problem = f"The {modality} can't be passed to the model: {_failure(error)}."
+                raise ModelError(problem, f"Leave out --{modality}.") from error
+        return placeholders
 
     @property
     def texts(self) -> list[Text]:
@@ -212,7 +196,15 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
     inputs, records = list[dict[str, Tensor]](), list[Text]()
     for path in paths:
         content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
-        raw = [_read_image(path, content)] if modality == "image" else _samples(path, content, _rate(processor))
+        raw: Sequence[object] | np.ndarray = ()
+        if modality == "audio":
+            raw = _samples(path, content, _rate(processor))
+        else:
+            with foreign(f"{path} can't be read as an image", SAY["image"], TextError):
+                try:
+                    raw = [Image.open(BytesIO(content)).convert("RGB")]
+                except UnidentifiedImageError:  # its message contains the address of the content in memory
+                    raise ValueError("unknown format") from None
         inputs.append(_process(loaded.model, modality, processor, raw, path))
         records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
     return inputs, records
@@ -227,15 +219,13 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     load: Callable[..., Processor] = class_.from_pretrained
     revision = getattr(model.config, "_commit_hash", None)  # private: the commit that the model was loaded from
-    try:
-        with _bounded_memory():
+    with foreign(f"The processor of {name} can't be loaded", remedy), _bounded_memory():
+        try:
             processor = load(place, revision=revision, local_files_only=True, trust_remote_code=False)
-    except OSError as error:
-        problem = f"{name} has no valid preprocessor_config.json, which describes how to prepare {modality} input."
-        remedy = "Put this file into the model's folder, or pass the prepared inputs to attnlens.capture."
-        raise ModelError(problem, remedy) from error
-    except UNPREPARED as error:
-        raise ModelError(f"The processor of {name} can't be loaded: {first_line(error)}", remedy) from error
+        except OSError as error:
+            problem = f"{name} has no valid preprocessor_config.json, which describes how to prepare {modality} input."
+            remedy = "Put this file into the model's folder, or pass the prepared inputs to attnlens.capture."
+            raise ModelError(problem, remedy) from error
     if hasattr(processor, "auto_map"):  # transformers would use its own class with the settings of another one
         problem = f"The processor of {name} is Python code in the checkpoint, which attnlens does not run."
         raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
@@ -263,7 +253,7 @@ def _make_up(
 
 
 def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the height and width of an image by the config, as the file has them; IMAGE_SIZE if it names none."""
+    """Return the height and width of an image by the config, unchecked; IMAGE_SIZE if it names none."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -284,7 +274,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     elif setting(model, "num_mel_bins") and setting(model, "max_source_positions"):  # Whisper's encoder halves them
         shape = setting(model, "num_mel_bins"), 2 * setting(model, "max_source_positions")
     if not shape:
-        raise TextError(*describe_missing_inputs(model, [name]))
+        raise TextError(*sequences.describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shorten_text(str(side)) for side in shape)
         problem = f"The config requires {name} with {sizes} numbers, which attnlens does not generate."
@@ -292,25 +282,12 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     return shape
 
 
-def _read_image(path: str, content: bytes) -> Image.Image:
-    try:
-        with Image.open(BytesIO(content)) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        why = "unknown format." if isinstance(error, UnidentifiedImageError) else first_line(error)
-        raise TextError(f"{path} can't be read as an image: {why}", SAY["image"]) from None
-
-
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
     """Return the samples of a .wav file of the expected rate, between −1 and 1, averaged over its channels."""
     from scipy.io import wavfile
 
-    try:
-        with catch_warnings():
-            simplefilter("ignore", wavfile.WavFileWarning)  # about chunks that are not sound
-            rate, values = wavfile.read(BytesIO(content))
-    except (*FAILURES, EOFError, struct.error) as error:
-        raise TextError(f"{path} can't be read as an audio file: {first_line(error)}", SAY["audio"]) from None
+    with foreign(f"{path} can't be read as an audio file", SAY["audio"], TextError), catch_warnings(action="ignore"):
+        rate, values = wavfile.read(BytesIO(content))  # it warns about chunks that are not sound
     if rate != expected:
         problem = f"{path} has {rate} samples per second; the model expects {expected}."
         raise TextError(problem, f"Convert it first, for example: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
@@ -338,12 +315,9 @@ def _process(
         options["sampling_rate"] = _rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
-    try:
-        with _bounded_memory():
-            result = dict(processor(raw, return_tensors="pt", **options))
-    except UNPREPARED as error:
-        problem = f"The model's processor fails on {name}: {first_line(error)}"
-        raise ModelError(problem, "Give another file, or leave it out.") from error
+    problem, remedy = f"The model's processor fails on {name}", "Give another file, or leave it out."
+    with foreign(problem, remedy), _bounded_memory():
+        result = dict(processor(raw, return_tensors="pt", **options))
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
         problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} accepts none of them."
@@ -401,21 +375,13 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
     return None
 
 
-def ids_of(placeholders: Placeholders) -> list[int]:
-    """Return the placeholder ids of images and sounds."""
-    return [id_ for _, id_, count in placeholders for _ in range(count)]
-
-
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the placeholder id of a modality, and the number of placeholders per image or sound.
-
-    The number is 0 if tokens access the image by cross-attention. Errors of the tower are passed on.
-    """
-    token = setting(model, *TOKENS[modality])
-    owners = [part for part in model.modules() if hasattr(part, FEATURES[modality])]
+    """Return a modality's placeholder id and the number of placeholders per input (0 with cross-attention)."""
+    token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
+    owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:
         return 0, 0
-    run = getattr(owners[-1], FEATURES[modality])  # the innermost module's method lists all parameters by name
+    run = getattr(owners[-1], method)  # the innermost module's method lists all parameters by name
     parameters = signature(run).parameters
     with torch.no_grad():
         result = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})
@@ -429,24 +395,14 @@ def _failure(error: Exception) -> str:
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
     """Return the placeholder ids for parts of images and sounds."""
-    return {token for names in TOKENS.values() for name in names if (token := setting(model, name)) is not None}
+    names = [f"{modality}_token_{suffix}" for modality in INPUTS for suffix in ("id", "index")]
+    return {token for name in names if (token := setting(model, name)) is not None}
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     """Return the first `count` ids of at least 10 that are not placeholders."""
     placeholders = placeholder_ids(model)
     return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
-
-
-def types_of(model: PreTrainedModel, placeholders: Placeholders, ids: Tensor) -> dict[str, Tensor]:
-    """Return `mm_token_type_ids`, the modality of each id, if the model's forward pass has this parameter."""
-    if not placeholders or "mm_token_type_ids" not in signature(model.forward).parameters:
-        return {}
-    numbers = {"image": 1, "audio": 3}  # text is 0
-    known = [numbers[modality] for modality, _, count in placeholders for _ in range(count)]
-    types = torch.zeros_like(ids)
-    types[:, : len(known)] = types.new_tensor(known)
-    return {"mm_token_type_ids": types}
 
 
 def move_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

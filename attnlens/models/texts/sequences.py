@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
@@ -24,9 +23,9 @@ from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
-from attnlens.models.loading.configs import foreign, text_config
-from attnlens.models.loading.locate import DEMO, reachable
-from attnlens.models.loading.placement import device_of_inputs
+from attnlens.models.loading.building import silence_logging
+from attnlens.models.loading.configs import text_config
+from attnlens.models.loading.locate import DEMO, foreign, reachable
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -38,21 +37,26 @@ SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of 
 
 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
-    """Read the rows of a dataset as lines of text, cut off after `most` characters, without running its code.
-
-    Raises UsageError if `datasets` is not installed, TextError if the dataset or its column can't be read.
-    """
+    """Read the rows of a dataset as lines of text, cut off after `most` characters, without running its code."""
     try:
         import datasets
     except ImportError:
         problem = f"{DATASETS}{rows.name} needs the package datasets, which is not installed."
         raise UsageError(problem, 'Run: pip install "attnlens[datasets]", or name a text file.') from None
+    from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
 
-    place = _find_dataset(rows.name, offline=offline)
+    place, folder = rows.name, with_home(rows.name)
+    if folder.is_dir():
+        place = str(folder.resolve())
+    elif not HUB_NAME.fullmatch(place):
+        raise TextError(f"{place} is neither a local folder nor the name of a dataset on the hub.", SAY_NAME)
+    elif offline or (not is_offline_mode() and not reachable(constants.ENDPOINT)):
+        why, remedy = ("--offline is set", "Leave it out") if offline else ("the hub can't be reached", "Go online")
+        raise TextError(f"{place} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
     split, text = rows.split or "test", ""
     try:
-        with quiet():
+        with silence_logging("datasets", "huggingface_hub"):
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
@@ -72,32 +76,6 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     options = {"config": rows.config, "split": split, "column": rows.column}
     name = ",".join([DATASETS + label, *(f"{key}={value}" for key, value in options.items() if value is not None)])
     return Content(text[:most], name if len(text) < most else f"{name} (the first {most:,} characters)")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence log messages inside the context, such as those of datasets about retries and failures."""
-    previous = logging.root.manager.disable
-    logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(previous)
-
-
-def _find_dataset(name: str, *, offline: bool) -> str:
-    """Return the path of a local folder, or the name of a dataset on a reachable hub. Raises TextError for neither."""
-    from huggingface_hub import constants, is_offline_mode
-
-    folder = with_home(name)
-    if folder.is_dir():
-        return str(folder.resolve())
-    if not HUB_NAME.fullmatch(name):
-        raise TextError(f"{name} is neither a local folder nor the name of a dataset on the hub.", SAY_NAME)
-    if offline or (not is_offline_mode() and not reachable(constants.ENDPOINT)):
-        why, remedy = ("--offline is set", "Leave it out") if offline else ("the hub can't be reached", "Go online")
-        raise TextError(f"{name} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
-    return name
 
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -132,7 +110,7 @@ class Content:
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`). Raises TextError if it can't."""
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`). Raises TextError if that fails."""
     if (rows := dataset_rows(path)) is not None:
         return read_rows(rows, most=LONGEST, offline=offline)
     return Content(_read_text(path, path), "stdin" if path == "-" else Path(path).name)
@@ -141,23 +119,18 @@ def read(path: str, *, offline: bool = False) -> Content:
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
     """Read texts under unique names. Raises TextError if a text is empty, or if two texts have the same content."""
     contents = [read(path, offline=offline) for path in paths]
-    names, known = [content.name for content in contents], dict[str, str]()
-    for index, (path, name) in enumerate(zip(paths, names, strict=True)):
-        if names.count(name) > 1:
-            contents[index] = replace(contents[index], name=path)
-        text, name = contents[index].text, contents[index].name
-        if not text.strip():
-            raise TextError(f"The text is empty: {name}.", "Give a text of at least a few hundred words.")
-        if text in known:
-            raise TextError(f"{known[text]} and {name} have the same content.", "Give each text only once.")
-        known[text] = name
-    return tuple(contents)
+    counts, known = Counter(content.name for content in contents), dict[str, Content]()
+    for path, content in zip(paths, contents, strict=True):
+        unique = replace(content, name=path) if counts[content.name] > 1 else content
+        if not unique.text.strip():
+            raise TextError(f"The text is empty: {unique.name}.", "Give a text of at least a few hundred words.")
+        if (earlier := known.setdefault(unique.text, unique)) is not unique:
+            raise TextError(f"{earlier.name} and {unique.name} have the same content.", "Give each text only once.")
+    return tuple(known.values())
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: passages of the book that `demo` was trained on and, unless the model is
-    `demo` or one of its checkpoints, documentation in modern English and Python source code.
-    """
+    """Return the built-in texts for a model: the book of `demo`; for others also documentation and source code."""
     try:
         is_demo = model == "demo" or Path(model).resolve().is_relative_to(DEMO)
     except (OSError, ValueError):  # the working directory was deleted, or the name can't be a path
@@ -222,7 +195,7 @@ def token_tensors(
 def text_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
 ) -> dict[str, Tensor]:
-    """Return keyword arguments of the model for those ids, on its device; a decoder gets the ids from `start` on.
+    """Return keyword arguments of the model for those ids; a decoder gets the ids from `start` on.
 
     If the encoder reads the same text, the decoder gets it shifted to the right by the start token; if it reads pixels
     or sound, unchanged, since its special tokens begin with the start token.
@@ -234,7 +207,7 @@ def text_inputs(
         text = ids[:, start:]
         decoder_ids = shift_right(model, text) if reads_ids(model) else text
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": mask[:, start:]}
-    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in parameters}
+    return {name: tensor for name, tensor in inputs.items() if name in parameters}
 
 
 def reads_ids(model: PreTrainedModel) -> bool:
@@ -267,7 +240,7 @@ def required_inputs(model: PreTrainedModel) -> list[str]:
 
 
 def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
-    """Return the problem and the remedy of the error for inputs that can't be made up."""
+    """Return the problem and the remedy of the error for inputs that can't be generated."""
     return (
         f"attnlens cannot generate {' and '.join(names)} for a {type(model).__name__}.",
         "Put preprocessor_config.json into the model's folder, or pass the inputs to attnlens.capture.",
@@ -293,34 +266,18 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
-FOREIGN = 0.5  # share of unknown tokens from which a text is foreign to a model, which sees little but positions
-NOTABLE = 0.1  # share of unknown tokens from which the report contains a note
+FOREIGN = 0.5  # smallest share of unknown tokens for which a text is refused: the model sees little but positions
+NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains a note
 
 
-def unknown_shares(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Row]) -> dict[str, float]:
-    """Return the share of each text's ids that are the unknown token."""
-    unknown, all_ids = getattr(tokenizer, "unk_token_id", None), defaultdict[str, list[int]](list)
-    for row in rows:
-        all_ids[row.text] += row.ids
-    return {name: sum(id_ == unknown for id_ in ids) / len(ids) for name, ids in all_ids.items()}
-
-
-def foreign_notes(shares: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each text with a share of unknown tokens of at least NOTABLE."""
+def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[str]:
+    """Return a sentence for each text whose share of unknown tokens is at least `least`."""
     return [
         f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
         "the text may be in a language or domain that the model does not cover."
         for name, share in shares.items()
-        if share >= NOTABLE
+        if share >= least
     ]
-
-
-def refuse_foreign(shares: Mapping[str, float]) -> None:
-    """Raise TextError if a text's share of unknown tokens is at least FOREIGN, even if other texts are readable."""
-    name = max(shares, key=shares.__getitem__, default="")
-    if shares.get(name, 0.0) >= FOREIGN:
-        (problem,) = foreign_notes({name: shares[name]})
-        raise TextError(problem, "Give a text that suits the model with --text, or add --allow-foreign-text.")
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
@@ -349,7 +306,7 @@ def choose_windows(
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
-RANDOM_SPLITS = ("dropout", "alpha")  # what makes a tokenizer split words at random: BPE-dropout, sampling
+RANDOM_SPLITS = ("dropout", "alpha")  # settings with which a tokenizer splits words at random: BPE-dropout, sampling
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -370,7 +327,7 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
     """Return the ids of all non-empty lines of at least two tokens, with special tokens, truncated to `tokens` ids.
 
     With `pairs`, each line contains two texts separated by a tab, which the tokenizer joins. Raises TextError if no
-    line is left or one is not a pair, UsageError if the special tokens leave no room.
+    line is left or a line is not a pair, UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
     lines = [line.removesuffix("\r") for line in content.text.split("\n")]
@@ -401,8 +358,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     sample = content.text.strip()[:40]
     bare, whole = (_ids(tokenizer, content, sample, special=special) for special in (False, True))
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
-    if not sample:
-        raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or different text.")
     if not bare or not starts:
         raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
@@ -446,25 +401,22 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
     """Switch off a tokenizer's random splits, which are for training, and convert its errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    options = {name: value for name in RANDOM_SPLITS if (value := getattr(model, name, None)) is not None}
     remedy = "Put the tokenizer files into the model's folder, or use --source weights."
-    with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError):
-        try:
-            for name in options:
+    with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:
+        for name in RANDOM_SPLITS:
+            if (value := getattr(model, name, None)) is not None:
+                undo.callback(setattr, model, name, value)
                 setattr(model, name, None)
-            yield
-        finally:
-            for name, value in options.items():
-                setattr(model, name, value)
+        yield
 
 
 RUN = 32
-"""Tokens of a run too long for a coincidence, about 10 to 25 words: the two halves of the demo's text, which is one
-book, share no run of 12."""
+"""Length in tokens (10 to 25 words) from which a repeated run is not a coincidence: the two halves of the demo's text,
+a single book, share no run of 12 tokens."""
 LEAST = 8  # minimum length of a whole line that counts as shared: those halves share 1 to 7 % of runs of 8
 MOST_SHARED = 0.1
-"""Share of the evaluated tokens above which a measurement is not held out. In the worst case the shared part has no
-loss, so that a tenth hides a tenth of the measured effect: less than the interval of a rise over 32 sequences."""
+"""Share of the evaluated tokens above which a measurement is not held out. In the worst case the loss of shared tokens
+is 0; a tenth then hides a tenth of the measured effect: less than the interval of a rise over 32 sequences."""
 
 Ids = Sequence[int]
 

@@ -18,7 +18,7 @@ from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError
 from attnlens.maths.linalg.long import LONG
 from attnlens.models import hooks, loading, texts
 from attnlens.models.hooks import SiteCall
-from attnlens.models.loading.deferred import mute_shape_errors
+from attnlens.models.loading.building import quiet
 from attnlens.records import Settings, Site, Skipped
 from attnlens.report.report import Report
 from attnlens.requests import InspectRequest, reading, takes
@@ -187,10 +187,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
-    with (
-        time_stage(run.timings, "survey"),
-        mute_shape_errors() if weights_model.deferred is not None else nullcontext(),
-    ):
+    with time_stage(run.timings, "survey"), quiet() if weights_model.deferred is not None else nullcontext():
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = None, list[Skipped]()
