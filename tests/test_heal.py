@@ -21,7 +21,7 @@ from attnlens.lab.heal.descent import Descent, shape, split
 from attnlens.lab.heal.healer import Healer, trainable
 from attnlens.models import hooks, texts
 from attnlens.report.report import read_report
-from attnlens.requests.swap import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.swap import pipeline as entry
 from attnlens.runs.swap.fit import SHARES, Search, fit
@@ -138,7 +138,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
-    train, back = split(Healer(demo, (), {}, "causal", "auto", HealOptions(Amount(200, "steps"))), fed)
+    train, back = split(Healer(demo, (), {}, "causal", "auto", HealRequest(train=Amount(200, "steps"))), fed)
     assert (len(train), len(back)) == (18, 2)
     places = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
     assert sorted(places[id(one.inputs)] for one in (*train, *back)) == list(range(20))
@@ -383,7 +383,7 @@ def healer(model, words, heads=None, **more):
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
     if more.get("fitted"):
         swaps = fit(model, sites, swaps, fed, lambda _: None)
-    asked = HealOptions(Amount(more.get("steps", 6), "steps"))
+    asked = HealRequest(train=Amount(more.get("steps", 6), "steps"))
     made = Healer(model, sites, swaps, more.get("task", "causal"), "auto", asked)
     evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
     return made, room.heal(made, fed, evaluate, lambda _: None)

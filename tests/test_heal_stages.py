@@ -27,13 +27,13 @@ from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate
 from attnlens.report.report import read_report
 from attnlens.report.sections.plans import healing_lines as healing_sentences
-from attnlens.requests.swap import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.swap.fit import fit
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
 
-STEPS = HealOptions(Amount(3, "steps"))
+STEPS = HealRequest(train=Amount(3, "steps"))
 
 
 def prepared(model, words="rbf", task="causal", seed=0, **more):
@@ -41,7 +41,7 @@ def prepared(model, words="rbf", task="causal", seed=0, **more):
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words)))
-    found = Healer(model, sites, swaps, task, "auto", replace(STEPS, **more), seed)
+    found = Healer(model, sites, swaps, task, "auto", STEPS.with_options(**more), seed)
     found.prepare(fed.batches[0])
     return found, fed
 

@@ -25,7 +25,7 @@ from attnlens.kernels.registry import Fit
 from attnlens.lab.heal.healer import Healer
 from attnlens.models import hooks, texts
 from attnlens.records import Call
-from attnlens.requests.swap import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
@@ -327,7 +327,7 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
     chosen = {sites[1]: hooks.Replacement(parsed("primal:4"), (1, 5)), sites[3]: hooks.Replacement(parsed("primal:4"))}
     swaps = fit(demo, sites, chosen, batch, lambda _: None)
-    healer = Healer(demo, sites, swaps, "causal", "auto", HealOptions(STEPS, eta=0.5, convention=convention))
+    healer = Healer(demo, sites, swaps, "causal", "auto", HealRequest(train=STEPS, eta=0.5, ksvd_convention=convention))
     inputs = batch.batches[0].inputs
     healer.prepare(batch.batches[0])
     seen = {}
@@ -354,7 +354,7 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
     assert float(added) == pytest.approx(0.5 * float(expected.detach()), rel=1e-3)
     assert expected > 1e-4
     with torch.no_grad():
-        healer.options = HealOptions(STEPS, eta=0.0, convention=convention)
+        healer.options = HealRequest(train=STEPS, eta=0.0, ksvd_convention=convention)
         assert loss_of(healer, inputs) == distance_of(healer, inputs)
 
 
@@ -364,14 +364,14 @@ def test_eta_keeps_the_objective_small(demo):
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
     swaps = fit(demo, sites, {site: hooks.Replacement(parsed("primal:8")) for site in sites}, batch, lambda _: None)
     for eta in (0.0, 3.0):
-        healer = Healer(demo, sites, dict(swaps), "causal", "auto", HealOptions(STEPS, eta=eta))
+        healer = Healer(demo, sites, dict(swaps), "causal", "auto", HealRequest(train=STEPS, eta=eta))
         healer.prepare(batch.batches[0])
         optimiser = torch.optim.AdamW(healer.leaves, lr=1e-3, weight_decay=0.0)
         for _ in range(25):
             optimiser.zero_grad()
             loss_of(healer, batch.batches[0].inputs).backward()
             optimiser.step()
-        healer.options, penalties = HealOptions(STEPS, eta=1.0), []
+        healer.options, penalties = HealRequest(train=STEPS, eta=1.0), []
         with torch.no_grad():
             distance_of(healer, batch.batches[0].inputs, penalties)
         found.append(float(sum(penalties)))

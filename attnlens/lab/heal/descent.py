@@ -67,7 +67,7 @@ def heal(
     which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`. Raises TextError for
     fewer than two batches, ModelError if the initial distance is not finite.
     """
-    amount, size = healer.options.amount, texts.sequences_in(batches.batches[0].inputs)
+    amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     train, held_out = split(healer, batches)
     healer.prepare(batches.batches[0])
     batch = healer.options.batch  # sequences per step; None: a batch
@@ -97,11 +97,11 @@ def split(healer: Healer, batches: Batches) -> tuple[list[Fed], list[Fed]]:
             "Healing needs at least two batches of calibration text: one to train on, one to choose the best step.",
             "Give a longer text with --calibration, or a smaller --batch-size.",
         )
-    if healer.options.goal == "text":
+    if healer.options.learn == "text":
         fed = feed(healer.loaded, batches, healer.task, healer.seed)
     else:
         fed = [Fed(batch.inputs, None) for batch in batches]
-    amount, size = healer.options.amount, texts.sequences_in(batches.batches[0].inputs)
+    amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     if amount.unit == "tokens":
         trained = amount.number / max(1, size * batches.tokens)  # number of training batches
     else:  # a time may suffice for MOST_CHECKS steps
@@ -156,7 +156,7 @@ class Descent:
 
     def __post_init__(self) -> None:
         """Create the optimiser, and estimate the share of the total work per step; 0 if the amount is a time."""
-        self.start, self.amount = time.monotonic(), self.healer.options.amount
+        self.start, self.amount = time.monotonic(), self.healer.options.train
         self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the text
         self.optimiser = adamw(self.healer.leaves, self.rate)
         step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
@@ -181,7 +181,7 @@ class Descent:
     @property
     def end(self) -> float:
         """Share of the total work at which the stage ends."""
-        return TRANSFER[self.healer.options.goal] if self.stage == "transfer" else 1.0
+        return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
 
     @property
     def over(self) -> bool:
@@ -353,14 +353,14 @@ class Descent:
             learning_rate=rates[-1] if rates else 0.0,
             curve=self.curve,
             amount=str(self.amount),
-            goal=options.goal,
+            goal=options.learn,
             rank=options.rank,
             batch=texts.sequences_in(self.train[0].inputs) * self.per_step,
             tokens=self.tokens,
             seconds=self.seconds,
             stages=self.trainings,
             interrupted=healer.interrupted,
-            **{} if options.eta is None else {"eta": options.eta, "ksvd_convention": options.convention},
+            **{} if options.eta is None else {"eta": options.eta, "ksvd_convention": options.ksvd_convention},
         )
 
 

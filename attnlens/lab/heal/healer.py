@@ -30,7 +30,7 @@ from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Site, Task
-from attnlens.requests.swap import HealOptions
+from attnlens.requests import HealRequest
 from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
 
@@ -146,7 +146,7 @@ class Healer:
     swaps: hooks.Swaps
     task: Task
     path: Route
-    options: HealOptions
+    options: HealRequest
     seed: int = 0  # seed of low-rank changes, combined with the name of each weight
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Healer:
                 "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which does not train."
             )
         self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
-        if self.options.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
+        if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
@@ -185,7 +185,7 @@ class Healer:
                     "Disable checkpointing.",
                 )
         for site, swap in self.swaps.items():
-            shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.convention)
+            shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.ksvd_convention)
             self.parameters[site] = {
                 name: Trained.of(part.float(), sizes(name), shared.get(name))
                 for name, part in swap.kernel.fitted.items()
@@ -229,7 +229,7 @@ class Healer:
         if not self.options.eta or not penalties:
             return 0.0
         squares = torch.stack(penalties)
-        return self.options.eta * (squares.sum() if self.options.convention == "paper" else squares.mean())
+        return self.options.eta * (squares.sum() if self.options.ksvd_convention == "paper" else squares.mean())
 
     def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None] | None:
         """Return a function that appends J² of an attention call to `penalties`; None if it is not part of the loss."""
@@ -239,7 +239,7 @@ class Healer:
         def visit(site: Site, call: Call) -> None:
             swap = swaps[site]
             part = call if swap.heads is None else call.select(swap.heads)
-            penalties.append(regulariser(part, swap.kernel, self.options.convention))
+            penalties.append(regulariser(part, swap.kernel, self.options.ksvd_convention))
 
         return visit
 
@@ -254,7 +254,7 @@ class Healer:
         block, because the backward pass may recompute blocks. J² of primal layers are added to `penalties`.
         """
         model, options = self.loaded.model, output_options(self.task)
-        text = targets if self.options.goal == "text" else None
+        text = targets if self.options.learn == "text" else None
         with torch.no_grad():
             original = None if text is not None else self._select_output(hooks.forward(model, inputs, **options))
         swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
@@ -337,7 +337,9 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     total = 0.0
     with torch.enable_grad():
         for errors, penalties in _site_errors(healer, inputs):
-            penalty = healer.penalty(penalties) / (1 if healer.options.convention == "paper" else len(healer.swaps))
+            penalty = healer.penalty(penalties) / (
+                1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
+            )
             loss = sum((error.mean() for error in errors), torch.zeros((), device=errors[0].device)) + penalty
             if loss.requires_grad:  # a site that shares its weights can lack trainable ones
                 (weight * loss).backward()  # type: ignore[no-untyped-call]

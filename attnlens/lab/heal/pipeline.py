@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from attnlens.arguments import public
+from attnlens.choices import ETA
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN
 from attnlens.lab.heal import descent
@@ -21,7 +22,7 @@ from attnlens.models import hooks, texts
 from attnlens.records import Healing, HealingControl
 from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
-from attnlens.requests.swap import HealOptions, heal_options
+from attnlens.requests.swap import heal_kernels
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.outputs import enough_memory, peak_of
 from attnlens.runs.progress import Progress, silent
@@ -55,21 +56,22 @@ def heal_work(
 ) -> SwapWork:
     """Prepare the work of `heal`."""
     check_work(model, request)
-    options, training, ranks = heal_options(kernel, request)
-    step = None if ranks is None else RankSearch(ranks, request.intervals)
-    request = request if ranks is None else request.with_options(**ranks.selection)
-    return prepare("heal", model, options, request, progress, ranks=step, training=Training(training))
+    kernels, request = heal_kernels(kernel, request)
+    step = None if request.ranks is None else RankSearch.of(request)
+    regularised = kernels[0].info.form == "output" and request.eta is None
+    training = Training(request.with_options(eta=ETA) if regularised else request)
+    return prepare("heal", model, kernels, request, progress, ranks=step, training=training)
 
 
 @dataclass(frozen=True)
 class Training:
     """The step of a run that trains the swapped heads."""
 
-    options: HealOptions
+    options: HealRequest
 
     def sequences(self, tokens: int) -> int:
         """Return the number of calibration sequences of this length needed for training, within bounds."""
-        amount = self.options.amount
+        amount = self.options.train
         trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
         return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
 
@@ -94,26 +96,26 @@ class Training:
 
 
 def train_swap(
-    run: KernelRun, options: HealOptions, calibrated: texts.Batches, *, control: bool = False
+    run: KernelRun, options: HealRequest, calibrated: texts.Batches, *, control: bool = False
 ) -> tuple[Healing, Healer]:
     """Heal the last stage; with `control`, train the original model on the same batches for the same amount instead.
 
     The control skips attention transfer, since the original model is its own target there.
     """
     session, swaps, name = run.session, run.last.swaps, "heal"
-    if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
+    if options.learn == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
         problem = "--learn text: this model does not predict tokens."
         raise UsageError(problem, "Omit --learn to train on the original model's predictions.")
     if control:
         swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
-        options = replace(options, eta=None)
+        options = options.with_options(eta=None)
     model = session.loaded.model
     healer = Healer(session.loaded, session.sites, swaps, session.task, session.options.path, options, session.seed)
     # facts that determine the result besides the model, texts and options of the run
     facts = [digests_of(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
     state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")
     evaluate = partial(mean_loss, model, session.fed, session.task)
-    tell, stages = run.teller(name, int(options.amount.number)), STAGES[1:] if control else STAGES
+    tell, stages = run.teller(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
     peak = peak_of(model, lambda: records.append(descent.heal(healer, calibrated, evaluate, tell, state, stages)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnlens.arguments import public
+from attnlens import arguments
+from attnlens.arguments import Budget, public
 from attnlens.choices import Intervals
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
@@ -21,8 +22,8 @@ from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Site
 from attnlens.report.report import Report
-from attnlens.requests import RanksRequest, takes
-from attnlens.requests.swap import RankOptions, rank_options
+from attnlens.requests import HealRequest, RanksRequest, takes
+from attnlens.requests.swap import rank_kernels
 from attnlens.runs.differences import DIVERGED
 from attnlens.runs.progress import Progress, silent, telling_at_most
 from attnlens.runs.provenance import tool
@@ -45,20 +46,31 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 def rank_work(model: Model, request: RanksRequest, progress: Progress = silent) -> SwapWork:
     """Prepare the work of `find_ranks`."""
     check_work(model, request)
-    options, ranks = rank_options(request)
-    step = RankSearch(ranks, request.intervals)
-    return prepare("ranks", model, options, request.with_options(**ranks.selection), progress, ranks=step)
+    kernels, request = rank_kernels(request)
+    return prepare("ranks", model, kernels, request, progress, ranks=RankSearch.of(request))
 
 
 @dataclass
 class RankSearch:
     """The step of a run that chooses the ranks, by a search or from a plan."""
 
-    options: RankOptions
+    budget: Budget
+    plan: Plan | None  # plan whose ranks are used instead of a search
+    form_named: bool  # True if the form of the latents is given instead of chosen
     intervals: Intervals | None
     samples: tuple[Sample, ...] = ()
     """Parts of the calibration text to fit on, choose ranks by and estimate the rise on; only the first for a plan."""
     choice: Choice | None = None
+
+    @classmethod
+    def of(cls, request: RanksRequest | HealRequest) -> RankSearch:
+        """Create the step from options whose plan was read."""
+        if isinstance(request.ranks, Plan):
+            plan = request.ranks
+            return cls(Budget(plan.unit, plan.budget), plan, form_named=True, intervals=request.intervals)
+        assert isinstance(request, RanksRequest)  # noqa: S101  # `heal` takes ranks from a plan only
+        budget = arguments.budget(request.budget or "loss:1%")
+        return cls(budget, None, request.latents is not None, request.intervals)
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -68,17 +80,17 @@ class RankSearch:
             raise UsageError(problem, "Use the same rank for all heads, e.g. --kernel rank:16.")
         check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
-        count = search.PARTS if self.options.plan is None else 1
+        count = search.PARTS if self.plan is None else 1
         self.samples = search.cut_samples(session.loaded, contents, cut, session.evaluated, self.intervals, count)
         return [sample.batches for sample in self.samples]
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search the ranks, or fit the maps for those of a plan; return the swap with them."""
-        session, form_named, swaps = run.session, self.options.latents is not None, run.last.swaps
+        session, form_named, swaps = run.session, self.form_named, run.last.swaps
         how = session.task, session.options.path, session.seed
         start = partial(Budgeting, session.loaded, session.sites, swaps, *how, form_named=form_named, keep=run.keep)
-        if self.options.plan is not None:
-            run.rank_notes += _compare_models(self.options.plan.model, session.loaded.info)
+        if self.plan is not None:
+            run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
             budgeting = start(run.teller("fit rank", fitting.batches.sequences))
             # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
@@ -86,8 +98,8 @@ class RankSearch:
             form = next(iter(swaps.values())).kernel
             budgeting.use_form(budgeting.fit([form], by_text(fed, fitting)), form)
             bases = budgeting.bases
-            _check_plan(self.options.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
-            by_key = {(key.site, key.kv_head): key.rank for key in self.options.plan.ranks}
+            _check_plan(self.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
+            by_key = {(key.site, key.kv_head): key.rank for key in self.plan.ranks}
             ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in bases.items()}
             self.choice = Choice(bases, ranks, budgeting.build_swaps(ranks))
         else:
@@ -96,12 +108,12 @@ class RankSearch:
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
             with telling_at_most(session.progress, "budget", work) as tell:
-                self.choice = start(tell).choose(fitting, choosing, promising, self.options.budget)
+                self.choice = start(tell).choose(fitting, choosing, promising, self.budget)
         return self.choice.swaps
 
-    def plan(self, run: KernelRun) -> Plan:
+    def record(self, run: KernelRun) -> Plan:
         """Return the record of the choice, with the rises that the stages of the run have on the evaluated text."""
-        choice, session, budget = self.choice, run.session, self.options.budget
+        choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
         names = [text.name for text in settings.texts]

@@ -26,7 +26,7 @@ from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import Fed, meanings
 from attnlens.records import Agreement, Control, Healing, Outcome, Pair, Plan, Settings, Site, Stage, Swap, Task
-from attnlens.requests.swap import RankOptions, SwapOptions
+from attnlens.requests import SwapRequest
 from attnlens.runs import checks
 from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
@@ -46,7 +46,8 @@ class SwapSession:
 
     command: str  # name of the command, for the report
     loaded: loading.Loaded
-    options: SwapOptions
+    kernels: Sequence[Kernel]
+    options: SwapRequest  # of `ranks` and `heal`, those that swap-kernel has too
     settings: Settings
     task: Task
     evaluated: texts.Batches  # the evaluated sequences, as cut
@@ -77,7 +78,7 @@ class SwapSession:
             refuse_initialised(self.loaded, self.probe, predictions(self.task))
             self.sites = tuple(site.site for site in reached)
             selection = self.settings.layers, self.settings.heads, self.options.part
-            self.chosen = choose_sites(survey, self.options.kernels, *selection)
+            self.chosen = choose_sites(survey, self.kernels, *selection)
             self.shapes = head_shapes(reached, self.chosen)
             self.missed = survey.missed
 
@@ -307,7 +308,7 @@ Result = TypeVar("Result")
 class RankStep(Protocol):
     """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
 
-    options: RankOptions
+    plan: Plan | None  # plan whose ranks are used instead of a search
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -315,7 +316,7 @@ class RankStep(Protocol):
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Return the swap with the chosen ranks, and add notes to the run's record."""
 
-    def plan(self, run: KernelRun) -> Plan:
+    def record(self, run: KernelRun) -> Plan:
         """Return the record of the chosen ranks, with the costs of the measured stages."""
 
 
@@ -386,7 +387,7 @@ class KernelRun:
                 self._generate()
         if self.ranks is not None:
             with time_stage(timings, "plan"):
-                plan = self.ranks.plan(self)
+                plan = self.ranks.record(self)
         with time_stage(timings, "sites"):
             swap = self._record(errors)
         if session.options.sweep:
@@ -411,7 +412,7 @@ class KernelRun:
 
     def teller(self, stage: str, total: int) -> Tell:
         """Return a progress callback for a stage; its label includes the kernel if there are several."""
-        label = f"{self.kernel.spelling}, {stage}" if len(self.session.options.kernels) > 1 else stage
+        label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return telling(self.session.progress, label, total)
 
     def _fit(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from os import PathLike
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from attnlens.analyzers import registry
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
+from attnlens.kernels import Kernel
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
@@ -26,7 +28,7 @@ from attnlens.records import BeyondWindow, Coverage, Outcome, Plan, Skipped, Sum
 from attnlens.report.report import Report
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
-from attnlens.requests.swap import KernelRequest, SwapOptions, swap_options
+from attnlens.requests.swap import KernelRequest, reads_calibration, swap_kernels
 from attnlens.runs import checks, feeding
 from attnlens.runs.differences import COLUMNS, of_file, prompts_of
 from attnlens.runs.feeding import refuse_work
@@ -69,9 +71,9 @@ class SwapWork:
         content = {
             "fed": [content_of(session.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in session.options.kernels],
+            "code": [code_of(kernel.info).hex() for kernel in session.kernels],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
-            "plan": None if self.ranks is None else str(self.ranks.options.plan),
+            "plan": None if self.ranks is None else str(self.ranks.plan),
             "sites": [[site.name, heads] for site, heads in session.chosen.items()],
         }
         return {
@@ -88,7 +90,7 @@ class SwapWork:
     @property
     def names(self) -> list[str]:
         """Spellings of the kernels, which name the units."""
-        return [kernel.spelling for kernel in self.session.options.kernels]
+        return [kernel.spelling for kernel in self.session.kernels]
 
     @cached_property
     def store(self) -> Store | None:
@@ -121,7 +123,7 @@ class SwapWork:
             return
         try:
             with changed_weights(session.loaded.model, last.weights):
-                save_swapped(session.options.save, session.loaded, session.sites, last.swaps)
+                save_swapped(Path(session.options.save), session.loaded, session.sites, last.swaps)
         except OutputError as error:
             raise UnsavedError(error, report) from error
 
@@ -133,7 +135,7 @@ class SwapWork:
 
     def read_unit(self, name: str) -> dict[str, object]:
         """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
-        kernel = next(kernel for kernel in self.session.options.kernels if kernel.spelling == name)
+        kernel = next(kernel for kernel in self.session.kernels if kernel.spelling == name)
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
         run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store, self.ranks, self.training)
@@ -145,7 +147,7 @@ class SwapWork:
 
 def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, object], Compute]:
     """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
-    work = prepare("swap-kernel", model, swap_options(kernels, request), request)
+    work = prepare("swap-kernel", model, swap_kernels(kernels, request), request)
     return work.facts, work.read_unit
 
 
@@ -166,7 +168,7 @@ def swap_kernel(
 def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, progress: Progress = silent) -> SwapWork:
     """Prepare the work of `swap_kernel`."""
     check_work(model, request)
-    work = prepare("swap-kernel", model, swap_options(kernels, request), request, progress)
+    work = prepare("swap-kernel", model, swap_kernels(kernels, request), request, progress)
     work.call = (str(model), kernels, request)
     return work
 
@@ -182,7 +184,7 @@ def check_work(model: Model, request: KernelRequest) -> None:
 def prepare(
     command: str,
     model: Model,
-    options: SwapOptions,
+    kernels: Sequence[Kernel],
     request: KernelRequest,
     progress: Progress = silent,
     *,
@@ -193,10 +195,10 @@ def prepare(
     start = time.perf_counter()
     load_options, settings = feeding.load_options(request, model), reading.settings(request)
     files = reading.files(request)
-    named, others = (texts.read_each(paths, offline=request.offline) for paths in (files, options.calibration))
-    lines = None if options.prompts is None else texts.read(options.prompts, offline=request.offline)
+    named, others = (texts.read_each(paths, offline=request.offline) for paths in (files, request.calibration))
+    lines = None if request.prompts is None else texts.read(request.prompts, offline=request.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, [*files, *options.calibration], settings.length)
+    feeding.refuse_text(loaded, [*files, *request.calibration], settings.length)
     settings = feeding.of_model(settings, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
@@ -207,9 +209,11 @@ def prepare(
     cut = feeding.cut_of(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
     task = checks.task_on(loaded, evaluated.batches[0].inputs)
+    options = SwapRequest(**{name: v for name, v in request.explicit().items() if name in SwapRequest.model_fields})
     session = SwapSession(
         command=command,
         loaded=loaded,
+        kernels=kernels,
         options=options,
         settings=settings,
         task=task,
@@ -219,10 +223,10 @@ def prepare(
         progress=progress,
     )
     work = SwapWork(session, request, start, not isinstance(model, loading.Loaded), ranks, training)
-    if options.reads_calibration or training:
+    if reads_calibration(kernels, options.fit) or training:
         _cut_calibration(work, others or contents, replace(cut, pack=cut.pack or bool(others)), named=bool(others))
     session.settings = feeding.describe_input(session.settings, evaluated, loaded)
-    if options.generate:
+    if request.generate:
         session.prompts = prompts_of(loaded.model, session.fed, task, prompts)
     session.survey()
     return work
@@ -315,7 +319,7 @@ def build_report(
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
         Skipped(site=f"kernel {kernel.spelling}", reason=missing.get(kernel.spelling, INTERRUPTED))
-        for kernel in session.options.kernels
+        for kernel in session.kernels
         if kernel.spelling not in by_name
     ]
     settings = session.settings
