@@ -29,6 +29,7 @@ from attnlens.report.report import read_report
 from attnlens.report.sections.plans import healing_lines as healing_sentences
 from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.sites import SwapSetup
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
@@ -41,7 +42,7 @@ def prepared(model, words="rbf", task="causal", seed=0, **more):
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words)))
-    found = Healer(model, sites, swaps, task, "auto", STEPS.with_options(**more), seed)
+    found = Healer(model, sites, swaps, task, seed, options=STEPS.with_options(**more))
     found.prepare(fed.batches[0])
     return found, fed
 
@@ -301,8 +302,8 @@ def test_a_latent_that_heads_share_is_trained_as_one(words):
     model = family("llama")
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
-    swaps = fit(model, sites, {site: hooks.Replacement(parsed(words)) for site in sites}, fed, lambda _: None)
-    healer = Healer(model, sites, swaps, "causal", "auto", STEPS)
+    swaps = fit(SwapSetup(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words)))), fed, lambda _: None)
+    healer = Healer(model, sites, swaps, "causal", options=STEPS)
     healer.prepare(fed.batches[0])
     optimiser = adamw(healer.leaves, 1e-2)
     descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "transfer", 1e-2)

@@ -303,7 +303,7 @@ def _read_plan(request: R) -> tuple[Plan | None, R]:
         problem = f"ranks={format_argument(ranks)} is neither a plan nor a path."
         raise UsageError(problem, "Give the path of a plan.")
     plan = ranks if isinstance(ranks, Plan) else read_plan(path("ranks", ranks))
-    selection = {"layers": plan.settings.layers, "heads": plan.settings.heads, "part": plan.part}
+    selection: dict[str, object] = {"layers": plan.settings.layers, "heads": plan.settings.heads, "part": plan.part}
     for name in ("budget", "latents", *selection):
         if getattr(request, name, None) is not None:
             raise UsageError(f"The plan of --ranks already sets --{name}.", f"Leave out --{name} or --ranks.")

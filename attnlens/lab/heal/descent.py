@@ -34,21 +34,20 @@ TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
 gains more than end-to-end training, but it does not learn a new text."""
 WARM_UP = 20  # warm-up steps of the learning rate, at most a tenth of the stage's steps
 LOWEST = 0.02  # share of the learning rate at the end of the cosine decay
-BETAS = 0.9, 0.95
-"""AdamW's β₁ and β₂. With few steps, the usual β₂ = 0.999 is dominated by the larger gradients of the first steps."""
+BETAS = 0.9, 0.95  # of AdamW; with few steps, the first, large gradients would dominate a β₂ of 0.999
 LONGEST = 1.0  # maximum gradient norm, for clipping
-STATE = ("stage", "begun", "rate", "within", "step", "tokens", "order", "best", "least", "ended")
+STATE = (
+    *("stage", "begun", "rate", "within", "step", "tokens", "order"),
+    *("best", "least", "ended", "values", "curve", "trainings"),
+)
 """Fields of a `Descent` that are stored without conversion."""
-CHECKS, FEW, MOST_CHECKS = 10, 5, 100
-"""Number of held-out checks during a healing: the default, the minimum for few steps, and the maximum for many."""
+CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
-PATIENCE, FEWEST = 0.3, 3
-"""Early stopping: share of a stage's work, and number of checks, within which the distance must fall significantly."""
+PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and checks, within which the distance must fall significantly
 STEPS_WANTED = 400
 """Number of steps to divide a token amount into, if batches are large enough. On `demo`, 200 k tokens gain more in 400
 steps than in 200, and little more in 800."""
-DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
-"""Shares of the total work at which the loss on the evaluation text is measured for the figure."""
+DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure has the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
 
 
@@ -148,8 +147,7 @@ class Descent:
     values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
-    history: list[tuple[float, Distances]] = field(default_factory=list)
-    """Checks of the current stage: share of the total work, and the distances."""
+    history: list[tuple[float, Distances]] = field(default_factory=list)  # of the stage, by share of work
     resumed: bool = False
     ended: bool = False  # True if the stage is over
     reported: int = 0  # amount reported to `progress` so far
@@ -192,16 +190,13 @@ class Descent:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore a state that `_store_state` has saved."""
-        for name in STATE:
-            setattr(self, name, saved["fields"][name])
+        for name, value in saved["fields"].items():
+            setattr(self, name, value)
         self.spent, self.resumed = saved["seconds"], True
         self.generator.set_state(saved["generator"])
         set_values(self.healer.leaves, saved["now"])
-        self.values = [best.to(leaf.device) for best, leaf in zip(saved["values"], self.healer.leaves, strict=True)]
         self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": saved["moments"]})
         self.history = [(share, Distances(each, counts)) for share, each, counts in saved["history"]]
-        self.curve = [HealingStep.model_validate(step) for step in saved["curve"]]
-        self.trainings = [HealingTraining.model_validate(training) for training in saved["trainings"]]
         self._report_progress()
 
     def _store_state(self, store: Store, name: str) -> None:
@@ -211,10 +206,7 @@ class Descent:
             "generator": self.generator.get_state(),
             "now": self.healer.leaves,
             "moments": self.optimiser.state_dict()["state"],
-            "values": self.values,
             "history": [[share, distances.each, distances.counts] for share, distances in self.history],
-            "curve": [step.model_dump() for step in self.curve],
-            "trainings": [training.model_dump() for training in self.trainings],
         }
         store.keep(name, value)
 
@@ -405,8 +397,7 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
     "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
 }
 """Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
-SLOWER, LEAST = 0.1, 1e-7
-"""If no rate improves on the start, the smallest is multiplied by SLOWER and tried, down to LEAST."""
+SLOWER, LEAST = 0.1, 1e-7  # factor and bound of further rates, if no listed rate improves on the start
 STEPS = 8  # steps per tried rate, over which it rises and falls; at most a tenth of all planned steps
 ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
 

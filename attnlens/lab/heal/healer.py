@@ -18,21 +18,20 @@ from transformers import PreTrainedModel
 from attnlens.choices import HealingStage
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
-from attnlens.kernels.attention import Route
 from attnlens.kernels.attention.sums import regulariser
 from attnlens.kernels.lowrank import copies
 from attnlens.maths.ksvd import Convention
 from attnlens.maths.statistics import paired_difference
 from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
-from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
-from attnlens.records import Call, Site, Task
+from attnlens.records import Call, Site
 from attnlens.requests import HealRequest
 from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
+from attnlens.runs.swap.sites import SwapSetup
 
 
 def trainable(
@@ -91,11 +90,9 @@ class Trained:
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
-    mask: Tensor | None = None
-    """Factor of the change: 1 for the entries to train of a weight, or a step size; None: 1 everywhere."""
-    rows: Tensor | None = None  # row of `start` of each head, if heads share rows; None: each head has its own
-    right: Tensor | None = None
-    """V (columns, R) of a low-rank change mask ∘ (U Vᵀ), where `change` is U (Hu et al. 2022, Eq. 3)."""
+    mask: Tensor | None = None  # factor of the change: 1 for entries to train, or step sizes; None: all 1
+    rows: Tensor | None = None  # row of `start` of each head, if heads share rows; None: heads do not share rows
+    right: Tensor | None = None  # V (columns, R) of a change mask ∘ (U Vᵀ), U = `change` (Hu et al. 2022, Eq. 3)
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
@@ -137,21 +134,14 @@ class Trained:
         return int(entries.any(1).sum() + entries.any(0).sum()) * self.right.shape[1]
 
 
-@dataclass
-class Healer:
+@dataclass(kw_only=True)
+class Healer(SwapSetup):
     """The student of a healing: a swapped model, trained towards the original model or on text."""
 
-    loaded: Loaded
-    sites: tuple[Site, ...]
-    swaps: hooks.Swaps
-    task: Task
-    path: Route
     options: HealRequest
-    seed: int = 0  # seed of low-rank changes, combined with the name of each weight
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
-    blocks: list[nn.Module] = field(default_factory=list)
-    """Blocks whose activations are recomputed in the backward pass instead of stored."""
+    blocks: list[nn.Module] = field(default_factory=list)  # recomputed in the backward pass
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: Batch) -> None:
@@ -161,7 +151,7 @@ class Healer:
             raise ModelError(
                 "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which does not train."
             )
-        self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
+        self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
@@ -322,17 +312,16 @@ def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
             del block.forward  # uncovers the method of the class
 
 
-SMALLEST = 1e-30  # lower bound on ‖own‖² in relative errors, since a site's output can be 0
-ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]
-"""A module, and the positional and keyword arguments that it was called with."""
+SMALLEST = 1e-30  # lower bound on ‖original‖² in relative errors, since a site's output can be 0
+ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]  # module and its arguments
 
 
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
-    Σ_sites ‖new − own‖² / ‖own‖² of the site outputs softmax(…)V, mean over sequences (Zhang et al. 2024, LoLCATs, Eq.
-    6, with relative errors so that all sites count), and the regulariser of primal attention. The original model runs
-    once, then each module alone on its recorded input, so that only one module's graph is in memory.
+    The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, mean over sequences (Zhang et
+    al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), and the regulariser of primal attention.
+    The original model runs once, then each module alone on its recorded input: only one graph is in memory.
     """
     total = 0.0
     with torch.enable_grad():
@@ -348,10 +337,10 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
 
 def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_sites ‖new − own‖² / ‖own‖² of each sequence, without gradient and regulariser."""
+    """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradient and regulariser."""
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
-    # add only sites with one row per sequence as the first: others attend within windows of an image, each its own row
+    # add only sites with as many rows as the first: sites that attend within windows of an image have a row per window
     alike = [error for error in errors if len(error) == len(errors[0])]
     return torch.stack(alike).double().sum(0).cpu()
 
@@ -395,7 +384,7 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
 
 
 def _relative_errors(new: Tensor, original: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute ‖new − own‖² / ‖own‖² of each sequence over its real tokens."""
+    """Compute ‖new − original‖² / ‖original‖² of each sequence over its real tokens."""
     real = hooks.real_tokens(original, inputs)
     error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - original, original))
     return error / size.clamp_min(SMALLEST)

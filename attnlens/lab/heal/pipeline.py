@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ from attnlens.arguments import public
 from attnlens.choices import ETA
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN
+from attnlens.kernels.spelling import branches
 from attnlens.lab.heal import descent
 from attnlens.lab.heal.descent import STAGES
 from attnlens.lab.heal.healer import Healer
@@ -22,12 +22,12 @@ from attnlens.models import hooks, texts
 from attnlens.records import Healing, HealingControl
 from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
-from attnlens.requests.swap import heal_kernels
+from attnlens.requests.swap import Amount, heal_kernels
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.outputs import enough_memory, peak_of
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.store import key_of
-from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, digests_of, healed_far_part
+from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, digests_of, map_kernels
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
@@ -59,40 +59,36 @@ def heal_work(
     kernels, request = heal_kernels(kernel, request)
     step = None if request.ranks is None else RankSearch.of(request)
     regularised = kernels[0].info.form == "output" and request.eta is None
-    training = Training(request.with_options(eta=ETA) if regularised else request)
-    return prepare("heal", model, kernels, request, progress, ranks=step, training=training)
+    train = partial(train_stages, options=request.with_options(eta=ETA) if regularised else request)
+    sequences = partial(count_sequences, request.train)
+    return prepare("heal", model, kernels, request, progress, ranks=step, train=train, sequences=sequences)
 
 
-@dataclass(frozen=True)
-class Training:
-    """The step of a run that trains the swapped heads."""
+def count_sequences(amount: Amount, tokens: int) -> int:
+    """Return the number of calibration sequences of this length needed for training, within bounds."""
+    trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
+    return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
 
-    options: HealRequest
 
-    def sequences(self, tokens: int) -> int:
-        """Return the number of calibration sequences of this length needed for training, within bounds."""
-        amount = self.options.train
-        trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
-        return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
-
-    def train(self, run: KernelRun, calibrated: texts.Batches) -> None:
-        """Train the last stage and, if requested, the control; and measure them."""
-        session = run.session
-        with enough_memory(calibrated.batches[0].inputs, "to train on"):
-            healing, healer = train_swap(run, self.options, calibrated)
-            wanted = self.options.control and not healer.interrupted
-            controls = [train_swap(run, self.options, calibrated, control=True)] if wanted else []
-        run.interrupted = healer.interrupted or any(each.interrupted for _, each in controls)
-        healed = run.stages["healed"] = ChangedModel(healer.healed_swaps(), healer.values())
-        if session.options.controls:
-            run.controls += healed_far_part(healed.swaps, healed.weights, session.shapes)
-        trained = [ChangedModel(each.healed_swaps(), each.values()) for _, each in controls]
-        run.measure([healed, *run.control_models, *trained])
-        for (record, _), control in zip(controls, trained, strict=True):
-            comparison = compare_control(record, control, healed, session.seed)
-            reasons = healing.reasons if comparison else {**healing.reasons, "control": "a model diverged"}
-            healing = healing.model_copy(update={"control": comparison, "reasons": reasons})
-        run.healing = healing
+def train_stages(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
+    """Train the last stage of a run and, if requested, the control; measure both and add the stage `healed`."""
+    shapes = run.session.shapes
+    with enough_memory(calibrated.batches[0].inputs, "to train on"):
+        healing, healer = train_swap(run, options, calibrated)
+        wanted = options.control and not healer.interrupted
+        controls = [train_swap(run, options, calibrated, control=True)] if wanted else []
+    run.interrupted = healer.interrupted or any(each.interrupted for _, each in controls)
+    healed = run.stages["healed"] = ChangedModel(healer.healed_swaps(), healer.values())
+    if run.session.options.controls and all(swap.kernel.near for swap in healed.swaps.values()):  # a hybrid
+        far = map_kernels("far part, healed", healed.swaps, shapes, lambda kernel: branches(kernel)[1], healed.weights)
+        run.controls.append(far)
+    trained = [ChangedModel(each.healed_swaps(), each.values()) for _, each in controls]
+    run.measure([healed, *run.control_models, *trained])
+    for (record, _), control in zip(controls, trained, strict=True):
+        comparison = compare_control(record, control, healed, run.session.seed)
+        reasons = healing.reasons if comparison else {**healing.reasons, "control": "a model diverged"}
+        healing = healing.model_copy(update={"control": comparison, "reasons": reasons})
+    run.healing = healing
 
 
 def train_swap(
@@ -110,7 +106,7 @@ def train_swap(
         swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
         options = options.with_options(eta=None)
     model = session.loaded.model
-    healer = Healer(session.loaded, session.sites, swaps, session.task, session.options.path, options, session.seed)
+    healer = Healer(**vars(session.setup(swaps)), options=options)
     # facts that determine the result besides the model, texts and options of the run
     facts = [digests_of(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
     state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")

@@ -58,8 +58,7 @@ class RankSearch:
     plan: Plan | None  # plan whose ranks are used instead of a search
     form_named: bool  # True if the form of the latents is given instead of chosen
     intervals: Intervals | None
-    samples: tuple[Sample, ...] = ()
-    """Parts of the calibration text to fit on, choose ranks by and estimate the rise on; only the first for a plan."""
+    samples: tuple[Sample, ...] = ()  # to fit on, choose by and estimate the rise on; for a plan only the first
     choice: Choice | None = None
 
     @classmethod
@@ -87,12 +86,11 @@ class RankSearch:
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search the ranks, or fit the maps for those of a plan; return the swap with them."""
         session, form_named, swaps = run.session, self.form_named, run.last.swaps
-        how = session.task, session.options.path, session.seed
-        start = partial(Budgeting, session.loaded, session.sites, swaps, *how, form_named=form_named, keep=run.keep)
+        start = partial(Budgeting, **vars(session.setup(swaps)), form_named=form_named, keep=run.keep)
         if self.plan is not None:
             run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
-            budgeting = start(run.teller("fit rank", fitting.batches.sequences))
+            budgeting = start(progress=run.teller("fit rank", fitting.batches.sequences))
             # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel
@@ -108,7 +106,7 @@ class RankSearch:
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
             with telling_at_most(session.progress, "budget", work) as tell:
-                self.choice = start(tell).choose(fitting, choosing, promising, self.budget)
+                self.choice = start(progress=tell).choose(fitting, choosing, promising, self.budget)
         return self.choice.swaps
 
     def record(self, run: KernelRun) -> Plan:
@@ -225,9 +223,9 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
         cost = count(head_dim, key, head_dim, key_map=maps, offset=whole)
         return replace(cost, rebuilding=2 * whole * rank)
     key, key_map = (rank, 0) if size.folds else (whole, whole * rank)
-    ways = [count(rank, key, rank)] if size.folds else []
-    ways.append(count(head_dim, key, rank, head_dim * rank, key_map))
-    return min(ways, key=lambda cost: (cost.flops, cost.parameters))
+    options = [count(rank, key, rank)] if size.folds else []
+    options.append(count(head_dim, key, rank, head_dim * rank, key_map))
+    return min(options, key=lambda cost: (cost.flops, cost.parameters))
 
 
 NO_CACHE = "no decoder's self-attention is swapped; a cache of another sequence's tokens is not counted"
@@ -331,22 +329,20 @@ def _list_ranks(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]
 
 def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
     """Raise UsageError if a plan differs from the model's latents at full rank in more than the ranks."""
-    remaining, problem = {(key.site, key.kv_head): key for key in full}, ""
+    remaining, problems = {(key.site, key.kv_head): key for key in full}, list[str]()
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
         if model is None:
-            problem = problem or f"it has a rank for {name}, which the model lacks"
+            problems.append(f"it has a rank for {name}, which the model lacks")
             continue
         for field in ("kv_heads", "heads", "head_dim", "layer", "part"):
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
-                problem = problem or f"{name} has {field} {theirs} in the plan, but {ours} in the model"
-    if remaining and not problem:
-        site, kv_head = next(iter(remaining))
-        problem = f"it has no rank for key head {kv_head} of {site}"
-    if problem:
+                problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
+    problems += [f"it has no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    if problems:
         raise UsageError(
-            f"The plan does not fit this model: {problem}.",
+            f"The plan does not fit this model: {problems[0]}.",
             "Give a plan made for a model of the same shape, or create one: attnlens ranks --budget loss:1%.",
         )
 

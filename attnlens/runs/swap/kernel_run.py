@@ -35,7 +35,7 @@ from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, t
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import choose_sites, head_shapes, leaks, measure_sites
+from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
 from attnlens.runs.work import Stopped
 
@@ -54,6 +54,8 @@ class SwapSession:
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
+    ranks: RankStep | None = None  # chooses the ranks instead of a fit
+    train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # the parts of the calibration text that ranks are chosen by
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
@@ -64,8 +66,7 @@ class SwapSession:
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
     identity_error: float = 0.0
-    controls: dict[object, ChangedModel] = field(default_factory=dict)
-    """Controls that several kernels can share, by their kernels at all sites."""
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
@@ -81,6 +82,10 @@ class SwapSession:
             self.chosen = choose_sites(survey, self.kernels, *selection)
             self.shapes = head_shapes(reached, self.chosen)
             self.missed = survey.missed
+
+    def setup(self, swaps: hooks.Swaps) -> SwapSetup:
+        """Return the model with these kernels to swap in."""
+        return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
         """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's."""
@@ -131,15 +136,17 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
     """Set these weights of the model inside the block, and restore the original ones at exit."""
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].detach().clone() for name in values}
-    try:
+
+    def assign(tensors: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, value in values.items():
+            for name, value in tensors.items():
                 parameters[name].copy_(value)
+
+    try:
+        assign(values)
         yield
     finally:
-        with torch.no_grad():
-            for name, original in before.items():
-                parameters[name].copy_(original)
+        assign(before)
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -235,24 +242,15 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
     """Build the controls of a kernel before healing, without those equal to the kernel or to the model's own."""
     controls = [
         _same_size(swaps, shapes),
-        _map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
-        _map_kernels("floor", swaps, shapes, lambda _: parsed(FLOOR)),
+        map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        map_kernels("floor", swaps, shapes, lambda _: parsed(FLOOR)),
     ]
     if all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
-        controls.append(_map_kernels("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
-        controls.append(_map_kernels("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
+        controls.append(map_kernels("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
+        controls.append(map_kernels("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
     original = {site: hooks.Replacement(OWN) for site in swaps}
     equal = [kernels_by_site(each) for each in (swaps, original)]
     return [each for each in controls if each.model is None or kernels_by_site(each.model.swaps) not in equal]
-
-
-def healed_far_part(
-    swaps: hooks.Swaps, weights: Mapping[str, Tensor], shapes: Mapping[Site, HeadShape]
-) -> list[ControlSwap]:
-    """Return the control that applies a hybrid's healed far part to all keys; empty if the kernel is not a hybrid."""
-    if not all(swap.kernel.near for swap in swaps.values()):
-        return []
-    return [_map_kernels("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1], weights)]
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
@@ -289,7 +287,7 @@ def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlS
     return ControlSwap("same size", ChangedModel(windows, path=EXACT), mean_state(windows, shapes))
 
 
-def _map_kernels(
+def map_kernels(
     role: ControlRole,
     swaps: hooks.Swaps,
     shapes: Mapping[Site, HeadShape],
@@ -320,16 +318,6 @@ class RankStep(Protocol):
         """Return the record of the chosen ranks, with the costs of the measured stages."""
 
 
-class TrainingStep(Protocol):
-    """Trains the swapped model after it has been measured (`attnlens.lab.heal`)."""
-
-    def sequences(self, tokens: int) -> int:
-        """Return how many calibration sequences of this length to read."""
-
-    def train(self, run: KernelRun, calibrated: texts.Batches) -> None:
-        """Train the last stage of the run, and add the result as stage `healed`, with its measurements."""
-
-
 @dataclass
 class KernelRun:
     """The run of one kernel: its stages and measurements so far."""
@@ -338,8 +326,6 @@ class KernelRun:
     kernel: Kernel
     stages: dict[str, ChangedModel]  # the model at each stage: swapped, fitted, healed
     store: Store | None = None  # stores parts of long computations
-    ranks: RankStep | None = None
-    training: TrainingStep | None = None
     controls: list[ControlSwap] = field(default_factory=list)
     window: int | str = ""  # keys beyond which losses are reported, or why there is no number
     state: float | None = None  # numbers kept per swapped head
@@ -355,17 +341,13 @@ class KernelRun:
             _ = session.own_peak  # measured first, before anything keeps memory allocated
             swap, plan = self._run_stages()
         controls = {str(number): control.model for number, control in enumerate(self.controls)}
-        by_token = {
-            name: model.differences.by_token.join()
-            for name, model in (self.stages | controls).items()
-            if model is not None and model.differences is not None and model.differences.by_token.before
-        }
+        measured = {name: model and model.differences for name, model in (self.stages | controls).items()}
         value: dict[str, object] = {
-            "swap": swap.model_dump(),
-            "plan": None if plan is None else plan.model_dump(),
+            "swap": swap,
+            "plan": plan,
             "window": self.window,
             "notes": self.notes,
-            "losses": {name: [each.before, each.after, each.back] for name, each in by_token.items()},
+            "losses": {name: each.by_token.join() for name, each in measured.items() if each and each.by_token.before},
             "windows": windows_of(list(self.measured.values())),  # one column per stage
         }
         if self.interrupted:
@@ -379,15 +361,15 @@ class KernelRun:
         errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
         with time_stage(timings, "compare"):
             self._compare()
-        if self.training is not None and session.calibrated is not None:
+        if session.train is not None and session.calibrated is not None:
             with time_stage(timings, "heal"):
-                self.training.train(self, session.calibrated)
+                session.train(self, session.calibrated)
         if session.options.generate:
             with time_stage(timings, "generate"):
                 self._generate()
-        if self.ranks is not None:
+        if session.ranks is not None:
             with time_stage(timings, "plan"):
-                plan = self.ranks.record(self)
+                plan = session.ranks.record(self)
         with time_stage(timings, "sites"):
             swap = self._record(errors)
         if session.options.sweep:
@@ -418,15 +400,14 @@ class KernelRun:
     def _fit(self) -> None:
         """Choose ranks, or fit the kernel: as stage `swapped` if the kernel needs it, else as stage `fitted`."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
-        if self.ranks is not None:
-            self.stages["swapped"] = ChangedModel(self.ranks.choose(self))
+        if session.ranks is not None:
+            self.stages["swapped"] = ChangedModel(session.ranks.choose(self))
             return
         source = session.calibrated if kernel.fit_reads else session.evaluated.some(1)  # else only shapes are read
         if source is None or not kernel.fits or not (kernel.needs_fit or session.options.fit):
             return
         text, passes = source.some(MOST_FITTED), 1 if kernel.needs_fit or kernel.near is not None else 2
-        tell = self.teller("fit", text.sequences * passes)
-        fitted = fit(session.loaded, session.sites, swaps, text, tell, session.task, session.seed)
+        fitted = fit(session.setup(swaps), text, self.teller("fit", text.sequences * passes))
         self.stages["swapped" if kernel.needs_fit else "fitted"] = ChangedModel(fitted)
 
     def _compare(self) -> None:
@@ -486,8 +467,7 @@ class KernelRun:
     def _record(self, errors: Mapping[str, float | str]) -> Swap:
         session, kernel = self.session, self.kernel
         inputs = texts.first(session.probe, 1)  # one sequence, so that the result does not depend on the batch size
-        how = session.sites, self.last.swaps, inputs, session.options.path
-        sites, site_notes = measure_sites(session.loaded, *how)
+        sites, site_notes = measure_sites(session.setup(self.last.swaps), inputs)
         names, noise = [text.name for text in session.settings.texts], session.fed[0].noise
         measuring = session.seed, names, self.window
         with session.variant(self.last)():
@@ -503,10 +483,10 @@ class KernelRun:
             reasons["peak_memory_bytes"] = NO_PEAK
         notes = [*meanings(session.task, noise=noise), *site_notes, *self.rank_notes, *self._option_notes()]
         return Swap(
-            kernel=kernel.spelling if self.ranks is None else kernel.info.name,
+            kernel=kernel.spelling if session.ranks is None else kernel.info.name,
             formula=kernel.formula,
             formula_of="output" if of_output else "log k",
-            parameters=dict(kernel.parameters) if self.ranks is None else {},
+            parameters=dict(kernel.parameters) if session.ranks is None else {},
             fitted=self.fitted,
             sites=sites,
             **fields | {"reasons": reasons | fields["reasons"]},
@@ -568,8 +548,7 @@ class KernelRun:
                     session.measures = head_measures(session.loaded, session.evaluated, session.settings, chosen)
                 tell(1)
             tell = self.teller("sweep", len(chosen) * len(session.fed))
-            work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
-            alone = sweep(*work, tell, keep)
+            alone = sweep(session.setup(swaps), chosen, session.fed, session.design, tell, keep)
         except KeyboardInterrupt:
             self.interrupted = True
             return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})

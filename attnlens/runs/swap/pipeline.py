@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -36,7 +36,7 @@ from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of, report_of
 from attnlens.runs.store import Store, key_of, versions
-from attnlens.runs.swap.kernel_run import ChangedModel, KernelRun, RankStep, SwapSession, TrainingStep, changed_weights
+from attnlens.runs.swap.kernel_run import ChangedModel, KernelRun, RankStep, SwapSession, changed_weights
 from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
@@ -54,8 +54,6 @@ class SwapWork:
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
-    ranks: RankStep | None = None  # chooses the ranks instead of a fit
-    training: TrainingStep | None = None  # trains the model after it has been measured
     call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
     last: ChangedModel | None = None  # the last model that this process measured
 
@@ -73,7 +71,7 @@ class SwapWork:
             "prompts": prompts,
             "code": [code_of(kernel.info).hex() for kernel in session.kernels],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
-            "plan": None if self.ranks is None else str(self.ranks.plan),
+            "plan": None if session.ranks is None else str(session.ranks.plan),
             "sites": [[site.name, heads] for site, heads in session.chosen.items()],
         }
         return {
@@ -109,11 +107,10 @@ class SwapWork:
             raise KeyboardInterrupt
         timings = self.session.timings | {"all": time.perf_counter() - self.start}
         report = build_report(self.session, outcome.values, outcome.missing, timings)
+        with suppress(UnsavedError) if outcome.stopped else nullcontext():  # an interruption is reported instead
+            self._save(report)
         if outcome.stopped:
-            with suppress(UnsavedError):  # the interruption is reported
-                self._save(report)
             raise Interrupted(report)
-        self._save(report)
         return report, self.store.clear if self.store is not None and not outcome.missing else lambda: None
 
     def _save(self, report: Report) -> None:
@@ -138,7 +135,7 @@ class SwapWork:
         kernel = next(kernel for kernel in self.session.kernels if kernel.spelling == name)
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
-        run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store, self.ranks, self.training)
+        run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store)
         try:
             return run.run()
         finally:
@@ -189,9 +186,13 @@ def prepare(
     progress: Progress = silent,
     *,
     ranks: RankStep | None = None,
-    training: TrainingStep | None = None,
+    train: Callable[[KernelRun, texts.Batches], None] | None = None,
+    sequences: Callable[[int], int] = lambda _tokens: FITTING,
 ) -> SwapWork:
-    """Load the model, cut the texts, find and check the sites, and return the work of the run."""
+    """Load the model, cut the texts, find and check the sites, and return the work of the run.
+
+    `sequences` returns how many calibration sequences of a number of tokens are needed.
+    """
     start = time.perf_counter()
     load_options, settings = feeding.load_options(request, model), reading.settings(request)
     files = reading.files(request)
@@ -221,36 +222,36 @@ def prepare(
         fed=feed(loaded, evaluated, task, settings.seed),
         design=feeding.design_of(settings, evaluated),
         progress=progress,
+        ranks=ranks,
+        train=train,
     )
-    work = SwapWork(session, request, start, not isinstance(model, loading.Loaded), ranks, training)
-    if reads_calibration(kernels, options.fit) or training:
-        _cut_calibration(work, others or contents, replace(cut, pack=cut.pack or bool(others)), named=bool(others))
+    if reads_calibration(kernels, options.fit) or train is not None:
+        cut = replace(cut, pack=cut.pack or bool(others), sequences=sequences(cut.tokens or 128))
+        _cut_calibration(session, others or contents, cut, named=bool(others))
     session.settings = feeding.describe_input(session.settings, evaluated, loaded)
     if request.generate:
         session.prompts = prompts_of(loaded.model, session.fed, task, prompts)
     session.survey()
-    return work
+    return SwapWork(session, request, start, stored=not isinstance(model, loading.Loaded))
 
 
-def _cut_calibration(work: SwapWork, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
+def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
     `named`: the user gave it; else it consists of other windows of the evaluated text. Raises UsageError for images and
     sounds, TextError if it contains too many of the evaluated tokens.
     """
-    session, ranks, training = work.session, work.ranks, work.training
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
             "Omit image and audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
         )
     loaded, evaluated = session.loaded, session.evaluated
-    if training is not None or ranks is None:
-        some = replace(cut, sequences=FITTING if training is None else training.sequences(cut.tokens or 128))
+    if session.train is not None or session.ranks is None:
         skip = evaluated.sequences
-        session.calibrated = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=skip)
-    if ranks is not None:
-        session.rank_parts = ranks.cut(session, contents, cut)
+        session.calibrated = texts.batches(loaded, contents, cut, apart_from=evaluated, skip_noise=skip)
+    if session.ranks is not None:
+        session.rank_parts = session.ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
     session.shared = texts.shared_share(loaded.tokenizer, texts.passages([evaluated]), texts.passages(batches))
     by_hash: dict[str, Text] = {}  # each text with the windows of all parts
@@ -284,13 +285,13 @@ class KernelResult(BaseModel):
     plan: Plan | None
     window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
     notes: list[str]  # notes for the settings of the report
-    losses: dict[str, list[list[Tensor]]]  # fields of TokenLosses, by stage or by the number of a control
+    losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
     def with_window(self, window: int, session: SwapSession) -> Swap:
         """Return the kernel's record with the losses beyond `window` instead of those beyond its own window."""
         beyond = {
-            name: TokenLosses(*losses).beyond(window, session.design, session.seed)
+            name: TokenLosses(*map(list, losses)).beyond(window, session.design, session.seed)
             for name, losses in self.losses.items()
         }
         swap = self.swap
@@ -324,7 +325,8 @@ def build_report(
     ]
     settings = session.settings
     # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
-    first = next((TokenLosses(*losses) for result in results for losses in result.losses.values()), TokenLosses())
+    losses = next((losses for result in results for losses in result.losses.values()), [])
+    first = TokenLosses(*map(list, losses))
     windows = [each.window for each in results if isinstance(each.window, int) and first.count(each.window) >= FEWEST]
     window = max(windows, default=None)
     swaps = [each.swap if window in (None, each.window) else each.with_window(window, session) for each in results]

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,26 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import PARTS, Call, Site, SiteSwap
+from attnlens.records import PARTS, Call, Site, SiteSwap, Task
 from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass
+class SwapSetup:
+    """A model with the kernels to swap in, and how it runs."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]  # all sites of the model
+    swaps: hooks.Swaps  # the kernel and heads of each swapped site
+    task: Task = "hidden"  # what the model predicts
+    seed: int = 0
+    path: Route = "auto"  # implementation of attention
+
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4  # number of padding tokens whose content is changed
@@ -53,7 +67,7 @@ def leaks(
 
 
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
-    """Measure ‖changed − own‖ / ‖own‖ of the outputs at each sequence's first half when the ids of the second change.
+    """Measure the relative change of the outputs in each sequence's first half if the ids of the second half change.
 
     For models with causal (decoder) self-attention; see `_check_error`.
     """
@@ -65,7 +79,7 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
 
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
-    """Measure ‖changed − own‖ / ‖own‖ at real tokens when padding before (`left`) or after each sequence changes."""
+    """Measure the relative change at real tokens if the padding before (`left`) or after each sequence changes."""
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
@@ -266,18 +280,15 @@ PRIMAL = (
     "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other (except "
     "through samples)."
 )
-CONSTANT = 1e-4
-"""Relative spread of ‖k‖ up to which keys count as equally long; 2 eps of the number type if that is larger."""
+CONSTANT = 1e-4  # largest relative spread of ‖k‖ of equally long keys; 2 eps of the number type if that is larger
 
 
-def measure_sites(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor], path: Route
-) -> tuple[list[SiteSwap], list[str]]:
-    """Compare own and new output of each swapped site on the original's inputs; return records, and notes on sites."""
-    records, counts = list[SiteSwap](), Counter[str]()
+def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
+    """Compare the outputs of each swapped site with the original's on its inputs; return records and notes."""
+    records, counts, path = list[SiteSwap](), Counter[str](), setup.path
 
     def visit(site: Site, call: Call) -> None:
-        if (swap := swaps.get(site)) is None:
+        if (swap := setup.swaps.get(site)) is None:
             return
         part = call if swap.heads is None else call.select(swap.heads)
         outputs = attend(part, hooks.OWN), attend(part, swap.kernel, path)
@@ -296,9 +307,9 @@ def measure_sites(
         )
         counts.update(_special_properties(part, swap.kernel))
 
-    with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
-        hooks.forward(loaded.model, inputs)
-    kernel = next(iter(swaps.values())).kernel
+    with torch.no_grad(), hooks.watch(setup.loaded.model, setup.sites, visit):
+        hooks.forward(setup.loaded.model, inputs)
+    kernel = next(iter(setup.swaps.values())).kernel
     return records, _describe_sites(kernel, {name: f"{n} of {len(records)} sites" for name, n in counts.items() if n})
 
 
