@@ -830,7 +830,7 @@ class Fitted(Exception):  # noqa: N818  # it is no error: it carries what was ab
 def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
     """As many windows of each, though either text alone would be long enough."""
 
-    def stop(loaded, sites, swaps, forms, batches, *_):
+    def stop(setup, forms, batches, progress):
         raise Fitted([row for _, fed in batches for row in fed.inputs["input_ids"].tolist()])
 
     monkeypatch.setattr(room, "fit_forms", stop)

@@ -201,18 +201,26 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
     return kernels
 
 
-def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], RanksRequest]:
-    """Return the kernel of `find_ranks`, and its options with those of a plan. Raise UsageError for contradictions."""
+def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
+    """Return the kernel of `find_ranks`, its plan, and its options with those of the plan.
+
+    Raise UsageError for contradictions.
+    """
     latents = request.latents
     if latents is not None and (not LATENTS.fullmatch(latents) or "rank=" in latents):
         problem = f"--latents: cannot parse {format_argument(latents)}."
         raise UsageError(problem, "Write, e.g., --latents group=all,rotation=before.")
     plan, request = _read_plan(request)
-    return _parse_kernels([_unlimited(latents if plan is None else plan.form)], request), request
+    return _parse_kernels([_unlimited(latents if plan is None else plan.form)], request), plan, request
 
 
-def heal_kernels(kernel: str | Sequence[str] | None, request: HealRequest) -> tuple[list[Kernel], HealRequest]:
-    """Return the kernel of `heal`, and its options with those of a plan. Raise UsageError for contradictions."""
+def heal_kernels(
+    kernel: str | Sequence[str] | None, request: HealRequest
+) -> tuple[list[Kernel], Plan | None, HealRequest]:
+    """Return the kernel of `heal`, its plan, and its options with those of the plan.
+
+    Raise UsageError for contradictions.
+    """
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -238,7 +246,7 @@ def heal_kernels(kernel: str | Sequence[str] | None, request: HealRequest) -> tu
     if new.info.form != "output" and (request.eta is not None or request.ksvd_convention != "paper"):
         name = "ksvd_convention" if request.eta is None else "eta"
         raise UsageError(f"{name} applies only to the kernel primal.", "Leave it out, or heal primal:8.")
-    return kernels, request
+    return kernels, plan, request
 
 
 def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:

@@ -201,7 +201,7 @@ class TokenLosses:
         predicted = (targets != NOTHING).cpu()
         values = *(loss.double().cpu() for loss in losses), evidence(ids, targets)[predicted]
         for rows, part in zip((self.before, self.after, self.back), values, strict=True):
-            rows += part.split(predicted.sum(1).tolist())
+            rows += torch.split(part, predicted.sum(1).tolist())
 
     def join(self) -> list[Tensor]:
         """Return each list as one tensor with a row per sequence, filled up with NaN or, for distances, 0."""

@@ -40,7 +40,7 @@ PLAN = opt.output("--plan", "Write the ranks as JSON, for --ranks.")
 def ranks(context: typer.Context) -> None:
     """Find the smallest key rank of each head within a loss budget, and measure the model with these ranks."""
     request = opt.build(RanksRequest, context.params)
-    request = request.with_options(ranks=rank_kernels(request)[1].ranks)  # a plan from a pipe can only be read once
+    request = request.with_options(ranks=rank_kernels(request)[1])  # a plan from a pipe can only be read once
     name = named_model(context.params)
     run_command(context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell).run())
 
@@ -53,6 +53,6 @@ def heal(context: typer.Context) -> None:
     """Replace the kernel, then train the swapped heads to match the original model, or on text."""
     params = context.params
     request, kernel = opt.build(HealRequest, params), params["kernel"] or None
-    request = request.with_options(ranks=heal_kernels(kernel, request)[1].ranks)
+    request = request.with_options(ranks=heal_kernels(kernel, request)[1])
     name = named_model(params)
     run_command(params, [name], request, lambda analyses, tell: analyses.heal_work(name, kernel, request, tell).run())

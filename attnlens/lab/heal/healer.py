@@ -357,16 +357,13 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
     new, penalties = dict[Site, Tensor](), list[Tensor]()
     healed = {site for site in sites if site.path in paths.values()}
 
-    def record_call(*call: *ModuleCall) -> None:
-        calls.append(call)
-
     def record_output(site: Site, output: Tensor) -> None:
         if site in healed:
             original[site] = output
         if len(original) == len(healed):
             raise _AllModulesRan
 
-    handles = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in paths]
+    handles = [module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for module in paths]
     watching = hooks.watch(model, sites, lambda _site, _call: None, record_output)
     with suppress(_AllModulesRan), torch.no_grad(), remove_hooks(handles), watching:
         hooks.forward(model, inputs)
@@ -378,16 +375,14 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
                 name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
             }
             torch.func.functional_call(module, local, args, kwargs)
-            yield [_relative_errors(output, original[site], inputs) for site, output in new.items()], penalties
+            errors = []
+            for site, output in new.items():
+                real, pair = hooks.real_tokens(original[site], inputs), (output - original[site], original[site])
+                error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in pair)
+                errors.append(error / size.clamp_min(SMALLEST))
+            yield errors, penalties
             new.clear()
             penalties.clear()
-
-
-def _relative_errors(new: Tensor, original: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute ‖new − original‖² / ‖original‖² of each sequence over its real tokens."""
-    real = hooks.real_tokens(original, inputs)
-    error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - original, original))
-    return error / size.clamp_min(SMALLEST)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from attnlens.arguments import public
+from attnlens.arguments import Budget, public
 from attnlens.choices import ETA
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN
@@ -56,8 +56,8 @@ def heal_work(
 ) -> SwapWork:
     """Prepare the work of `heal`."""
     check_work(model, request)
-    kernels, request = heal_kernels(kernel, request)
-    step = None if request.ranks is None else RankSearch.of(request)
+    kernels, plan, request = heal_kernels(kernel, request)
+    step = None if plan is None else RankSearch(Budget(plan.unit, plan.budget), plan, request.intervals)
     regularised = kernels[0].info.form == "output" and request.eta is None
     train = partial(train_stages, options=request.with_options(eta=ETA) if regularised else request)
     sequences = partial(count_sequences, request.train)

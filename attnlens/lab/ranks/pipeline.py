@@ -22,7 +22,7 @@ from attnlens.models.texts.targets import HEADLESS, check_input, feed
 from attnlens.models.weights import Factors
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Site
 from attnlens.report.report import Report
-from attnlens.requests import HealRequest, RanksRequest, takes
+from attnlens.requests import RanksRequest, takes
 from attnlens.requests.swap import rank_kernels
 from attnlens.runs.differences import DIVERGED
 from attnlens.runs.progress import Progress, silent, telling_at_most
@@ -46,8 +46,10 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 def rank_work(model: Model, request: RanksRequest, progress: Progress = silent) -> SwapWork:
     """Prepare the work of `find_ranks`."""
     check_work(model, request)
-    kernels, request = rank_kernels(request)
-    return prepare("ranks", model, kernels, request, progress, ranks=RankSearch.of(request))
+    kernels, plan, request = rank_kernels(request)
+    budget = Budget(plan.unit, plan.budget) if plan else arguments.budget(request.budget or "loss:1%")
+    step = RankSearch(budget, plan, request.intervals, form_named=request.latents is not None)
+    return prepare("ranks", model, kernels, request, progress, ranks=step)
 
 
 @dataclass
@@ -56,20 +58,10 @@ class RankSearch:
 
     budget: Budget
     plan: Plan | None  # plan whose ranks are used instead of a search
-    form_named: bool  # True if the form of the latents is given instead of chosen
     intervals: Intervals | None
+    form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
     samples: tuple[Sample, ...] = ()  # to fit on, choose by and estimate the rise on; for a plan only the first
     choice: Choice | None = None
-
-    @classmethod
-    def of(cls, request: RanksRequest | HealRequest) -> RankSearch:
-        """Create the step from options whose plan was read."""
-        if isinstance(request.ranks, Plan):
-            plan = request.ranks
-            return cls(Budget(plan.unit, plan.budget), plan, form_named=True, intervals=request.intervals)
-        assert isinstance(request, RanksRequest)  # noqa: S101  # `heal` takes ranks from a plan only
-        budget = arguments.budget(request.budget or "loss:1%")
-        return cls(budget, None, request.latents is not None, request.intervals)
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -85,8 +77,8 @@ class RankSearch:
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search the ranks, or fit the maps for those of a plan; return the swap with them."""
-        session, form_named, swaps = run.session, self.form_named, run.last.swaps
-        start = partial(Budgeting, **vars(session.setup(swaps)), form_named=form_named, keep=run.keep)
+        session, swaps = run.session, run.last.swaps
+        start = partial(Budgeting, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
         if self.plan is not None:
             run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
@@ -102,7 +94,7 @@ class RankSearch:
             self.choice = Choice(bases, ranks, budgeting.build_swaps(ranks))
         else:
             fitting, choosing, promising = self.samples
-            fits, trials = (2, search.TRIES) if form_named else (3, search.FORMS + search.TRIES)
+            fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
             with telling_at_most(session.progress, "budget", work) as tell:

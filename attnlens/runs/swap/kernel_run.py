@@ -46,7 +46,7 @@ class SwapSession:
 
     command: str  # name of the command, for the report
     loaded: loading.Loaded
-    kernels: Sequence[Kernel]
+    kernels: Mapping[str, Kernel]  # by spelling
     options: SwapRequest  # of `ranks` and `heal`, those that swap-kernel has too
     settings: Settings
     task: Task
@@ -61,8 +61,7 @@ class SwapSession:
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
     shared: float = 0.0  # share of the evaluated tokens that the calibration text contains too
     sites: tuple[Site, ...] = ()
-    chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
-    """Swapped sites with their heads; None means all heads."""
+    chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
     identity_error: float = 0.0
@@ -74,13 +73,12 @@ class SwapSession:
         """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
-            reached = survey.sites
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
             refuse_initialised(self.loaded, self.probe, predictions(self.task))
-            self.sites = tuple(site.site for site in reached)
+            self.sites = tuple(each.site for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
-            self.chosen = choose_sites(survey, self.kernels, *selection)
-            self.shapes = head_shapes(reached, self.chosen)
+            self.chosen = choose_sites(survey, list(self.kernels.values()), *selection)
+            self.shapes = head_shapes(survey.sites, self.chosen)
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
@@ -510,26 +508,24 @@ class KernelRun:
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)
 
-    def _option_notes(self) -> list[str]:
-        """Return notes on options that had side effects or no effect."""
-        notes, healed = [], "healed" in self.stages
-        kernel, info = self.kernel, self.kernel.info
+    def _option_notes(self) -> Iterator[str]:
+        """Yield notes on options that had side effects or no effect."""
+        healed, kernel, info = "healed" in self.stages, self.kernel, self.kernel.info
         if self.session.shared:
             share = f"{100 * self.session.shared:.2g} % of the evaluated tokens"
-            notes.append(
-                f"{share} also occur in the calibration text, in runs of {texts.RUN} tokens or as whole lines."
-            )
+            yield f"{share} also occur in the calibration text, in runs of {texts.RUN} tokens or as whole lines."
         if self.session.options.fit and kernel.needs_fit and info.fit_reads:
-            notes.append(f"--fit changes nothing: {info.name} is always fitted.")
+            yield f"--fit changes nothing: {info.name} is always fitted."
         if not healed and kernel.needs_fit and not info.fit_reads:
-            notes.append(f"The maps of {info.name} are random until `attnlens heal` trains them.")
+            yield f"The maps of {info.name} are random until `attnlens heal` trains them."
         if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:
-            notes.append("γ, the weight of near keys, is 1 in every head; --fit estimates it.")
+            yield "γ, the weight of near keys, is 1 in every head; --fit estimates it."
         if healed and self.control_models:
             but = ", except for the healed far part" if any(model.weights for model in self.control_models) else ""
-            notes.append(f"Controls are measured on the model before healing{but}.")
-        missing = [control for control in self.controls if control.model is None]
-        return notes + [f"No {control.role} control: {control.reason}." for control in missing]
+            yield f"Controls are measured on the model before healing{but}."
+        for control in self.controls:
+            if control.model is None:
+                yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
         """Add the effect of each head or layer individually, and predictors; nothing if the user interrupts."""

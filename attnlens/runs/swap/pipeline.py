@@ -69,7 +69,7 @@ class SwapWork:
         content = {
             "fed": [content_of(session.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in session.kernels],
+            "code": [code_of(kernel.info).hex() for kernel in session.kernels.values()],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
             "plan": None if session.ranks is None else str(session.ranks.plan),
             "sites": [[site.name, heads] for site, heads in session.chosen.items()],
@@ -80,15 +80,10 @@ class SwapWork:
             "model": session.loaded.info.model_dump(mode="json", exclude={"id"}),
             "settings": session.settings.model_dump(mode="json", exclude={"notes"}),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "kernels": self.names,
+            "kernels": list(session.kernels),
             "parts": list(session.evaluated.parts or ()),
             "content": key_of(content),
         }
-
-    @property
-    def names(self) -> list[str]:
-        """Spellings of the kernels, which name the units."""
-        return [kernel.spelling for kernel in self.session.kernels]
 
     @cached_property
     def store(self) -> Store | None:
@@ -97,12 +92,13 @@ class SwapWork:
 
     def run(self) -> tuple[Report, Callable[[], None]]:
         """Return the report and a function that removes the stored units; raise Interrupted or UnsavedError with it."""
-        plan, count = WorkPlan.of(self.request), len(self.names)
-        more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else lambda _: None
+        plan, kernels, progress = WorkPlan.of(self.request), list(self.session.kernels), self.session.progress
+        several = len(kernels) > 1 and plan.shard is None
+        more = telling(progress, "kernels", len(kernels)) if several else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.session.options.save is not None else self.store
         elsewhere = open_run, self.call
-        outcome = run_units(self.names, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
+        outcome = run_units(kernels, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
         if not outcome.values:
             raise KeyboardInterrupt
         timings = self.session.timings | {"all": time.perf_counter() - self.start}
@@ -132,7 +128,7 @@ class SwapWork:
 
     def read_unit(self, name: str) -> dict[str, object]:
         """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
-        kernel = next(kernel for kernel in self.session.kernels if kernel.spelling == name)
+        kernel = self.session.kernels[name]
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
         run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store)
@@ -214,7 +210,7 @@ def prepare(
     session = SwapSession(
         command=command,
         loaded=loaded,
-        kernels=kernels,
+        kernels={kernel.spelling: kernel for kernel in kernels},
         options=options,
         settings=settings,
         task=task,
@@ -319,9 +315,9 @@ def build_report(
     results = list(by_name.values())
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
-        Skipped(site=f"kernel {kernel.spelling}", reason=missing.get(kernel.spelling, INTERRUPTED))
-        for kernel in session.kernels
-        if kernel.spelling not in by_name
+        Skipped(site=f"kernel {name}", reason=missing.get(name, INTERRUPTED))
+        for name in session.kernels
+        if name not in by_name
     ]
     settings = session.settings
     # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
