@@ -27,6 +27,7 @@ from attnlens.requests.fields import (
     checks,
     keyword,
     option,
+    spelled,
     switch,
     words,
 )
@@ -44,7 +45,13 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {  # Counted quantity and size of 
 }
 STEPS = 200  # Training steps of a healing by default
 MOST_DIRECTIONS = 65536  # Rank above every head_dim, so that it removes nothing
-LATENTS = re.compile(r"([a-z]+=[a-z0-9]+(,|$))+")  # Form of latents, as in `group=all,rotation=before`
+LATENTS = "([a-z]+=[a-z0-9]+(,|$))+"  # Form of latents, as in `group=all,rotation=before`
+LatentForm = Annotated[
+    str,
+    spelled(
+        f"(?!.*rank=){LATENTS}", "--latents: cannot parse {}.", "Write, e.g., --latents group=all,rotation=before."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class RanksRequest(KeptRequest, KernelRequest):
         metavar="BUDGET",
         shown="loss:1%",
     )
-    latents: str | None = option(
+    latents: LatentForm | None = option(
         "Form of the latents: `group=N|all` (key heads per latent), `rotation=before|after`, "
         "`metric=attention|output`, joined by commas.",
         metavar="FORM",
@@ -177,7 +184,7 @@ class HealRequest(KeptRequest, KernelRequest):
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:
     """Return the kernels of `swap_kernel`. Raise UsageError for contradictions between the options."""
-    kernels = _parse_kernels(words("kernels", spellings), request, allow_signed=request.allow_signed)
+    kernels = _parse_kernels(words("kernels", spellings), request)
     if not kernels:
         raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")
     if request.save is not None:
@@ -195,32 +202,21 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
                 f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually.",
                 "Use --sweep layers, or rank:group=1.",
             )
-    _check_fit(kernels, request.fit)
     if request.calibration and not reads_calibration(kernels, request.fit):
         raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave it out.")
     return kernels
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return the kernel of `find_ranks`, its plan, and its options with those of the plan.
-
-    Raise UsageError for contradictions.
-    """
-    latents = request.latents
-    if latents is not None and (not LATENTS.fullmatch(latents) or "rank=" in latents):
-        problem = f"--latents: cannot parse {format_argument(latents)}."
-        raise UsageError(problem, "Write, e.g., --latents group=all,rotation=before.")
+    """Return the kernel, plan and completed options of `find_ranks`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
-    return _parse_kernels([_unlimited(latents if plan is None else plan.form)], request), plan, request
+    return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
 
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return the kernel of `heal`, its plan, and its options with those of the plan.
-
-    Raise UsageError for contradictions.
-    """
+    """Return the kernel, plan and completed options of `heal`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -230,7 +226,6 @@ def heal_kernels(
             raise UsageError(f"--ranks applies only to the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
         spellings = [_unlimited(plan.form)]
     (new,) = kernels = _parse_kernels(spellings, request)
-    _check_fit(kernels, request.fit)
     if new.oracle:
         raise UsageError(
             f"{new.spelling} can't be healed: it decomposes the evaluated text's own logits.",
@@ -254,7 +249,7 @@ def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:
     return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or fit) for kernel in kernels)
 
 
-def _parse_kernels(spellings: Sequence[str], request: KernelRequest, *, allow_signed: bool = False) -> list[Kernel]:
+def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Kernel]:
     """Parse kernels, each once. Raise UsageError for contradictions, OutputError if --save cannot write its folder."""
     from attnlens.kernels import parsed
 
@@ -268,18 +263,15 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest, *, allow_si
         check_folder(Path(request.save))
     for spelling in spellings:
         name, _, form = spelling.partition(":")
-        if name == BUDGETED and (not form or LATENTS.fullmatch(form)) and "rank=" not in form:
+        if name == BUDGETED and (not form or re.fullmatch(LATENTS, form)) and "rank=" not in form:
             more = f",{form}" if form else ""
             raise UsageError(
                 f"Kernel `{BUDGETED}` needs a rank, the dimensions kept per head.",
                 f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%.",
             )
-    kernels = [parsed(spelling, allow_signed=allow_signed) for spelling in spellings]
-    return list({kernel.spelling: kernel for kernel in kernels}.values())
-
-
-def _check_fit(kernels: Sequence[Kernel], fit: bool) -> None:
-    """Raise UsageError if --fit does not apply to the kernels."""
+    allow_signed, fit = (getattr(request, name, False) for name in ("allow_signed", "fit"))
+    parse = partial(parsed, allow_signed=allow_signed)
+    kernels = list({kernel.spelling: kernel for kernel in map(parse, spellings)}.values())
     for kernel in kernels if fit else ():
         if len(kernels) == 1 and not kernel.fits:
             raise UsageError(
@@ -292,6 +284,7 @@ def _check_fit(kernels: Sequence[Kernel], fit: bool) -> None:
                 reason = "it decomposes the evaluated text's own logits"
             remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
             raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
+    return kernels
 
 
 R = TypeVar("R", RanksRequest, HealRequest)
