@@ -16,9 +16,9 @@ from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import descent as room
-from attnlens.lab.heal.descent import Descent, shape, split
+from attnlens.lab.heal import pipeline as room
 from attnlens.lab.heal.healer import Healer, trainable
+from attnlens.lab.heal.pipeline import Descent, shape, split
 from attnlens.models import hooks, texts
 from attnlens.report.report import read_report
 from attnlens.requests.swap import Amount, HealRequest
@@ -387,7 +387,7 @@ def healer(model, words, heads=None, **more):
     asked = HealRequest(train=Amount(more.get("steps", 6), "steps"))
     made = Healer(model, sites, swaps, more.get("task", "causal"), options=asked)
     evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
-    return made, room.heal(made, fed, evaluate, lambda _: None)
+    return made, room.run_training(made, fed, evaluate, lambda _: None)
 
 
 @pytest.mark.parametrize("heads", [None, (0, 5)])

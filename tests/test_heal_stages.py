@@ -18,9 +18,19 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import descent
-from attnlens.lab.heal.descent import adamw, cut_parts, descend, heal, split
-from attnlens.lab.heal.healer import Distances, Healer, Trained, measure_distances, transfer, transfer_errors
+from attnlens.lab.heal import healer as students
+from attnlens.lab.heal import pipeline
+from attnlens.lab.heal.healer import (
+    Distances,
+    Healer,
+    Trained,
+    adamw,
+    descend,
+    measure_distances,
+    transfer,
+    transfer_errors,
+)
+from attnlens.lab.heal.pipeline import cut_parts, run_training, split
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
@@ -349,9 +359,9 @@ class Planted:
 
 
 def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
-    monkeypatch.setattr(descent, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
+    monkeypatch.setattr(students, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
     planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
-    rate, tried = descent.choose_rate(planted, "whole", [fed] * 8, fed)
+    rate, tried = students.choose_rate(planted, "whole", [fed] * 8, fed)
     assert not planted.leaves[0].any(), "the numbers are put back"
     assert all(isinstance(one, HealingRate) for one in tried)
 
@@ -424,7 +434,7 @@ def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):
 def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
     """Where no check is nearer than the start, the stage goes on with smaller steps from the rate first chosen."""
     tried = [HealingRate(rate=rate, validation=1.0) for rate in (1.0, 3.0)]
-    monkeypatch.setattr(descent, "choose_rate", lambda *_args: (3.0, tried))
+    monkeypatch.setattr(pipeline, "choose_rate", lambda *_args: (3.0, tried))
     found = attnlens.heal(demo, "rbf", train=12, **READ).swap.healing.stages[0]
     assert found.lowered_from == 3.0
     assert found.learning_rate in (pytest.approx(3.0 * 0.1**times) for times in range(1, 8))
@@ -435,5 +445,5 @@ def test_heal_and_split_keep_training_text_apart(demo):
     healer, fed = prepared(demo)
     train, back = split(healer, fed)
     assert not {id(one.inputs) for one in train} & {id(one.inputs) for one in back}
-    found = heal(healer, fed, lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None, lambda _: None)
+    found = run_training(healer, fed, lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None, lambda _: None)
     assert found.tokens == 3 * 8 * 16

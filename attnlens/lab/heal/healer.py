@@ -27,9 +27,9 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
-from attnlens.records import Call, Site
+from attnlens.records import Call, HealingRate, Site
 from attnlens.requests import HealRequest
-from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses
+from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses, tokens_in
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
 from attnlens.runs.swap.sites import SwapSetup
 
@@ -420,3 +420,75 @@ def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = 
     parts = [healer.by_sequence(batch.inputs, batch.targets) for batch in fed]
     means, counts = (torch.cat(part).double() for part in zip(*parts, strict=True))
     return Distances(means, counts)
+
+
+BETAS = 0.9, 0.95  # of AdamW; with few steps, the first, large gradients would dominate a β₂ of 0.999
+LONGEST = 1.0  # maximum gradient norm, for clipping
+
+
+def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy these values into the leaves."""
+    with torch.no_grad():
+        for leaf, value in zip(leaves, values, strict=True):
+            leaf.copy_(value)
+
+
+def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
+    """Build AdamW without weight decay, because the leaves are changes of weights."""
+    return torch.optim.AdamW(list(leaves), lr=rate, betas=BETAS, weight_decay=0.0)
+
+
+def descend(
+    healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage, rate: float
+) -> None:
+    """Make one optimiser step on the mean loss over all tokens of `parts`, with summed and clipped gradients."""
+    optimiser.param_groups[0]["lr"] = rate
+    optimiser.zero_grad()
+    counts = [tokens_in(part) for part in parts]
+    for part, count in zip(parts, counts, strict=True):
+        weight = count / sum(counts)
+        if stage == "transfer":
+            transfer(healer, part.inputs, weight)
+        else:
+            healer.descend(part.inputs, part.targets, weight)
+    nn.utils.clip_grad_norm_(healer.leaves, LONGEST)
+    optimiser.step()
+
+
+RATES: dict[HealingStage, tuple[float, ...]] = {
+    "transfer": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+}
+"""Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
+SLOWER, LEAST = 0.1, 1e-7  # factor and bound of further rates, if no listed rate improves on the start
+STEPS = 8  # steps per tried rate, over which it rises and falls; at most a tenth of all planned steps
+ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
+
+
+def choose_rate(
+    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
+) -> tuple[float, list[HealingRate]]:
+    """Return the largest rate with ENOUGH of the largest reduction of the held-out distance (or 0), and all tried."""
+    before = [leaf.detach().clone() for leaf in healer.leaves]
+    start = measure_distances(healer, held_out, stage).mean
+    half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others
+    distances: dict[float, float] = {}  # by rate; ∞ if not finite
+
+    def try_rate(rate: float) -> None:
+        optimiser = adamw(healer.leaves, rate)
+        for number, parts in enumerate(steps):
+            descend(healer, optimiser, parts, stage, rate * min(number + 1, len(steps) - number) / half)
+        distances[rate] = measure_distances(healer, held_out, stage).mean
+        set_values(healer.leaves, before)
+
+    def enough(rate: float) -> bool:
+        return start - distances[rate] >= ENOUGH * (start - min(distances.values()))
+
+    for rate in RATES[stage]:
+        try_rate(rate)
+        if not enough(rate):
+            break
+    while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
+        try_rate(min(distances) * SLOWER)
+    tried = [HealingRate(rate=rate, validation=None if math.isinf(d) else d) for rate, d in distances.items()]
+    return 0.0 if min(distances.values()) >= start else max(filter(enough, distances)), tried
