@@ -75,7 +75,7 @@ class PassOutputs:
 
     logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions only
     hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens
-    owners: Int[Tensor, " tokens"] | None  # number of the sequence in the batch that owns each of these tokens
+    owners: Int[Tensor, " tokens"] | None  # index in the batch of each token's sequence
     seconds: float  # duration
 
 
@@ -92,14 +92,14 @@ def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " so
 def sequence_means(
     values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average values, one per True in `predicted`, over every sequence with predictions; return means and counts."""
+    """Average values, one per True in `predicted`, over each sequence with predictions; return means and counts."""
     return owned_means(values, predicted.nonzero()[:, 0], len(predicted))
 
 
 def owned_means(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average values over the `count` sequences that own them; return means and counts of those that own any."""
+    """Average the values of each of `count` sequences; return means and counts of the sequences with values."""
     owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, values)

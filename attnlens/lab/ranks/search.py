@@ -106,7 +106,7 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
 
 
 def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
-    """Split the batches of a part such that each contains windows of one text; return (text name, batch) pairs."""
+    """Split the batches of a part, so that each has windows of one text; return pairs of text name and batch."""
     pairs, start = [], 0
     for batch in fed:
         names = part.batches.parts[start : start + texts.sequences_in(batch.inputs)]

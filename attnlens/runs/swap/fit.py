@@ -211,7 +211,7 @@ SEQUENCES = 16  # maximum number of sequences per text for the gradients of the 
 
 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Set the rotation of fits of keys before the rotation; raise UsageError at a site where it is unknown."""
+    """Set the rotation of the fits of unrotated keys. Raise UsageError for a site whose rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
     by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
@@ -223,7 +223,7 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
 
 
 def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
-    """Set the output metric of fits that need one; raise ModelError without predictions or gradient."""
+    """Set the output metric of the fits that need it. Raise ModelError without predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:

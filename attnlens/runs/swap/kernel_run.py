@@ -333,7 +333,7 @@ class KernelRun:
     interrupted: bool = False
 
     def run(self) -> dict[str, object]:
-        """Return the value that `KernelResult` reads; raise Stopped with it if the user ended healing or sweep."""
+        """Return the fields of `KernelResult`; raise Stopped with them if the user interrupted healing or the sweep."""
         session = self.session
         with enough_memory(session.fed[0].inputs):
             _ = session.own_peak  # measured first, before anything keeps memory allocated
@@ -425,7 +425,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse the equal control of another kernel, or run it once; if a site refuses its kernel, keep the reason."""
+        """Reuse an equal control of another kernel, or run it once; store the reason if a site refuses its kernel."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -528,7 +528,7 @@ class KernelRun:
                 yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Add the effect of each head or layer individually, and predictors; nothing if the user interrupts."""
+        """Add the effect of each head or layer, and predictors; add only a note if the user interrupts the sweep."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = key_of(digests_of(swaps))
 

@@ -46,11 +46,10 @@ FITTING = 32  # calibration sequences that a fit reads
 Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
 
-@dataclass
-class SwapWork:
+@dataclass(kw_only=True)
+class SwapWork(SwapSession):
     """The work of one run, with one unit per kernel."""
 
-    session: SwapSession
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
@@ -60,28 +59,28 @@ class SwapWork:
     @cached_property
     def facts(self) -> dict[str, object]:
         """Everything that determines the results of the units."""
-        session, prompts = self.session, self.session.prompts
+        prompts = self.prompts
         left_out = {*SharedRequest.model_fields, *APART}
-        batches = [session.evaluated, session.calibrated, *session.rank_parts]
+        batches = [self.evaluated, self.calibrated, *self.rank_parts]
         analyzers = registry.select_sweep_analyzers()
         if not isinstance(prompts, str):
             prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
         content = {
-            "fed": [content_of(session.loaded, (), part, analyzers) for part in batches],
+            "fed": [content_of(self.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in session.kernels.values()],
-            "generation": str(getattr(session.loaded.model, "generation_config", None)),
-            "plan": None if session.ranks is None else str(session.ranks.plan),
-            "sites": [[site.name, heads] for site, heads in session.chosen.items()],
+            "code": [code_of(kernel.info).hex() for kernel in self.kernels.values()],
+            "generation": str(getattr(self.loaded.model, "generation_config", None)),
+            "plan": None if self.ranks is None else str(self.ranks.plan),
+            "sites": [[site.name, heads] for site, heads in self.chosen.items()],
         }
         return {
-            "command": session.command,
+            "command": self.command,
             "versions": versions(),
-            "model": session.loaded.info.model_dump(mode="json", exclude={"id"}),
-            "settings": session.settings.model_dump(mode="json", exclude={"notes"}),
+            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),
+            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "kernels": list(session.kernels),
-            "parts": list(session.evaluated.parts or ()),
+            "kernels": list(self.kernels),
+            "parts": list(self.evaluated.parts or ()),
             "content": key_of(content),
         }
 
@@ -91,18 +90,18 @@ class SwapWork:
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report and a function that removes the stored units; raise Interrupted or UnsavedError with it."""
-        plan, kernels, progress = WorkPlan.of(self.request), list(self.session.kernels), self.session.progress
+        """Return the report and a function that removes the stored units. Raise Interrupted or UnsavedError."""
+        plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
         several = len(kernels) > 1 and plan.shard is None
         more = telling(progress, "kernels", len(kernels)) if several else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
-        store = None if self.session.options.save is not None else self.store
+        store = None if self.options.save is not None else self.store
         elsewhere = open_run, self.call
         outcome = run_units(kernels, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
         if not outcome.values:
             raise KeyboardInterrupt
-        timings = self.session.timings | {"all": time.perf_counter() - self.start}
-        report = build_report(self.session, outcome.values, outcome.missing, timings)
+        timings = self.timings | {"all": time.perf_counter() - self.start}
+        report = build_report(self, outcome.values, outcome.missing, timings)
         with suppress(UnsavedError) if outcome.stopped else nullcontext():  # an interruption is reported instead
             self._save(report)
         if outcome.stopped:
@@ -111,12 +110,12 @@ class SwapWork:
 
     def _save(self, report: Report) -> None:
         """Save the changed model if requested; raise UnsavedError with the report if that fails."""
-        session, last = self.session, self.last
-        if session.options.save is None or last is None:
+        last = self.last
+        if self.options.save is None or last is None:
             return
         try:
-            with changed_weights(session.loaded.model, last.weights):
-                save_swapped(Path(session.options.save), session.loaded, session.sites, last.swaps)
+            with changed_weights(self.loaded.model, last.weights):
+                save_swapped(Path(self.options.save), self.loaded, self.sites, last.swaps)
         except OutputError as error:
             raise UnsavedError(error, report) from error
 
@@ -128,10 +127,10 @@ class SwapWork:
 
     def read_unit(self, name: str) -> dict[str, object]:
         """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
-        kernel = self.session.kernels[name]
+        kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
-        swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
-        run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store)
+        swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
+        run = KernelRun(self, kernel, {"swapped": ChangedModel(swaps)}, store)
         try:
             return run.run()
         finally:
@@ -207,7 +206,7 @@ def prepare(
     evaluated = texts.batches(loaded, contents, cut)
     task = checks.task_on(loaded, evaluated.batches[0].inputs)
     options = SwapRequest(**{name: v for name, v in request.explicit().items() if name in SwapRequest.model_fields})
-    session = SwapSession(
+    work = SwapWork(
         command=command,
         loaded=loaded,
         kernels={kernel.spelling: kernel for kernel in kernels},
@@ -220,22 +219,25 @@ def prepare(
         progress=progress,
         ranks=ranks,
         train=train,
+        request=request,
+        start=start,
+        stored=not isinstance(model, loading.Loaded),
     )
     if reads_calibration(kernels, options.fit) or train is not None:
         cut = replace(cut, pack=cut.pack or bool(others), sequences=sequences(cut.tokens or 128))
-        _cut_calibration(session, others or contents, cut, named=bool(others))
-    session.settings = feeding.describe_input(session.settings, evaluated, loaded)
+        _cut_calibration(work, others or contents, cut, named=bool(others))
+    work.settings = feeding.describe_input(work.settings, evaluated, loaded)
     if request.generate:
-        session.prompts = prompts_of(loaded.model, session.fed, task, prompts)
-    session.survey()
-    return SwapWork(session, request, start, stored=not isinstance(model, loading.Loaded))
+        work.prompts = prompts_of(loaded.model, work.fed, task, prompts)
+    work.survey()
+    return work
 
 
 def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named`: the user gave it; else it consists of other windows of the evaluated text. Raises UsageError for images and
-    sounds, TextError if it contains too many of the evaluated tokens.
+    `named` is True if the user named the text; else it consists of unevaluated windows of the evaluated text. Raise
+    UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
     """
     if cut.image or cut.audio:
         raise UsageError(
@@ -285,7 +287,7 @@ class KernelResult(BaseModel):
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
     def with_window(self, window: int, session: SwapSession) -> Swap:
-        """Return the kernel's record with the losses beyond `window` instead of those beyond its own window."""
+        """Return the kernel's record with the losses beyond `window` keys instead of the kernel's window."""
         beyond = {
             name: TokenLosses(*map(list, losses)).beyond(window, session.design, session.seed)
             for name, losses in self.losses.items()
