@@ -24,7 +24,6 @@ from attnlens.maths.ksvd import Convention
 from attnlens.maths.statistics import paired_difference
 from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
-from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, HealingRate, Site
@@ -144,7 +143,7 @@ class Healer(SwapSetup):
     blocks: list[nn.Module] = field(default_factory=list)  # recomputed in the backward pass
     interrupted: bool = False  # True if the user ended the healing early
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: texts.Batch) -> None:
         """Create the changes of the weights that `trainable` selects, and of kernel parameters; ModelError if none."""
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:

@@ -19,7 +19,6 @@ from attnlens.models import hooks, texts
 from attnlens.models import weights as model_weights
 from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batch, Batches
 from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Call, Rotation, Site
 from attnlens.runs.outputs import predictions
@@ -113,7 +112,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
 
-def fit(setup: SwapSetup, batches: Batches, progress: Tell) -> hooks.Swaps:
+def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
     """Return the swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
     The first pass over the text is least squares in closed form, the second `Search` or, for a hybrid, `NearShares`.
@@ -141,7 +140,7 @@ def fit(setup: SwapSetup, batches: Batches, progress: Tell) -> hooks.Swaps:
     return {site: hooks.Replacement(swap.kernel.with_fitted(fitted[site]), swap.heads) for site, swap in swaps.items()}
 
 
-def expand_parameters(setup: SwapSetup, batches: Iterable[Batch]) -> hooks.Swaps:
+def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
     """Expand unfitted trainable parameters to one value per head, the typed one; fits of `batches` give the shapes."""
     unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
@@ -163,7 +162,7 @@ def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit]:
 def _update_fits(
     setup: SwapSetup,
     fits: Mapping[Site, Fit | Search | NearShares],
-    batches: Iterable[Batch],
+    batches: Iterable[texts.Batch],
     progress: Tell = lambda _: None,
 ) -> None:
     """Update each fit with the swapped heads of its site in the original model, batch by batch, without padding."""

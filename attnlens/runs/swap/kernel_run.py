@@ -28,7 +28,6 @@ from attnlens.models.texts.targets import Fed, meanings
 from attnlens.records import Agreement, Control, Healing, Outcome, Pair, Plan, Settings, Site, Stage, Swap, Task
 from attnlens.requests import SwapRequest
 from attnlens.runs import checks
-from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
 from attnlens.runs.feeding import guess_notes
 from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, tokens_in
@@ -74,7 +73,7 @@ class SwapSession:
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
-            refuse_initialised(self.loaded, self.probe, predictions(self.task))
+            checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
             self.sites = tuple(each.site for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
             self.chosen = choose_sites(survey, list(self.kernels.values()), *selection)

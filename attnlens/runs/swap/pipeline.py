@@ -31,7 +31,6 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest, reads_calibration, swap_kernels
 from attnlens.runs import checks, feeding
 from attnlens.runs.differences import COLUMNS, of_file, prompts_of
-from attnlens.runs.feeding import refuse_work
 from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of, report_of
@@ -168,7 +167,7 @@ def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, prog
 def check_work(model: Model, request: KernelRequest) -> None:
     """Raise UsageError or OutputError if units of this run can't be kept or computed where requested."""
     if isinstance(model, loading.Loaded):
-        refuse_work(request)
+        feeding.refuse_work(request)
     else:
         WorkPlan.of(request).check([*request.text, *request.calibration, request.prompts])
 
