@@ -303,8 +303,6 @@ Result = TypeVar("Result")
 class RankStep(Protocol):
     """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
 
-    plan: Plan | None  # plan whose ranks are used instead of a search
-
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
 

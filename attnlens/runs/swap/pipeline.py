@@ -24,7 +24,7 @@ from attnlens.kernels import Kernel
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
-from attnlens.records import BeyondWindow, Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
+from attnlens.records import Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
 from attnlens.report.report import Report
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
@@ -58,8 +58,7 @@ class SwapWork(SwapSession):
     @cached_property
     def facts(self) -> dict[str, object]:
         """Everything that determines the results of the units."""
-        prompts = self.prompts
-        left_out = {*SharedRequest.model_fields, *APART}
+        prompts, left_out = self.prompts, {*SharedRequest.model_fields, *APART}
         batches = [self.evaluated, self.calibrated, *self.rank_parts]
         analyzers = registry.select_sweep_analyzers()
         if not isinstance(prompts, str):
@@ -69,7 +68,7 @@ class SwapWork(SwapSession):
             "prompts": prompts,
             "code": [code_of(kernel.info).hex() for kernel in self.kernels.values()],
             "generation": str(getattr(self.loaded.model, "generation_config", None)),
-            "plan": None if self.ranks is None else str(self.ranks.plan),
+            "plan": str(getattr(self.request, "ranks", None)),
             "sites": [[site.name, heads] for site, heads in self.chosen.items()],
         }
         return {
@@ -109,12 +108,11 @@ class SwapWork(SwapSession):
 
     def _save(self, report: Report) -> None:
         """Save the changed model if requested; raise UnsavedError with the report if that fails."""
-        last = self.last
-        if self.options.save is None or last is None:
+        if self.options.save is None or self.last is None:
             return
         try:
-            with changed_weights(self.loaded.model, last.weights):
-                save_swapped(Path(self.options.save), self.loaded, self.sites, last.swaps)
+            with changed_weights(self.loaded.model, self.last.weights):
+                save_swapped(Path(self.options.save), self.loaded, self.sites, self.last.swaps)
         except OutputError as error:
             raise UnsavedError(error, report) from error
 
@@ -287,25 +285,22 @@ class KernelResult(BaseModel):
 
     def with_window(self, window: int, session: SwapSession) -> Swap:
         """Return the kernel's record with the losses beyond `window` keys instead of the kernel's window."""
-        beyond = {
-            name: TokenLosses(*map(list, losses)).beyond(window, session.design, session.seed)
-            for name, losses in self.losses.items()
-        }
-        swap = self.swap
-        stages = [_with_beyond(stage, beyond.get(stage.name)) for stage in swap.stages]
-        controls = [_with_beyond(control, beyond.get(str(number))) for number, control in enumerate(swap.controls)]
-        swap = swap.model_copy(update={"stages": stages, "controls": controls})
-        return _with_beyond(swap, beyond.get(stages[-1].name))
 
+        def replace_losses(outcome: Part, name: str) -> Part:
+            if name not in self.losses or outcome.loss is None:
+                return outcome
+            beyond = TokenLosses(*map(list, self.losses[name])).beyond(window, session.design, session.seed)
+            reasons = {key: reason for key, reason in outcome.reasons.items() if key != "beyond_window"}
+            if isinstance(beyond, str):
+                return outcome.model_copy(
+                    update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}}
+                )
+            return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
 
-def _with_beyond(outcome: Part, beyond: BeyondWindow | str | None) -> Part:
-    """Replace the losses beyond a window, or the reason why there are none."""
-    if beyond is None or outcome.loss is None:
-        return outcome
-    reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
-    if isinstance(beyond, str):
-        return outcome.model_copy(update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}})
-    return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
+        stages = [replace_losses(stage, stage.name) for stage in self.swap.stages]
+        controls = [replace_losses(control, str(number)) for number, control in enumerate(self.swap.controls)]
+        swap = self.swap.model_copy(update={"stages": stages, "controls": controls})
+        return replace_losses(swap, stages[-1].name)
 
 
 def build_report(
