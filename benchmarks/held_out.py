@@ -64,7 +64,7 @@ def evaluate_plan(
     fed = feed(loaded, parts[0].batches, task, 0)
     sites = tuple(capture.site for capture in hooks.survey(loaded.model, fed[0].inputs))
     swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed("rank:65536")) for site in sites}
-    search, start = Budgeting(loaded, sites, swaps, task, "auto", 0, lambda _: None), time.process_time()
+    search, start = Budgeting(loaded, sites, swaps, task, progress=lambda _: None), time.process_time()
     choice = search.choose(*parts, budget)
     seconds = time.process_time() - start
     total = sum(size for basis in choice.bases.values() for size in basis.sizes)

@@ -90,7 +90,7 @@ class Population:
     def build_search(self, margin: float | None = None) -> Budgeting:
         """Build a search over all heads."""
         swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed(ALL_DIRECTIONS)) for site in self.sites}
-        search = Budgeting(self.loaded, self.sites, swaps, self.task, "auto", 0, lambda _: None)
+        search = Budgeting(self.loaded, self.sites, swaps, self.task, progress=lambda _: None)
         return search if margin is None else replace(search, margin=margin)
 
 

@@ -87,7 +87,7 @@ class Subject:
         self.fed = feed(self.loaded, self.fitting.batches, TASK, 0)
         self.sites = tuple(capture.site for capture in hooks.survey(self.loaded.model, self.fed[0].inputs))
         swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed("rank:65536")) for site in self.sites}
-        self.search = Budgeting(self.loaded, self.sites, swaps, TASK, "auto", 0, lambda _: None, unit="ppl")
+        self.search = Budgeting(self.loaded, self.sites, swaps, TASK, progress=lambda _: None, unit="ppl")
         unlike = [texts.batches(self.loaded, [content], replace(cut, sequences=evaluated)) for content in other]
         self.texts = [self.evaluate("other windows", shown), *(self.evaluate(b.texts[0].name, b) for b in unlike)]
 

@@ -19,6 +19,7 @@ from attnlens.maths.statistics import Design, rank_correlation
 from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.targets import feed, task_of
+from attnlens.runs.swap.sites import SwapSetup
 from attnlens.runs.swap.sweep import sweep, units
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def measure_harms(loaded: loading.Loaded, batches: texts.Batches, words: str) ->
     sites = tuple(item.site for item in captures)
     swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in sites}
     head_units = units(swaps, "heads", {item.site: item.call.query.shape[1] for item in captures})
-    work = (loaded, sites, swaps, head_units)
+    setup = SwapSetup(loaded, sites, swaps, task)
     blocks = zip(feed(loaded, batches, task, seed=0), batches, strict=True)
-    rows = [sweep(*work, [fed], task, Design.plain(item.size), "auto", lambda _: None).harms for fed, item in blocks]
+    rows = [sweep(setup, head_units, [fed], Design.plain(item.size), lambda _: None).harms for fed, item in blocks]
     return torch.stack(rows), [site.layer for site, _ in head_units], [(site.path, head) for site, head in head_units]
 
 

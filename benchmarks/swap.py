@@ -163,6 +163,7 @@ def compare_sweep(
     from attnlens.models import hooks
     from attnlens.models.texts import Batch, Batches
     from attnlens.models.texts.targets import feed, task_of
+    from attnlens.runs.swap.sites import SwapSetup
     from attnlens.runs.swap.sweep import sweep, units
 
     task = task_of(loaded.model)
@@ -171,7 +172,7 @@ def compare_sweep(
     chosen = units(swaps, "layers", {})
     start = time.perf_counter()
     design = Design.plain(sum(len(batch.inputs["input_ids"]) for batch in fed))
-    sweep(loaded, sites, swaps, chosen, fed, task, design, "auto", lambda _done: None)
+    sweep(SwapSetup(loaded, sites, swaps, task), chosen, fed, design, lambda _done: None)
     resumed = time.perf_counter() - start
     start = time.perf_counter()
     for site in swaps:

@@ -39,6 +39,7 @@ from attnlens.report.sections.plans import numbers_kept, plan_lines, plan_rows
 from attnlens.runs.swap import fit as fit_module
 from attnlens.runs.swap.fit import output_metrics
 from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sites import SwapSetup
 
 RANK = parsed("rank:65536")
 SHORT = {"windows": 16, "length": 64} | BARE
@@ -48,7 +49,7 @@ def bases(model, sites, swaps, batches, progress):
     """The directions of every swapped site, in one pass of the original model, in the form that its kernel names."""
     form = next(iter(swaps.values())).kernel
     every = [("", fed) for fed in batches]
-    return fit_forms(model, sites, swaps, [form], every, "hidden", 0, progress)[form.spelling][None]
+    return fit_forms(SwapSetup(model, sites, swaps), [form], every, progress)[form.spelling][None]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def budgeting(model, *, layers=None):
     """A search over all sites, or some."""
     sites = sites_of(model.model, batches_of(model).batches[0].inputs)
     swaps = {site: hooks.Replacement(RANK) for site in sites if layers is None or site.layer in layers}
-    return room.Budgeting(model, sites, swaps, "causal", "auto", 0, lambda _: None, form_named=True)
+    return room.Budgeting(model, sites, swaps, "causal", progress=lambda _: None, form_named=True)
 
 
 def grouped(name="llama"):
@@ -153,7 +154,7 @@ def test_sensitivities_are_the_second_moments_of_a_naive_softmax_over_queries():
     found = budgeting(model)
     fed = feed(model, batches_of(model, sequences=4, tokens=12), "causal", 0)
     maps = bases(model, found.sites, found.swaps, fed, lambda _: None)
-    ours = sensitivities(model, found.sites, maps, fed, "causal", 3, lambda _: None)
+    ours = sensitivities(replace(found, seed=3), maps, fed, lambda _: None)
     calls, answers, loss, drawn = sampled(model, found.sites, fed[0], 3)
     gradients = dict(zip(answers, torch.autograd.grad(loss, list(answers.values())), strict=True))
     for site, basis in maps.items():
@@ -184,12 +185,12 @@ def test_only_levels_are_estimated_and_the_ranks_between_lie_on_lines():
     assert len(nested_steps(found.double())) == 16, "no step ends between two levels"
 
 
-def of_logits(loaded, sites, found, batches, task, seed, progress):
+def of_logits(search, found, batches, progress):
     """What a gradient of the logits says: ½ Σ_i (Σ_{l>r} ⟨q_i, a_l⟩⟨b_l, g_i⟩)², g_i = ∂loss/∂q_i."""
     totals = {site: torch.zeros(len(basis.kv_heads), basis.latents.head_dim + 1) for site, basis in found.items()}
     count = 0
     for fed in batches:
-        calls, _, loss, drawn = sampled(loaded, sites, fed, seed)
+        calls, _, loss, drawn = sampled(search.loaded, search.sites, fed, search.seed)
         count += drawn
         for site, slope in zip(found, torch.autograd.grad(loss, [calls[site].query for site in found]), strict=True):
             query = calls[site].query.detach().double()
@@ -232,9 +233,7 @@ def test_sensitivities_leave_the_model_as_it_was():
     model.model.requires_grad_(False)
     found = budgeting(model)
     fed = feed(model, batches_of(model), "causal", 0)
-    sensitivities(
-        model, found.sites, bases(model, found.sites, found.swaps, fed, lambda _: None), fed, "causal", 0, int
-    )
+    sensitivities(found, bases(model, found.sites, found.swaps, fed, lambda _: None), fed, int)
     assert not any(weight.requires_grad for weight in model.model.parameters())
     assert all(weight.grad is None for weight in model.model.parameters())
 
@@ -831,7 +830,7 @@ class Fitted(Exception):  # noqa: N818  # it is no error: it carries what was ab
 def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
     """As many windows of each, though either text alone would be long enough."""
 
-    def stop(loaded, sites, swaps, forms, batches, *_):
+    def stop(setup, forms, batches, progress):
         raise Fitted([row for _, fed in batches for row in fed.inputs["input_ids"].tolist()])
 
     monkeypatch.setattr(room, "fit_forms", stop)
@@ -858,10 +857,10 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
     """The output metric of each text is of that text alone, whatever the batch size: no text's leaks to the others."""
     read = []
 
-    def watched(loaded, sites, fed, *rest):
+    def watched(setup, fed):
         fed = list(fed)
         read.append([row for one in fed for row in one.inputs["input_ids"].tolist()])
-        return output_metrics(loaded, sites, fed, *rest)
+        return output_metrics(setup, fed)
 
     monkeypatch.setattr(fit_module, "output_metrics", watched)
     form, text = parsed("rank:2,metric=output"), BOOK[0].text
@@ -871,7 +870,7 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
     fed = by_text(feed(demo, batches, "causal", 0), part)
     sites = sites_of(demo.model, batches.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(form))
-    found = fit_forms(demo, sites, swaps, [form], fed, "causal", 0, lambda _: None)
+    found = fit_forms(SwapSetup(demo, sites, swaps, "causal"), [form], fed, lambda _: None)
     names = list(dict.fromkeys(batches.parts))
     assert len(names) == len(read) > 1
     for name, rows in zip(names, read, strict=True):

@@ -16,16 +16,17 @@ from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import descent as room
-from attnlens.lab.heal.descent import Descent, shape, split
+from attnlens.lab.heal import pipeline as room
 from attnlens.lab.heal.healer import Healer, trainable
+from attnlens.lab.heal.pipeline import Descent, shape, split
 from attnlens.models import hooks, texts
 from attnlens.report.report import read_report
-from attnlens.requests.swap import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.swap import pipeline as entry
 from attnlens.runs.swap.fit import SHARES, Search, fit
 from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sites import SwapSetup
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
@@ -138,7 +139,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
-    train, back = split(Healer(demo, (), {}, "causal", "auto", HealOptions(Amount(200, "steps"))), fed)
+    train, back = split(Healer(demo, (), {}, "causal", options=HealRequest(train=Amount(200, "steps"))), fed)
     assert (len(train), len(back)) == (18, 2)
     places = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
     assert sorted(places[id(one.inputs)] for one in (*train, *back)) == list(range(20))
@@ -170,7 +171,7 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
     held_out = evaluated.batches[0].inputs
     sites = sites_of(model.model, held_out)
     plain = dict.fromkeys(sites, hooks.Replacement(parsed("rbf")))
-    fitted = fit(model, sites, plain, calibrated, lambda _: None)
+    fitted = fit(SwapSetup(model, sites, plain), calibrated, lambda _: None)
     before, after = (site_errors(model.model, swaps, held_out) for swaps in (plain, fitted))
     assert after.mean() < 0.97 * before.mean()
     assert all(swap.kernel.fitted["origin"].abs().max() > 0 for swap in fitted.values())
@@ -216,7 +217,7 @@ def test_a_fit_sees_the_heads_own_queries_and_keys_whatever_the_tie(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4))
     sites = sites_of(demo.model, fed.batches[0].inputs)
     plain, tied = (
-        fit(demo, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words))), fed, lambda _: None)
+        fit(SwapSetup(demo, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words)))), fed, lambda _: None)
         for words in ("rank:6", "rank:6+tied-query")
     )
     for site in sites:
@@ -382,11 +383,11 @@ def healer(model, words, heads=None, **more):
     sites = sites_of(model.model, inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
     if more.get("fitted"):
-        swaps = fit(model, sites, swaps, fed, lambda _: None)
-    asked = HealOptions(Amount(more.get("steps", 6), "steps"))
-    made = Healer(model, sites, swaps, more.get("task", "causal"), "auto", asked)
+        swaps = fit(SwapSetup(model, sites, swaps), fed, lambda _: None)
+    asked = HealRequest(train=Amount(more.get("steps", 6), "steps"))
+    made = Healer(model, sites, swaps, more.get("task", "causal"), options=asked)
     evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
-    return made, room.heal(made, fed, evaluate, lambda _: None)
+    return made, room.run_training(made, fed, evaluate, lambda _: None)
 
 
 @pytest.mark.parametrize("heads", [None, (0, 5)])

@@ -18,22 +18,33 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
-from attnlens.lab.heal import descent
-from attnlens.lab.heal.descent import adamw, cut_parts, descend, heal, split
-from attnlens.lab.heal.healer import Distances, Healer, Trained, measure_distances, transfer, transfer_errors
+from attnlens.lab.heal import healer as students
+from attnlens.lab.heal import pipeline
+from attnlens.lab.heal.healer import (
+    Distances,
+    Healer,
+    Trained,
+    adamw,
+    descend,
+    measure_distances,
+    transfer,
+    transfer_errors,
+)
+from attnlens.lab.heal.pipeline import cut_parts, run_training, split
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate
 from attnlens.report.report import read_report
 from attnlens.report.sections.plans import healing_lines as healing_sentences
-from attnlens.requests.swap import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.sites import SwapSetup
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
 
-STEPS = HealOptions(Amount(3, "steps"))
+STEPS = HealRequest(train=Amount(3, "steps"))
 
 
 def prepared(model, words="rbf", task="causal", seed=0, **more):
@@ -41,7 +52,7 @@ def prepared(model, words="rbf", task="causal", seed=0, **more):
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words)))
-    found = Healer(model, sites, swaps, task, "auto", replace(STEPS, **more), seed)
+    found = Healer(model, sites, swaps, task, seed, options=STEPS.with_options(**more))
     found.prepare(fed.batches[0])
     return found, fed
 
@@ -301,8 +312,8 @@ def test_a_latent_that_heads_share_is_trained_as_one(words):
     model = family("llama")
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
     sites = sites_of(model.model, fed.batches[0].inputs)
-    swaps = fit(model, sites, {site: hooks.Replacement(parsed(words)) for site in sites}, fed, lambda _: None)
-    healer = Healer(model, sites, swaps, "causal", "auto", STEPS)
+    swaps = fit(SwapSetup(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words)))), fed, lambda _: None)
+    healer = Healer(model, sites, swaps, "causal", options=STEPS)
     healer.prepare(fed.batches[0])
     optimiser = adamw(healer.leaves, 1e-2)
     descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "transfer", 1e-2)
@@ -348,9 +359,9 @@ class Planted:
 
 
 def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
-    monkeypatch.setattr(descent, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
+    monkeypatch.setattr(students, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
     planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
-    rate, tried = descent.choose_rate(planted, "whole", [fed] * 8, fed)
+    rate, tried = students.choose_rate(planted, "whole", [fed] * 8, fed)
     assert not planted.leaves[0].any(), "the numbers are put back"
     assert all(isinstance(one, HealingRate) for one in tried)
 
@@ -423,7 +434,7 @@ def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):
 def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
     """Where no check is nearer than the start, the stage goes on with smaller steps from the rate first chosen."""
     tried = [HealingRate(rate=rate, validation=1.0) for rate in (1.0, 3.0)]
-    monkeypatch.setattr(descent, "choose_rate", lambda *_args: (3.0, tried))
+    monkeypatch.setattr(pipeline, "choose_rate", lambda *_args: (3.0, tried))
     found = attnlens.heal(demo, "rbf", train=12, **READ).swap.healing.stages[0]
     assert found.lowered_from == 3.0
     assert found.learning_rate in (pytest.approx(3.0 * 0.1**times) for times in range(1, 8))
@@ -434,5 +445,5 @@ def test_heal_and_split_keep_training_text_apart(demo):
     healer, fed = prepared(demo)
     train, back = split(healer, fed)
     assert not {id(one.inputs) for one in train} & {id(one.inputs) for one in back}
-    found = heal(healer, fed, lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None, lambda _: None)
+    found = run_training(healer, fed, lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None, lambda _: None)
     assert found.tokens == 3 * 8 * 16

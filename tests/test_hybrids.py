@@ -26,6 +26,7 @@ from attnlens.report.sections.reference import explanation
 from attnlens.runs.swap.fit import NearShares, expand_parameters
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
+from attnlens.runs.swap.sites import SwapSetup
 
 HEADS, DIM = 2, 4
 OWN = parsed("exponential")
@@ -345,7 +346,7 @@ def test_elu_gets_a_weight_of_near_keys_to_train(demo: loading.Loaded) -> None:
     text = placeholder(demo, 2, seed=0).batches
     sites = tuple(found.site for found in hooks.survey(demo.model, text[0].inputs))
     bare = {sites[1]: hooks.Replacement(parsed("elu+hybrid:16"), (0, 3))}
-    found = expand_parameters(demo, sites, bare, text)[sites[1]].kernel
+    found = expand_parameters(SwapSetup(demo, sites, bare), text)[sites[1]].kernel
     assert {name: part.tolist() for name, part in found.fitted.items()} == {"near_log_weight": [0.0, 0.0]}
     assert found.trainable == ("near_log_weight",)
 

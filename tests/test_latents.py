@@ -24,6 +24,7 @@ from attnlens.records import Call
 from attnlens.report.sections.swaps import formula
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sites import SwapSetup
 
 SMALL = {"windows": 4, "length": 24, "batch_size": 4}
 FORMS = ["group=1", "group=2", "group=all", "group=1,rotation=before", "group=all,rotation=before"]
@@ -61,7 +62,7 @@ def swapped(model, words, cut=None):
     batches = texts.batches(model, texts.sample("demo"), cut or Cut(tokens=24, sequences=12, batch_size=4))
     sites = sites_of(model.model, batches.batches[0].inputs)
     swaps = {site: hooks.Replacement(parsed(words)) for site in sites}
-    return sites, fit(model, sites, swaps, batches, lambda _: None, "causal"), batches.batches[0].inputs
+    return sites, fit(SwapSetup(model, sites, swaps, "causal"), batches, lambda _: None), batches.batches[0].inputs
 
 
 # --- what is exact ----------------------------------------------------------------------------------------------------

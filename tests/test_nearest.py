@@ -23,6 +23,7 @@ from attnlens.kernels.nearest import NearestFit, factorise, nearest_positive, ne
 from attnlens.models import hooks, texts
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sites import SwapSetup
 
 FITTED = ["symmetric", "positive", "no-key", "no-skew"]
 TIES = {"symmetric": "skewless", "no-skew": "skewless", "positive": "mercer", "no-key": "keyless"}
@@ -340,9 +341,8 @@ def test_a_fit_through_the_pipeline_is_the_same_fit(demo_calls):
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=2, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=16, **cut), apart_from=evaluated)
     sites = sites_of(model.model, evaluated.batches[0].inputs)
-    swaps = fit(
-        model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("nearest:positive"))), calibrated, lambda _: None
-    )
+    plain = dict.fromkeys(sites, hooks.Replacement(parsed("nearest:positive")))
+    swaps = fit(SwapSetup(model, sites, plain), calibrated, lambda _: None)
     for site, seen in zip(sites, demo_calls[0], strict=True):
         own = fitted_to(seen, "positive").fitted
         torch.testing.assert_close(swaps[site].kernel.fitted["gate"], own["gate"], rtol=1e-4, atol=1e-5)

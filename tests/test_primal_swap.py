@@ -25,10 +25,11 @@ from attnlens.kernels.registry import Fit
 from attnlens.lab.heal.healer import Healer
 from attnlens.models import hooks, texts
 from attnlens.records import Call
-from attnlens.requests.swap import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealRequest
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
+from attnlens.runs.swap.sites import SwapSetup
 
 STEPS = Amount(1, "steps")
 
@@ -307,7 +308,9 @@ def test_scores_do_better_than_no_scores(demo):
     """The control: with W_c = 0 each head gives its mean output."""
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
-    swaps = fit(demo, sites, {site: hooks.Replacement(parsed("primal:16")) for site in sites}, batch, lambda _: None)
+    swaps = fit(
+        SwapSetup(demo, sites, dict.fromkeys(sites, hooks.Replacement(parsed("primal:16")))), batch, lambda _: None
+    )
     silent = {
         site: hooks.Replacement(
             swap.kernel.with_fitted({**swap.kernel.fitted, "output_map": swap.kernel.fitted["output_map"] * 0})
@@ -326,8 +329,8 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
     chosen = {sites[1]: hooks.Replacement(parsed("primal:4"), (1, 5)), sites[3]: hooks.Replacement(parsed("primal:4"))}
-    swaps = fit(demo, sites, chosen, batch, lambda _: None)
-    healer = Healer(demo, sites, swaps, "causal", "auto", HealOptions(STEPS, eta=0.5, convention=convention))
+    swaps = fit(SwapSetup(demo, sites, chosen), batch, lambda _: None)
+    healer = Healer(demo, sites, swaps, "causal", options=HealRequest(train=STEPS, eta=0.5, ksvd_convention=convention))
     inputs = batch.batches[0].inputs
     healer.prepare(batch.batches[0])
     seen = {}
@@ -354,7 +357,7 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
     assert float(added) == pytest.approx(0.5 * float(expected.detach()), rel=1e-3)
     assert expected > 1e-4
     with torch.no_grad():
-        healer.options = HealOptions(STEPS, eta=0.0, convention=convention)
+        healer.options = HealRequest(train=STEPS, eta=0.0, ksvd_convention=convention)
         assert loss_of(healer, inputs) == distance_of(healer, inputs)
 
 
@@ -362,16 +365,18 @@ def test_eta_keeps_the_objective_small(demo):
     found = []
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=16, batch_size=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
-    swaps = fit(demo, sites, {site: hooks.Replacement(parsed("primal:8")) for site in sites}, batch, lambda _: None)
+    swaps = fit(
+        SwapSetup(demo, sites, dict.fromkeys(sites, hooks.Replacement(parsed("primal:8")))), batch, lambda _: None
+    )
     for eta in (0.0, 3.0):
-        healer = Healer(demo, sites, dict(swaps), "causal", "auto", HealOptions(STEPS, eta=eta))
+        healer = Healer(demo, sites, dict(swaps), "causal", options=HealRequest(train=STEPS, eta=eta))
         healer.prepare(batch.batches[0])
         optimiser = torch.optim.AdamW(healer.leaves, lr=1e-3, weight_decay=0.0)
         for _ in range(25):
             optimiser.zero_grad()
             loss_of(healer, batch.batches[0].inputs).backward()
             optimiser.step()
-        healer.options, penalties = HealOptions(STEPS, eta=1.0), []
+        healer.options, penalties = HealRequest(train=STEPS, eta=1.0), []
         with torch.no_grad():
             distance_of(healer, batch.batches[0].inputs, penalties)
         found.append(float(sum(penalties)))

@@ -60,7 +60,7 @@ class Trial:
 
 def searched(costs, trial):
     """The rank that the budget's own search finds, and the estimate that it is chosen by; None where it keeps all."""
-    search = Budgeting(None, (), {}, "causal", "auto", 0, lambda _: None)
+    search = Budgeting(None, (), {}, "causal", progress=lambda _: None)
     nothing = torch.zeros(1, RANKS, RANKS)
     search.bases = {None: Basis((0,), (0,), Latents(((0,),), (0,), nothing, nothing))}
     search.table, search.steps = costs[None], nested_steps(costs[None])

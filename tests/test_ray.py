@@ -41,7 +41,7 @@ def cluster():
 
 def spread(cluster: str, folder: Path, names: list[str], seed: int = 0, **more: Any) -> Outcome:
     """Compute units as tasks of the cluster."""
-    plan = WorkPlan(folder / "work", engine="ray", address=cluster)
+    plan = WorkPlan(work=folder / "work", engine="ray", address=cluster)
     plan.check()
     elsewhere = work_units.opened, (str(folder), seed)
     here = lambda _name: pytest.fail("Not here.")  # noqa: E731
@@ -67,7 +67,7 @@ def test_a_worker_that_is_killed_or_a_unit_that_fails_loses_nothing(cluster, tmp
 
 def test_paths_start_from_the_folder_of_who_asks_and_an_interruption_ends_the_tasks(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = WorkPlan("work", engine="ray", address=cluster)
+    plan = WorkPlan(work="work", engine="ray", address=cluster)
 
     def interrupt(_name: str) -> None:
         while not (tmp_path / "long.begun").exists():

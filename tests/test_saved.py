@@ -22,6 +22,7 @@ from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.kernel_run import KernelRun, changed_weights
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import UnsavedError, load_swapped, save_swapped
+from attnlens.runs.swap.sites import SwapSetup
 
 READ = {"windows": 4, "length": 16, "batch_size": 4} | BARE
 
@@ -118,7 +119,7 @@ def test_every_kind_of_kernel_comes_back(demo, inputs, tmp_path, words, layers):
         sizes = {"tokens": READ["length"], "batch_size": READ["batch_size"]}
         evaluated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=READ["windows"], **sizes))
         calibrated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=32, **sizes), apart_from=evaluated)
-        swaps = fit(demo, sites, swaps, calibrated, lambda _: None)
+        swaps = fit(SwapSetup(demo, sites, swaps), calibrated, lambda _: None)
     with hooks.replace(demo.model, sites, swaps):
         expected = outputs(demo.model, inputs)
     back = load_swapped(save)

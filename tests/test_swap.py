@@ -638,7 +638,7 @@ def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
 
 def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
     """A forward pass that fits says nothing of one that trains."""
-    monkeypatch.setattr("attnlens.lab.heal.descent.heal", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.lab.heal.pipeline.run_training", lambda *_: really_failing())
     with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
         attnlens.heal(demo, "rbf", train=2, **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."

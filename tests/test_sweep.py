@@ -15,6 +15,7 @@ from attnlens.models.texts.targets import feed, task_of
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.swap import sweep as room
 from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sites import SwapSetup
 from attnlens.runs.swap.sweep import sweep, units
 
 READ = {"windows": 4, "length": 16, "batch_size": 2} | BARE
@@ -103,7 +104,7 @@ def swept(model, words="rbf", what="layers"):
     heads = {reached.site: reached.call.query.shape[1] for reached in hooks.survey(model.model, fed[0].inputs)}
     chosen = units(swaps, what, heads)
     design = Design.of(found.parts)
-    return lambda: sweep(model, sites, swaps, chosen, fed, task_of(model.model), design, "auto", lambda _: None)
+    return lambda: sweep(SwapSetup(model, sites, swaps, task_of(model.model)), chosen, fed, design, lambda _: None)
 
 
 def test_layers_before_the_swapped_one_are_not_computed(demo):

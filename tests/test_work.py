@@ -37,7 +37,7 @@ VALUES = {name: {"numbers": torch.arange(3.0) + at, "at": at} for at, name in en
 
 @pytest.fixture
 def plan(tmp_path) -> WorkPlan:
-    return WorkPlan(tmp_path / "work")
+    return WorkPlan(work=tmp_path / "work")
 
 
 @pytest.fixture
@@ -370,7 +370,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_but_a_shard_ends(plan, store, 
     assert same(run_units(NAMES, compute, plan, store).values, VALUES)
     assert [message.split(" is not kept")[0] for message in caplog.messages] == NAMES[1:]
     assert "No space left on device" in caplog.messages[0]
-    shard = WorkPlan(plan.work, shard=(1, 1))
+    shard = WorkPlan(work=plan.work, shard="1/1")
     computed.clear()
     refused(OutputError, lambda: run_units(NAMES, compute, shard, store), "No space left on device")
     assert computed == NAMES[1:2], "it was not tried again, and what was finished stays"
@@ -392,14 +392,14 @@ def test_a_place_that_can_not_be_written_is_refused_before_the_work_and_the_user
 ):
     (tmp_path / "file").touch()
     for place in ("file", "file/inside"):
-        refused(OutputError, WorkPlan(tmp_path / place).check, place, "--work")
-    WorkPlan(tmp_path / "new").check()
+        refused(OutputError, WorkPlan(work=tmp_path / place).check, place, "--work")
+    WorkPlan(work=tmp_path / "new").check()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    refused(OutputError, WorkPlan(tmp_path / "new").check, "Permission denied", "--work")
+    refused(OutputError, WorkPlan(work=tmp_path / "new").check, "Permission denied", "--work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     WorkPlan().check()
     assert WorkPlan().store(FACTS) is None
-    for needed in (WorkPlan(shard=(1, 2)), WorkPlan(jobs=2)):
+    for needed in (WorkPlan(shard="1/2"), WorkPlan(jobs=2)):
         refused(OutputError, needed.check, "Permission denied")
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -410,13 +410,13 @@ def test_a_place_that_can_not_be_written_is_refused_before_the_work_and_the_user
 
 def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
     refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address applies only to --engine ray", "--engine ray")
-    refused(UsageError, partial(WorkPlan(tmp_path, jobs=2).check, ["a.txt", "-"]), "stdin")
-    refused(UsageError, WorkPlan("memory://units", jobs=2).check, "memory", "--work")
-    refused(UsageError, WorkPlan(tmp_path, engine="ray", address="127.0.0.1:9").check, "No Ray cluster answers")
+    refused(UsageError, partial(WorkPlan(work=tmp_path, jobs=2).check, ["a.txt", "-"]), "stdin")
+    refused(UsageError, WorkPlan(work="memory://units", jobs=2).check, "memory", "--work")
+    refused(UsageError, WorkPlan(work=tmp_path, engine="ray", address="127.0.0.1:9").check, "No Ray cluster answers")
     monkeypatch.setattr(work, "find_spec", lambda _: None)
-    error = refused(UsageError, WorkPlan(tmp_path, engine="ray").check, "Ray is not installed.")
+    error = refused(UsageError, WorkPlan(work=tmp_path, engine="ray").check, "Ray is not installed.")
     assert error.remedy == 'Run: pip install "attnlens[ray]"'
-    assert WorkPlan.of(InspectRequest(work="x", shard="2/3", length=3)) == WorkPlan("x", shard=(2, 3))
+    assert WorkPlan.of(InspectRequest(work="x", shard="2/3", length=3)) == WorkPlan(work="x", shard="2/3")
     assert WorkPlan.of(InspectRequest()) == NOTHING_KEPT
 
 
@@ -434,12 +434,12 @@ def memory():
 
 
 def test_units_are_kept_at_an_address_as_in_a_folder(memory, compute, computed, caplog):
-    plan = WorkPlan("memory://units/work")
+    plan = WorkPlan(work="memory://units/work")
     plan.check()
     store = plan.store(FACTS)
     assert store is not None
     with pytest.raises(ShardFinished):
-        run_units(NAMES, compute, WorkPlan(plan.work, shard=(1, 2)), store)
+        run_units(NAMES, compute, WorkPlan(work=plan.work, shard="1/2"), store)
     assert computed == NAMES[::2]
     run_units(NAMES, compute, plan, store)
     assert computed == [*NAMES[::2], NAMES[1]]
@@ -458,7 +458,7 @@ def test_units_are_kept_at_an_address_as_in_a_folder(memory, compute, computed, 
 
 
 def test_an_address_that_cannot_be_used_is_refused_in_two_lines(monkeypatch):
-    refused(UsageError, WorkPlan("nonsense://a/b").check, "nonsense", "--work")
+    refused(UsageError, WorkPlan(work="nonsense://a/b").check, "nonsense", "--work")
     import fsspec
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -473,7 +473,7 @@ def test_an_address_that_cannot_be_used_is_refused_in_two_lines(monkeypatch):
         mkdir = makedirs = exists = info
 
     monkeypatch.setattr(fsspec.filesystem("memory"), "__class__", Closed)
-    refused(OutputError, WorkPlan("memory://closed/b").check, "Unable to locate credentials", "--work")
+    refused(OutputError, WorkPlan(work="memory://closed/b").check, "Unable to locate credentials", "--work")
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def test_shards_in_any_order_and_then_the_same_run_without_one_compute_each_unit
     said = []
     for index in (3, 1):
         with pytest.raises(ShardFinished) as caught:
-            run_units(NAMES, compute, WorkPlan(plan.work, shard=(index, 3)), store)
+            run_units(NAMES, compute, WorkPlan(work=plan.work, shard=f"{index}/3"), store)
         said.append(str(caught.value))
     assert computed == [NAMES[2], NAMES[0]]
     assert said == [
@@ -594,22 +594,22 @@ def test_shards_in_any_order_and_then_the_same_run_without_one_compute_each_unit
 def test_a_shard_of_which_a_unit_failed_says_so_and_what_remains(plan, store, compute):
     broken = failing({NAMES[1]: [ValueError("odd")] * 2})
     with pytest.raises(ShardFinished) as caught:
-        run_units(NAMES, broken, WorkPlan(plan.work, shard=(1, 1)), store)
+        run_units(NAMES, broken, WorkPlan(work=plan.work, shard="1/1"), store)
     assert caught.value.failed == {NAMES[1]: "ValueError: odd"}
     assert (
         str(caught.value) == f"2 of 3 units are finished; {NAMES[1]} remains. The report is written after the last one."
     )
     with pytest.raises(ShardFinished) as caught:
-        run_units(NAMES, compute, WorkPlan(plan.work, shard=(4, 4)), store)
+        run_units(NAMES, compute, WorkPlan(work=plan.work, shard="4/4"), store)
     assert caught.value.finished == 2, "a shard without a unit computes none"
     with pytest.raises(
         ShardFinished, match=r"All 3 units are finished: run the command without --shard to write the report."
     ):
-        run_units(NAMES, compute, WorkPlan(plan.work, shard=(1, 1)), store)
+        run_units(NAMES, compute, WorkPlan(work=plan.work, shard="1/1"), store)
 
 
 def test_an_interrupted_shard_is_interrupted(plan, store):
-    shard = WorkPlan(plan.work, shard=(1, 1))
+    shard = WorkPlan(work=plan.work, shard="1/1")
     assert run_units(NAMES, failing({NAMES[1]: [KeyboardInterrupt()]}), shard, store).stopped
 
 
@@ -619,10 +619,10 @@ def test_an_interrupted_shard_is_interrupted(plan, store):
 @pytest.fixture
 def spread(tmp_path):
     """Runs units in two processes, each of which may count on nothing that is imported here."""
-    store = WorkPlan(tmp_path / "work").store(FACTS)
+    store = WorkPlan(work=tmp_path / "work").store(FACTS)
 
     def run(names: list[str], seed: int = 0, jobs: int = 2, **more: Any) -> work.Outcome:
-        plan = WorkPlan(tmp_path / "work", jobs=jobs)
+        plan = WorkPlan(work=tmp_path / "work", jobs=jobs)
         elsewhere = work_units.opened, (str(tmp_path), seed)
         with forkserver.workers():
             return run_units(names, lambda _: pytest.fail("Not here."), plan, store, elsewhere=elsewhere, **more)
@@ -675,11 +675,11 @@ def test_an_interruption_ends_the_processes_at_once_and_begins_no_other(spread, 
 
 def test_a_run_that_clears_what_a_worker_has_written_costs_no_unit(tmp_path, store, compute, monkeypatch):
     monkeypatch.setattr(work, "_in_processes", lambda names, *_: [(name, None) for name in names])
-    plan = WorkPlan(tmp_path, jobs=2)
+    plan = WorkPlan(work=tmp_path, jobs=2)
     elsewhere = work_units.opened, (str(tmp_path),)
     assert same(run_units(NAMES, compute, plan, store, elsewhere=elsewhere).values, VALUES)
     monkeypatch.setattr(work, "_on_ray", lambda names, *_: [(name, None) for name in names])
-    plan = WorkPlan(tmp_path, engine="ray")
+    plan = WorkPlan(work=tmp_path, engine="ray")
     refused(ModelError, lambda: run_units(NAMES, compute, plan, store, elsewhere=elsewhere), "all workers must share")
 
 

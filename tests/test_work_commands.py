@@ -28,7 +28,7 @@ from safetensors.torch import load, save
 
 import attnlens
 from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
-from attnlens.lab.heal.descent import Descent
+from attnlens.lab.heal.pipeline import Descent
 from attnlens.lab.ranks import search
 from attnlens.lab.ranks.pipeline import rank_work
 from attnlens.requests import RanksRequest, SwapRequest

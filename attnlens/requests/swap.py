@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from attnlens import arguments
-from attnlens.arguments import LARGEST, Budget, format_argument
+from attnlens.arguments import LARGEST, format_argument, path
 from attnlens.choices import BUDGETED, ETA, KERNEL, Convention, HealingGoal, HealingUnit, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
@@ -28,6 +27,7 @@ from attnlens.requests.fields import (
     checks,
     keyword,
     option,
+    spelled,
     switch,
     words,
 )
@@ -45,7 +45,13 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {  # Counted quantity and size of 
 }
 STEPS = 200  # Training steps of a healing by default
 MOST_DIRECTIONS = 65536  # Rank above every head_dim, so that it removes nothing
-LATENTS = re.compile(r"([a-z]+=[a-z0-9]+(,|$))+")  # Form of latents, as in `group=all,rotation=before`
+LATENTS = "([a-z]+=[a-z0-9]+(,|$))+"  # Form of latents, as in `group=all,rotation=before`
+LatentForm = Annotated[
+    str,
+    spelled(
+        f"(?!.*rank=){LATENTS}", "--latents: cannot parse {}.", "Write, e.g., --latents group=all,rotation=before."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class RanksRequest(KeptRequest, KernelRequest):
         metavar="BUDGET",
         shown="loss:1%",
     )
-    latents: str | None = option(
+    latents: LatentForm | None = option(
         "Form of the latents: `group=N|all` (key heads per latent), `rotation=before|after`, "
         "`metric=attention|output`, joined by commas.",
         metavar="FORM",
@@ -176,201 +182,135 @@ class HealRequest(KeptRequest, KernelRequest):
     ranks: object = one_file("Ranks for --kernel rank, from this plan (written by `ranks --plan`).")
 
 
-@dataclass(frozen=True)
-class SwapOptions:
-    """Validated options of one run: its kernels and what to measure; the fields are those of the requests."""
-
-    kernels: list[Kernel]
-    part: Part | None
-    controls: bool
-    generate: int
-    prompts: str | None
-    calibration: Sequence[str]
-    save: Path | None
-    sweep: Sweep | None = None
-    predictors: bool = False
-    fit: bool = False
-    path: Route = "auto"
-
-    @classmethod
-    def of(cls, spellings: Sequence[str], request: KernelRequest) -> SwapOptions:
-        """Build the options from the spellings of kernels and the options of a request.
-
-        Raise UsageError for contradictions, OutputError if --save cannot write its folder.
-        """
-        from attnlens.kernels import parsed
-
-        files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
-        reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
-        if len(reading) > 1:
-            raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Read one of them from a file.")
-        if request.prompts is not None and not request.generate:
-            raise UsageError("prompts have no effect with generate=0.", "Omit one of them.")
-        if request.save is not None:
-            check_folder(Path(request.save))
-        for spelling in spellings:
-            name, _, form = spelling.partition(":")
-            if name == BUDGETED and (not form or LATENTS.fullmatch(form)) and "rank=" not in form:
-                more = f",{form}" if form else ""
-                raise UsageError(
-                    f"Kernel `{BUDGETED}` needs a rank, the dimensions kept per head.",
-                    f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%.",
-                )
-        kernels = [parsed(spelling, allow_signed=getattr(request, "allow_signed", False)) for spelling in spellings]
-        names = ("part", "controls", "generate", "calibration", "sweep", "predictors", "fit", "path")
-        options = cls(
-            **{name: getattr(request, name) for name in names if hasattr(request, name)},
-            kernels=list({kernel.spelling: kernel for kernel in kernels}.values()),
-            prompts=request.prompts,
-            save=None if request.save is None else Path(request.save),
-        )
-        for kernel in options.kernels if options.fit else ():
-            if len(options.kernels) == 1 and not kernel.fits:
-                raise UsageError(
-                    f"{kernel.info.name} has no free parameters to fit.",
-                    "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
-                )
-            if kernel.oracle or kernel.tie is not None:
-                reason = f"with {kernel.tie}, its logits are not those of the head"
-                if kernel.oracle:
-                    reason = "it decomposes the evaluated text's own logits"
-                remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
-                raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
-        return options
-
-    @property
-    def reads_calibration(self) -> bool:
-        """True if a kernel is fitted to calibration text."""
-        return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or self.fit) for kernel in self.kernels)
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """Checked options on the ranks of the kernel `rank`; those of a plan, if there is one."""
-
-    budget: Budget
-    plan: Plan | None  # Plan whose ranks are used instead of a search
-    latents: str | None  # Form of the latents; None: chosen by the search
-
-    @classmethod
-    def of(cls, request: RanksRequest | HealRequest) -> RankOptions:
-        """Build the options. Raise UsageError for contradictions, or if a plan cannot be read."""
-        latents, ranks = getattr(request, "latents", None), request.ranks
-        if ranks is None:
-            readable = isinstance(latents, str) and LATENTS.fullmatch(latents) and "rank=" not in latents
-            if latents is not None and not readable:
-                raise UsageError(
-                    f"--latents: cannot parse {format_argument(latents)}.",
-                    "Write, e.g., --latents group=all,rotation=before.",
-                )
-            return cls(arguments.budget(getattr(request, "budget", None) or "loss:1%"), None, latents)
-        for name in ("budget", "latents", "layers", "heads", "part"):
-            if getattr(request, name, None) is not None:
-                raise UsageError(f"The plan of --ranks already sets --{name}.", f"Leave out --{name} or --ranks.")
-        from attnlens.records import Plan, read_plan
-
-        if not isinstance(ranks, Plan | str | os.PathLike):
-            problem = f"ranks={format_argument(ranks)} is neither a plan nor a path."
-            raise UsageError(problem, "Give the path of a plan.")
-        plan = ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
-        return cls(Budget(plan.unit, plan.budget), plan, plan.form)
-
-    @property
-    def spelling(self) -> str:
-        """Spelling of the kernel until ranks are chosen: its rank removes nothing."""
-        return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{self.latents}" if self.latents else "")
-
-    @property
-    def selection(self) -> dict[str, list[int] | Part | None]:
-        """Layers, heads and part that a plan was made for; empty without a plan."""
-        if self.plan is None:
-            return {}
-        return {"layers": self.plan.settings.layers, "heads": self.plan.settings.heads, "part": self.plan.part}
-
-
-@dataclass(frozen=True)
-class HealOptions:
-    """Checked options of one healing; the fields are those of HealRequest."""
-
-    amount: Amount
-    batch: int | None = None  # Sequences per optimiser step; None: those of a forward pass
-    rank: int | None = None
-    goal: HealingGoal = "teacher"
-    control: bool = False
-    checkpointing: bool = False
-    eta: float | None = None  # Weight of the KSVD regulariser; None without regularisation
-    convention: Convention = "paper"
-
-    @classmethod
-    def of(cls, kernel: Kernel, request: HealRequest) -> HealOptions:
-        """Build the options. Raise UsageError for contradictions, and for a kernel that can't be trained."""
-        if kernel.oracle:
-            raise UsageError(
-                f"{kernel.spelling} can't be healed: it decomposes the evaluated text's own logits.",
-                "Omit oracle: only the fitted form can be trained.",
-            )
-        if not kernel.has_gradient:
-            raise UsageError(f"{kernel.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
-        if request.control and request.learn != "text":
-            raise UsageError(
-                "--control has no effect here: the original model already makes its own predictions.",
-                "Add --learn text, so that both models are trained on the text.",
-            )
-        plain = {name: getattr(request, name) for name in ("batch", "rank", "control", "checkpointing")}
-        eta, convention = request.eta, request.ksvd_convention
-        if kernel.info.form == "output":
-            eta = ETA if eta is None else eta
-        elif eta is not None or convention != "paper":
-            name = "ksvd_convention" if eta is None else "eta"
-            raise UsageError(f"{name} applies only to the kernel primal.", "Leave it out, or heal primal:8.")
-        return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
-
-
-def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOptions:
-    """Return the options of `swap_kernel`. Raise UsageError for contradictions."""
-    options = SwapOptions.of(words("kernels", kernels), request)
-    if not options.kernels:
+def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:
+    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions between the options."""
+    kernels = _parse_kernels(words("kernels", spellings), request)
+    if not kernels:
         raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")
-    if options.save is not None:
-        if len(options.kernels) > 1:
-            raise UsageError(f"--save accepts a single kernel, not {len(options.kernels)}.", "Give one --kernel.")
+    if request.save is not None:
+        if len(kernels) > 1:
+            raise UsageError(f"--save accepts a single kernel, not {len(kernels)}.", "Give one --kernel.")
         for name in ("shard", "jobs", "engine"):
             if getattr(request, name) not in (None, 1, "local"):
                 raise UsageError(
                     f"--save writes the model of the current process, but with --{name} other processes modify it.",
                     f"Leave out --{name}, or --save.",
                 )
-    for kernel in options.kernels if options.sweep == "heads" else ():
+    for kernel in kernels if request.sweep == "heads" else ():
         if kernel.joins:
             raise UsageError(
                 f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually.",
                 "Use --sweep layers, or rank:group=1.",
             )
-    if options.calibration and not options.reads_calibration:
+    if request.calibration and not reads_calibration(kernels, request.fit):
         raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave it out.")
-    return options
+    return kernels
 
 
-def rank_options(request: RanksRequest) -> tuple[SwapOptions, RankOptions]:
-    """Return the options of `find_ranks`. Raise UsageError for contradictions."""
-    ranks = RankOptions.of(request)
-    return SwapOptions.of([ranks.spelling], request.with_options(**ranks.selection)), ranks
+def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
+    """Return the kernel, plan and completed options of `find_ranks`. Raise UsageError for contradictions."""
+    plan, request = _read_plan(request)
+    return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
 
-def heal_options(
+def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
-) -> tuple[SwapOptions, HealOptions, RankOptions | None]:
-    """Return the options of `heal`; those on ranks are None without a plan. Raise UsageError for contradictions."""
-    ranks = None if request.ranks is None else RankOptions.of(request)
-    if kernel is None:
-        kernel = KERNEL if ranks is None else BUDGETED
-    spellings = list(dict.fromkeys(words("kernel", kernel)))
+) -> tuple[list[Kernel], Plan | None, HealRequest]:
+    """Return the kernel, plan and completed options of `heal`. Raise UsageError for contradictions."""
+    plan, request = _read_plan(request)
+    spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
         raise UsageError(f"heal accepts a single kernel, not {len(spellings)}.", "Give one --kernel.")
-    if ranks is not None:
+    if plan is not None:
         if spellings != [BUDGETED]:
             raise UsageError(f"--ranks applies only to the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
-        spellings = [ranks.spelling]
-        request = request.with_options(**ranks.selection)
-    options = SwapOptions.of(spellings, request)
-    return options, HealOptions.of(options.kernels[0], request), ranks
+        spellings = [_unlimited(plan.form)]
+    (new,) = kernels = _parse_kernels(spellings, request)
+    if new.oracle:
+        raise UsageError(
+            f"{new.spelling} can't be healed: it decomposes the evaluated text's own logits.",
+            "Omit oracle: only the fitted form can be trained.",
+        )
+    if not new.has_gradient:
+        raise UsageError(f"{new.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
+    if request.control and request.learn != "text":
+        raise UsageError(
+            "--control has no effect here: the original model already makes its own predictions.",
+            "Add --learn text, so that both models are trained on the text.",
+        )
+    if new.info.form != "output" and (request.eta is not None or request.ksvd_convention != "paper"):
+        name = "ksvd_convention" if request.eta is None else "eta"
+        raise UsageError(f"{name} applies only to the kernel primal.", "Leave it out, or heal primal:8.")
+    return kernels, plan, request
+
+
+def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:
+    """Return True if a kernel is fitted to calibration text."""
+    return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or fit) for kernel in kernels)
+
+
+def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Kernel]:
+    """Parse kernels, each once. Raise UsageError for contradictions, OutputError if --save cannot write its folder."""
+    from attnlens.kernels import parsed
+
+    files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
+    reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
+    if len(reading) > 1:
+        raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Read one of them from a file.")
+    if request.prompts is not None and not request.generate:
+        raise UsageError("prompts have no effect with generate=0.", "Omit one of them.")
+    if request.save is not None:
+        check_folder(Path(request.save))
+    for spelling in spellings:
+        name, _, form = spelling.partition(":")
+        if name == BUDGETED and (not form or re.fullmatch(LATENTS, form)) and "rank=" not in form:
+            more = f",{form}" if form else ""
+            raise UsageError(
+                f"Kernel `{BUDGETED}` needs a rank, the dimensions kept per head.",
+                f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%.",
+            )
+    allow_signed, fit = (getattr(request, name, False) for name in ("allow_signed", "fit"))
+    parse = partial(parsed, allow_signed=allow_signed)
+    kernels = list({kernel.spelling: kernel for kernel in map(parse, spellings)}.values())
+    for kernel in kernels if fit else ():
+        if len(kernels) == 1 and not kernel.fits:
+            raise UsageError(
+                f"{kernel.info.name} has no free parameters to fit.",
+                "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
+            )
+        if kernel.oracle or kernel.tie is not None:
+            reason = f"with {kernel.tie}, its logits are not those of the head"
+            if kernel.oracle:
+                reason = "it decomposes the evaluated text's own logits"
+            remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
+            raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
+    return kernels
+
+
+R = TypeVar("R", RanksRequest, HealRequest)
+
+
+def _read_plan(request: R) -> tuple[Plan | None, R]:
+    """Return the plan of --ranks, and the options with the plan itself, its layers, heads and part.
+
+    Without --ranks, return None and the same options. Raise UsageError if the plan cannot be read or contradicts them.
+    """
+    from attnlens.records import Plan, read_plan
+
+    ranks = request.ranks
+    if ranks is None:
+        return None, request
+    if not isinstance(ranks, Plan | str | os.PathLike):
+        problem = f"ranks={format_argument(ranks)} is neither a plan nor a path."
+        raise UsageError(problem, "Give the path of a plan.")
+    plan = ranks if isinstance(ranks, Plan) else read_plan(path("ranks", ranks))
+    selection: dict[str, object] = {"layers": plan.settings.layers, "heads": plan.settings.heads, "part": plan.part}
+    for name in ("budget", "latents", *selection):
+        if getattr(request, name, None) is not None:
+            raise UsageError(f"The plan of --ranks already sets --{name}.", f"Leave out --{name} or --ranks.")
+    return plan, request.with_options(ranks=plan, **selection)
+
+
+def _unlimited(form: str | None) -> str:
+    """Return the spelling of the kernel `rank` until ranks are chosen: its rank removes nothing."""
+    return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")

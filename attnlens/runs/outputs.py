@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-Variant = Callable[[], AbstractContextManager[object]]
-"""Context manager that turns the original model into a changed one."""
-CLEAR = Path("/proc/self/clear_refs")
-"""File of Linux that resets this process's high-water mark of memory when a 5 is written to it."""
+Variant = Callable[[], AbstractContextManager[object]]  # changes the original model inside a block
+CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak of memory
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
@@ -77,7 +75,7 @@ class PassOutputs:
 
     logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions only
     hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens
-    owners: Int[Tensor, " tokens"] | None  # number of the sequence in the batch that owns each of these tokens
+    owners: Int[Tensor, " tokens"] | None  # index in the batch of each token's sequence
     seconds: float  # duration
 
 
@@ -94,14 +92,14 @@ def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " so
 def sequence_means(
     values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average values, one per True in `predicted`, over every sequence with predictions; return means and counts."""
+    """Average values, one per True in `predicted`, over each sequence with predictions; return means and counts."""
     return owned_means(values, predicted.nonzero()[:, 0], len(predicted))
 
 
 def owned_means(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average values over the `count` sequences that own them; return means and counts of those that own any."""
+    """Average the values of each of `count` sequences; return means and counts of the sequences with values."""
     owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, values)
@@ -153,7 +151,7 @@ def tokens_in(fed: Fed) -> int:
 
 
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """Compute KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
+    """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
 
     Σ (q − p) is 0 up to the rounding of both normalisations, which p log(q/p) contains too: here it cancels.
     """
@@ -187,13 +185,11 @@ FEWEST = 8  # minimum number of tokens for a mean: the loss of single tokens var
 
 @dataclass
 class TokenLosses:
-    """Loss of each predicted token under the original and a changed model, batch by batch."""
+    """Loss of each predicted token under the original and a changed model, by sequence."""
 
-    before: list[Float[Tensor, "sequences places"]] = field(default_factory=list)
-    """One row per sequence, its predicted tokens first; NaN after them."""
-    after: list[Float[Tensor, "sequences places"]] = field(default_factory=list)  # the same under the changed model
-    back: list[Int[Tensor, "sequences places"]] = field(default_factory=list)
-    """Distance to each token's evidence, in tokens; see `evidence`."""
+    before: list[Float[Tensor, " predicted"]] = field(default_factory=list)  # one tensor per sequence; can end in NaN
+    after: list[Float[Tensor, " predicted"]] = field(default_factory=list)  # losses of the changed model
+    back: list[Int[Tensor, " predicted"]] = field(default_factory=list)  # distances to the evidence, see `evidence`
 
     def add(
         self,
@@ -203,30 +199,18 @@ class TokenLosses:
     ) -> None:
         """Add the losses at a batch's targets: the original's, and the changed model's."""
         predicted = (targets != NOTHING).cpu()
-        counts = predicted.sum(1).tolist()
+        values = *(loss.double().cpu() for loss in losses), evidence(ids, targets)[predicted]
+        for rows, part in zip((self.before, self.after, self.back), values, strict=True):
+            rows += torch.split(part, predicted.sum(1).tolist())
 
-        def arrange(values: Tensor, filler: float) -> Tensor:
-            """Arrange values in one row per sequence."""
-            return pad_sequence(list(torch.split(values, counts)), batch_first=True, padding_value=filler)
-
-        for loss, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(arrange(loss.double().cpu(), torch.nan))
-        self.back.append(arrange(evidence(ids, targets)[predicted], 0))
-
-    def join(self) -> TokenLosses:
-        """Return the losses with all batches joined into one."""
-        return TokenLosses(*([part] for part in self._joined()))
-
-    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        before, after, back = (
-            pad_sequence([row for part in parts for row in part], batch_first=True, padding_value=filler)
-            for parts, filler in ((self.before, torch.nan), (self.after, torch.nan), (self.back, 0))
-        )
-        return before, after, back
+    def join(self) -> list[Tensor]:
+        """Return each list as one tensor with a row per sequence, filled up with NaN or, for distances, 0."""
+        fields = (self.before, torch.nan), (self.after, torch.nan), (self.back, 0)
+        return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
-        before, after, _ = self._joined()
+        before, after, _ = self.join()
         length, changes = before.shape[1], []
         bins = min(BINS, length)
         for start, end in pairwise(length * part // bins for part in range(bins + 1)):
@@ -246,7 +230,7 @@ class TokenLosses:
             distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
             return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
-        before, after, back = self._joined()
+        before, after, back = self.join()
         change, tokens = _change(before, after, back > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 

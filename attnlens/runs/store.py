@@ -32,8 +32,7 @@ T = TypeVar("T")
 LOG = logging.getLogger("attnlens")
 RUN = "run.json"  # file in a run's folder with the facts that its key hashes
 SUFFIX = ".safetensors"
-OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
-"""Names of the files of units, and of the folders with their parts."""
+OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")  # units' files, and folders of their parts
 OTHER_WORK = "Choose another folder with --work."
 PACKAGE = Path(__file__).parents[1]
 
@@ -95,7 +94,7 @@ class Store:
         path = self.path(name)
         with output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
             try:
-                # a folder or a pipe, which may never end, is not opened
+                # do not open a folder, or a pipe, which may never end
                 other = isinstance(path, Path) and path.exists() and not path.is_file()
                 return _parse(b"" if other else path.read_bytes(), self._stamp(name))
             except ValueError:
@@ -130,7 +129,7 @@ class Store:
             LOG.warning("%s is not kept. %s", clean(name), error.problem)
 
     def clear(self) -> None:
-        """Remove the run's files after its report is written; files of other origin stay."""
+        """Remove the run's files after its report is written; other files are not touched."""
         with suppress(OSError):  # another process may clear it at the same time
             for path in list(self.folder.iterdir()):
                 if path.name != RUN and not OWN_NAME.fullmatch(path.name):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ from platformdirs import user_cache_path
 from attnlens import errors
 from attnlens.files import with_home
 from attnlens.requests.fields import Request
+from attnlens.requests.run_options import SharedRequest
 from attnlens.runs.store import LOG, OTHER_WORK, Store, difference, key_of
 from attnlens.wording import clean
 
@@ -35,8 +36,7 @@ V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
 Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
 Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
-RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)
-"""Exceptions of a unit that may not recur at a second try."""
+RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # may not recur at a second try
 LOST = (
     "its process terminated twice: it was killed, perhaps for lack of memory, or started by a script that calls "
     "attnlens outside of `if __name__ == '__main__':`"
@@ -47,8 +47,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXP
 RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Connection preface of HTTP/2, which Ray's protocol uses, with empty settings (RFC 9113, section 3.4)."""
-ACCELERATORS = ("nvidiactl", "kfd", "dxg")
-"""Devices of NVIDIA, AMD and WSL: a process that has them open must not be forked."""
+ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # of NVIDIA, AMD and WSL: a process that has them open must not be forked
 
 
 class Stopped(KeyboardInterrupt):
@@ -72,31 +71,19 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]
-    """Reasons of units without a value, in the order of the run; without those that an interruption prevented."""
+    missing: dict[str, str]  # reasons of units without a value, except those that an interruption prevented
     stopped: bool  # True if the user interrupted the run
 
 
-@dataclass(frozen=True)
-class WorkPlan:
-    """Plan of where units are kept and who computes them: the options of `WorkRequest`."""
+class WorkPlan(SharedRequest):
+    """Plan of where units are kept and who computes them."""
 
-    work: str | os.PathLike[str] | None = None
-    resume: bool = True
-    shard: tuple[int, int] | None = None
-    jobs: int = 1
-    engine: str = "local"
-    address: str | None = None
     device: str = "auto"
 
     @classmethod
     def of(cls, request: Request) -> WorkPlan:
         """Build the plan from a request; fields that the request lacks keep their defaults."""
-        options = {each.name: getattr(request, each.name) for each in fields(cls) if hasattr(request, each.name)}
-        if shard := options.pop("shard", None):
-            index, _, count = shard.partition("/")
-            options["shard"] = int(index), int(count)
-        return cls(**options)
+        return cls(**{name: value for name, value in request.explicit().items() if name in cls.model_fields})
 
     @property
     def elsewhere(self) -> bool:
@@ -108,19 +95,20 @@ class WorkPlan:
         """Folder in which runs are kept, or the location behind an address (a `UPath`, which has the same methods)."""
         if self.work is None:
             return user_cache_path("attnlens", appauthor=False) / "work"
-        if "://" not in os.fspath(self.work):
-            return with_home(os.fspath(self.work))
+        if "://" not in self.work:
+            return with_home(self.work)
         try:
             from upath import UPath
 
-            return cast("Path", UPath(os.fspath(self.work)))
+            return cast("Path", UPath(self.work))
         except (ImportError, ValueError) as error:
             remedy = 'Give a folder, or e.g. s3://BUCKET/FOLDER; addresses need: pip install "attnlens[ray]"'
             raise errors.UsageError(f"--work {self.work}: {error}.", remedy) from None
 
     def select_units(self, names: Sequence[str]) -> Sequence[str]:
         """Return the units of this shard; all of them without one."""
-        return names if self.shard is None else names[self.shard[0] - 1 :: self.shard[1]]
+        index, _, count = (self.shard or "1/1").partition("/")
+        return names[int(index) - 1 :: int(count)]
 
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or nothing can be kept."""
@@ -141,7 +129,7 @@ class WorkPlan:
         root = self.root
         try:
             root.mkdir(parents=True, exist_ok=True)
-        except Exception as error:  # libraries of remote stores have errors of their own
+        except Exception as error:  # libraries of remote stores raise their own errors
             return getattr(error, "strerror", None) or errors.reason_of(error).rstrip(".")
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
@@ -165,12 +153,12 @@ def run_units(
     tell: Callable[[str], None] = lambda _name: None,
     usable: Callable[[V], bool] = lambda _value: True,
 ) -> Outcome[V]:
-    """Compute every unfinished unit of a run, and return the results of all units.
+    """Compute the unfinished units of a run, and return the results of all units.
 
-    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere`
-    prepares the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns
-    whether a kept value is complete. Raise ShardFinished at the end of a shard; the error of a unit if it is one of
-    attnlens's own, because those concern all units; and the first unit's error if no unit could be computed.
+    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
+    the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns whether a
+    stored value is complete. Raise ShardFinished at the end of a shard; a unit's AttnlensError, because such an error
+    concerns all units; and the first unit's error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -310,7 +298,7 @@ Work = Callable[[str], Failure | None]  # function that computes a unit in anoth
 
 
 def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Yield names and results from `plan.jobs` pools of one process each: a killed one only loses its own unit."""
+    """Yield names and results from `plan.jobs` pools of one process each: a killed process loses a single unit."""
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")
@@ -325,7 +313,7 @@ def _in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Itera
                 # a new process inherits the blocked signal, so that this process decides what an interruption ends
                 with _interruptions_blocked():
                     future = pool.submit(function, name)
-                if ending.is_set():  # it may have started after the others were ended
+                if ending.is_set():  # the process may have started after `end` ran for the others
                     end(pool)
                 return future.result()
             except BrokenExecutor:
@@ -403,7 +391,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Call a function on every name in a Ray cluster (default: this machine), which retries a lost task once."""
+    """Call a function with each name in a Ray cluster (default: this machine), which retries a lost task once."""
     import torch
 
     ray: Any = import_module("ray")

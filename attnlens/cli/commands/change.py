@@ -9,7 +9,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import named_model, run_command
 from attnlens.cli.show import guard
 from attnlens.requests import HealRequest, RanksRequest, SwapRequest
-from attnlens.requests.swap import heal_options, rank_options, swap_options
+from attnlens.requests.swap import heal_kernels, rank_kernels, swap_kernels
 
 
 def _kernel_option(more: str) -> opt.Parameters:
@@ -27,7 +27,7 @@ def swap_kernel(context: typer.Context) -> None:
     """Run a model with another attention kernel, and measure the effect."""
     params = context.params
     request, kernels = opt.build(SwapRequest, params), tuple(params["kernel"] or [KERNEL])
-    swap_options(kernels, request)  # checked here too, because importing `analyses` takes seconds
+    swap_kernels(kernels, request)  # checked here too, because importing `analyses` takes seconds
     name = named_model(params)
     run_command(params, [name], request, lambda analyses, tell: analyses.swap_work(name, kernels, request, tell).run())
 
@@ -40,7 +40,7 @@ PLAN = opt.output("--plan", "Write the ranks as JSON, for --ranks.")
 def ranks(context: typer.Context) -> None:
     """Find the smallest key rank of each head within a loss budget, and measure the model with these ranks."""
     request = opt.build(RanksRequest, context.params)
-    request = request.with_options(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
+    request = request.with_options(ranks=rank_kernels(request)[1])  # a plan from a pipe can only be read once
     name = named_model(context.params)
     run_command(context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell).run())
 
@@ -53,7 +53,6 @@ def heal(context: typer.Context) -> None:
     """Replace the kernel, then train the swapped heads to match the original model, or on text."""
     params = context.params
     request, kernel = opt.build(HealRequest, params), params["kernel"] or None
-    ranks = heal_options(kernel, request)[2]
-    request = request.with_options(ranks=None if ranks is None else ranks.plan)
+    request = request.with_options(ranks=heal_kernels(kernel, request)[1])
     name = named_model(params)
     run_command(params, [name], request, lambda analyses, tell: analyses.heal_work(name, kernel, request, tell).run())

@@ -18,21 +18,19 @@ from transformers import PreTrainedModel
 from attnlens.choices import HealingStage
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
-from attnlens.kernels.attention import Route
 from attnlens.kernels.attention.sums import regulariser
 from attnlens.kernels.lowrank import copies
 from attnlens.maths.ksvd import Convention
 from attnlens.maths.statistics import paired_difference
 from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
-from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import remove_hooks
-from attnlens.records import Call, Site, Task
-from attnlens.requests.swap import HealOptions
-from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses
+from attnlens.records import Call, HealingRate, Site
+from attnlens.requests import HealRequest
+from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions, token_losses, tokens_in
 from attnlens.runs.swap.fit import TINIEST, expand_parameters
+from attnlens.runs.swap.sites import SwapSetup
 
 
 def trainable(
@@ -91,11 +89,9 @@ class Trained:
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
-    mask: Tensor | None = None
-    """Factor of the change: 1 for the entries to train of a weight, or a step size; None: 1 everywhere."""
-    rows: Tensor | None = None  # row of `start` of each head, if heads share rows; None: each head has its own
-    right: Tensor | None = None
-    """V (columns, R) of a low-rank change mask ∘ (U Vᵀ), where `change` is U (Hu et al. 2022, Eq. 3)."""
+    mask: Tensor | None = None  # factor of the change: 1 for entries to train, or step sizes; None: all 1
+    rows: Tensor | None = None  # row of `start` of each head, if heads share rows; None: heads do not share rows
+    right: Tensor | None = None  # V (columns, R) of a change mask ∘ (U Vᵀ), U = `change` (Hu et al. 2022, Eq. 3)
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
@@ -137,32 +133,25 @@ class Trained:
         return int(entries.any(1).sum() + entries.any(0).sum()) * self.right.shape[1]
 
 
-@dataclass
-class Healer:
+@dataclass(kw_only=True)
+class Healer(SwapSetup):
     """The student of a healing: a swapped model, trained towards the original model or on text."""
 
-    loaded: Loaded
-    sites: tuple[Site, ...]
-    swaps: hooks.Swaps
-    task: Task
-    path: Route
-    options: HealOptions
-    seed: int = 0  # seed of low-rank changes, combined with the name of each weight
+    options: HealRequest
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
-    blocks: list[nn.Module] = field(default_factory=list)
-    """Blocks whose activations are recomputed in the backward pass instead of stored."""
+    blocks: list[nn.Module] = field(default_factory=list)  # recomputed in the backward pass
     interrupted: bool = False  # True if the user ended the healing early
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: texts.Batch) -> None:
         """Create the changes of the weights that `trainable` selects, and of kernel parameters; ModelError if none."""
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError(
                 "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which does not train."
             )
-        self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
-        if self.options.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
+        self.swaps = expand_parameters(self, [batch])
+        if self.options.ksvd_convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
@@ -185,7 +174,7 @@ class Healer:
                     "Disable checkpointing.",
                 )
         for site, swap in self.swaps.items():
-            shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.convention)
+            shared, sizes = copies(swap.kernel.fitted), partial(_step_sizes, swap.kernel, self.options.ksvd_convention)
             self.parameters[site] = {
                 name: Trained.of(part.float(), sizes(name), shared.get(name))
                 for name, part in swap.kernel.fitted.items()
@@ -229,7 +218,7 @@ class Healer:
         if not self.options.eta or not penalties:
             return 0.0
         squares = torch.stack(penalties)
-        return self.options.eta * (squares.sum() if self.options.convention == "paper" else squares.mean())
+        return self.options.eta * (squares.sum() if self.options.ksvd_convention == "paper" else squares.mean())
 
     def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None] | None:
         """Return a function that appends J² of an attention call to `penalties`; None if it is not part of the loss."""
@@ -239,7 +228,7 @@ class Healer:
         def visit(site: Site, call: Call) -> None:
             swap = swaps[site]
             part = call if swap.heads is None else call.select(swap.heads)
-            penalties.append(regulariser(part, swap.kernel, self.options.convention))
+            penalties.append(regulariser(part, swap.kernel, self.options.ksvd_convention))
 
         return visit
 
@@ -254,7 +243,7 @@ class Healer:
         block, because the backward pass may recompute blocks. J² of primal layers are added to `penalties`.
         """
         model, options = self.loaded.model, output_options(self.task)
-        text = targets if self.options.goal == "text" else None
+        text = targets if self.options.learn == "text" else None
         with torch.no_grad():
             original = None if text is not None else self._select_output(hooks.forward(model, inputs, **options))
         swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
@@ -322,22 +311,23 @@ def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
             del block.forward  # uncovers the method of the class
 
 
-SMALLEST = 1e-30  # lower bound on ‖own‖² in relative errors, since a site's output can be 0
-ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]
-"""A module, and the positional and keyword arguments that it was called with."""
+SMALLEST = 1e-30  # lower bound on ‖original‖² in relative errors, since a site's output can be 0
+ModuleCall = tuple[nn.Module, tuple[object, ...], dict[str, object]]  # module and its arguments
 
 
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
-    Σ_sites ‖new − own‖² / ‖own‖² of the site outputs softmax(…)V, mean over sequences (Zhang et al. 2024, LoLCATs, Eq.
-    6, with relative errors so that all sites count), and the regulariser of primal attention. The original model runs
-    once, then each module alone on its recorded input, so that only one module's graph is in memory.
+    The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, mean over sequences (Zhang et
+    al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), and the regulariser of primal attention.
+    The original model runs once, then each module alone on its recorded input: only one graph is in memory.
     """
     total = 0.0
     with torch.enable_grad():
         for errors, penalties in _site_errors(healer, inputs):
-            penalty = healer.penalty(penalties) / (1 if healer.options.convention == "paper" else len(healer.swaps))
+            penalty = healer.penalty(penalties) / (
+                1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
+            )
             loss = sum((error.mean() for error in errors), torch.zeros((), device=errors[0].device)) + penalty
             if loss.requires_grad:  # a site that shares its weights can lack trainable ones
                 (weight * loss).backward()  # type: ignore[no-untyped-call]
@@ -346,10 +336,10 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
 
 def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_sites ‖new − own‖² / ‖own‖² of each sequence, without gradient and regulariser."""
+    """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradient and regulariser."""
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
-    # add only sites with one row per sequence as the first: others attend within windows of an image, each its own row
+    # add only sites with as many rows as the first: sites that attend within windows of an image have a row per window
     alike = [error for error in errors if len(error) == len(errors[0])]
     return torch.stack(alike).double().sum(0).cpu()
 
@@ -366,16 +356,13 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
     new, penalties = dict[Site, Tensor](), list[Tensor]()
     healed = {site for site in sites if site.path in paths.values()}
 
-    def record_call(*call: *ModuleCall) -> None:
-        calls.append(call)
-
     def record_output(site: Site, output: Tensor) -> None:
         if site in healed:
             original[site] = output
         if len(original) == len(healed):
             raise _AllModulesRan
 
-    handles = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in paths]
+    handles = [module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for module in paths]
     watching = hooks.watch(model, sites, lambda _site, _call: None, record_output)
     with suppress(_AllModulesRan), torch.no_grad(), remove_hooks(handles), watching:
         hooks.forward(model, inputs)
@@ -387,16 +374,14 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
                 name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
             }
             torch.func.functional_call(module, local, args, kwargs)
-            yield [_relative_errors(output, original[site], inputs) for site, output in new.items()], penalties
+            errors = []
+            for site, output in new.items():
+                real, pair = hooks.real_tokens(original[site], inputs), (output - original[site], original[site])
+                error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in pair)
+                errors.append(error / size.clamp_min(SMALLEST))
+            yield errors, penalties
             new.clear()
             penalties.clear()
-
-
-def _relative_errors(new: Tensor, original: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute ‖new − own‖² / ‖own‖² of each sequence over its real tokens."""
-    real = hooks.real_tokens(original, inputs)
-    error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - original, original))
-    return error / size.clamp_min(SMALLEST)
 
 
 @dataclass(frozen=True)
@@ -434,3 +419,75 @@ def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = 
     parts = [healer.by_sequence(batch.inputs, batch.targets) for batch in fed]
     means, counts = (torch.cat(part).double() for part in zip(*parts, strict=True))
     return Distances(means, counts)
+
+
+BETAS = 0.9, 0.95  # of AdamW; with few steps, the first, large gradients would dominate a β₂ of 0.999
+LONGEST = 1.0  # maximum gradient norm, for clipping
+
+
+def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy these values into the leaves."""
+    with torch.no_grad():
+        for leaf, value in zip(leaves, values, strict=True):
+            leaf.copy_(value)
+
+
+def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
+    """Build AdamW without weight decay, because the leaves are changes of weights."""
+    return torch.optim.AdamW(list(leaves), lr=rate, betas=BETAS, weight_decay=0.0)
+
+
+def descend(
+    healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage, rate: float
+) -> None:
+    """Make one optimiser step on the mean loss over all tokens of `parts`, with summed and clipped gradients."""
+    optimiser.param_groups[0]["lr"] = rate
+    optimiser.zero_grad()
+    counts = [tokens_in(part) for part in parts]
+    for part, count in zip(parts, counts, strict=True):
+        weight = count / sum(counts)
+        if stage == "transfer":
+            transfer(healer, part.inputs, weight)
+        else:
+            healer.descend(part.inputs, part.targets, weight)
+    nn.utils.clip_grad_norm_(healer.leaves, LONGEST)
+    optimiser.step()
+
+
+RATES: dict[HealingStage, tuple[float, ...]] = {
+    "transfer": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+}
+"""Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
+SLOWER, LEAST = 0.1, 1e-7  # factor and bound of further rates, if no listed rate improves on the start
+STEPS = 8  # steps per tried rate, over which it rises and falls; at most a tenth of all planned steps
+ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
+
+
+def choose_rate(
+    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
+) -> tuple[float, list[HealingRate]]:
+    """Return the largest rate with ENOUGH of the largest reduction of the held-out distance (or 0), and all tried."""
+    before = [leaf.detach().clone() for leaf in healer.leaves]
+    start = measure_distances(healer, held_out, stage).mean
+    half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others
+    distances: dict[float, float] = {}  # by rate; ∞ if not finite
+
+    def try_rate(rate: float) -> None:
+        optimiser = adamw(healer.leaves, rate)
+        for number, parts in enumerate(steps):
+            descend(healer, optimiser, parts, stage, rate * min(number + 1, len(steps) - number) / half)
+        distances[rate] = measure_distances(healer, held_out, stage).mean
+        set_values(healer.leaves, before)
+
+    def enough(rate: float) -> bool:
+        return start - distances[rate] >= ENOUGH * (start - min(distances.values()))
+
+    for rate in RATES[stage]:
+        try_rate(rate)
+        if not enough(rate):
+            break
+    while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
+        try_rate(min(distances) * SLOWER)
+    tried = [HealingRate(rate=rate, validation=None if math.isinf(d) else d) for rate, d in distances.items()]
+    return 0.0 if min(distances.values()) >= start else max(filter(enough, distances)), tried

@@ -1,35 +1,76 @@
-"""Swap a kernel, train the swapped heads, and measure the model before and after the training."""
+"""Swap a kernel, train the swapped heads, and measure the model before and after the training.
+
+Training uses AdamW, first per site and then end to end, and keeps the step with the smallest distance.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, islice
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnlens.arguments import public
-from attnlens.errors import UsageError
+from attnlens.arguments import Budget, public
+from attnlens.choices import ETA, HealingGoal, HealingStage
+from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import OWN
-from attnlens.lab.heal import descent
-from attnlens.lab.heal.descent import STAGES
-from attnlens.lab.heal.healer import Healer
+from attnlens.kernels.spelling import branches
+from attnlens.lab.heal.healer import (
+    SLOWER,
+    STEPS,
+    Distances,
+    Healer,
+    adamw,
+    choose_rate,
+    descend,
+    measure_distances,
+    set_values,
+)
 from attnlens.lab.ranks.pipeline import RankSearch
 from attnlens.maths.statistics import paired_difference
 from attnlens.models import hooks, texts
-from attnlens.records import Healing, HealingControl
+from attnlens.models.texts.sequences import choose_windows
+from attnlens.models.texts.targets import Fed, feed
+from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
 from attnlens.report.report import Report
 from attnlens.requests import HealRequest, takes
-from attnlens.requests.swap import HealOptions, heal_options
+from attnlens.requests.swap import Amount, heal_kernels
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.outputs import enough_memory, peak_of
-from attnlens.runs.progress import Progress, silent
-from attnlens.runs.store import key_of
-from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, digests_of, healed_far_part
+from attnlens.runs.outputs import enough_memory, peak_of, tokens_in
+from attnlens.runs.progress import Progress, Tell, silent
+from attnlens.runs.store import Store, key_of
+from attnlens.runs.swap.kernel_run import NO_PEAK, ChangedModel, KernelRun, changed_weights, digests_of, map_kernels
 from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 
 LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of calibration sequences
+SHARE, MOST, A_BATCH = 0.125, 4, 40
+"""Held-out batches: share of the calibration batches, maximum number, and training batches per held-out batch, so that
+checks take less time than training."""
+STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages in order
+TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
+"""Share of the total work at which attention transfer ends at the latest, by goal. Tuned on `demo`: per token, transfer
+gains more than end-to-end training, but it does not learn a new text."""
+WARM_UP = 20  # warm-up steps of the learning rate, at most a tenth of the stage's steps
+LOWEST = 0.02  # share of the learning rate at the end of the cosine decay
+STATE = (
+    *("stage", "begun", "rate", "within", "step", "tokens", "order"),
+    *("best", "least", "ended", "values", "curve", "trainings"),
+)
+"""Fields of a `Descent` that are stored without conversion."""
+CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
+NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
+PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and checks, within which the distance must fall significantly
+STEPS_WANTED = 400
+"""Number of steps to divide a token amount into, if batches are large enough. On `demo`, 200 k tokens gain more in 400
+steps than in 200, and little more in 800."""
+DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure has the evaluation loss
+ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
 
 
 @public
@@ -55,67 +96,64 @@ def heal_work(
 ) -> SwapWork:
     """Prepare the work of `heal`."""
     check_work(model, request)
-    options, training, ranks = heal_options(kernel, request)
-    step = None if ranks is None else RankSearch(ranks, request.intervals)
-    request = request if ranks is None else request.with_options(**ranks.selection)
-    return prepare("heal", model, options, request, progress, ranks=step, training=Training(training))
+    kernels, plan, request = heal_kernels(kernel, request)
+    step = None if plan is None else RankSearch(Budget(plan.unit, plan.budget), plan, request.intervals)
+    regularised = kernels[0].info.form == "output" and request.eta is None
+    add_stage = partial(add_healed_stage, options=request.with_options(eta=ETA) if regularised else request)
+    sequences = partial(count_sequences, request.train)
+    return prepare("heal", model, kernels, request, progress, ranks=step, train=add_stage, sequences=sequences)
 
 
-@dataclass(frozen=True)
-class Training:
-    """The step of a run that trains the swapped heads."""
+def count_sequences(amount: Amount, tokens: int) -> int:
+    """Return the number of calibration sequences of this length needed for training, within bounds."""
+    trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
+    return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
 
-    options: HealOptions
 
-    def sequences(self, tokens: int) -> int:
-        """Return the number of calibration sequences of this length needed for training, within bounds."""
-        amount = self.options.amount
-        trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
-        return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
-
-    def train(self, run: KernelRun, calibrated: texts.Batches) -> None:
-        """Train the last stage and, if requested, the control; and measure them."""
-        session = run.session
-        with enough_memory(calibrated.batches[0].inputs, "to train on"):
-            healing, healer = train_swap(run, self.options, calibrated)
-            wanted = self.options.control and not healer.interrupted
-            controls = [train_swap(run, self.options, calibrated, control=True)] if wanted else []
-        run.interrupted = healer.interrupted or any(each.interrupted for _, each in controls)
-        healed = run.stages["healed"] = ChangedModel(healer.healed_swaps(), healer.values())
-        if session.options.controls:
-            run.controls += healed_far_part(healed.swaps, healed.weights, session.shapes)
-        trained = [ChangedModel(each.healed_swaps(), each.values()) for _, each in controls]
-        run.measure([healed, *run.control_models, *trained])
-        for (record, _), control in zip(controls, trained, strict=True):
-            comparison = compare_control(record, control, healed, session.seed)
-            reasons = healing.reasons if comparison else {**healing.reasons, "control": "a model diverged"}
-            healing = healing.model_copy(update={"control": comparison, "reasons": reasons})
-        run.healing = healing
+def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
+    """Train the last stage of a run and, if requested, the control; measure both and add the stage `healed`."""
+    shapes = run.session.shapes
+    with enough_memory(calibrated.batches[0].inputs, "to train on"):
+        healing, healer = train_swap(run, options, calibrated)
+        wanted = options.control and not healer.interrupted
+        controls = [train_swap(run, options, calibrated, control=True)] if wanted else []
+    run.interrupted = healer.interrupted or any(each.interrupted for _, each in controls)
+    healed = run.stages["healed"] = ChangedModel(healer.healed_swaps(), healer.values())
+    if run.session.options.controls and all(swap.kernel.near for swap in healed.swaps.values()):  # a hybrid
+        far = map_kernels("far part, healed", healed.swaps, shapes, lambda kernel: branches(kernel)[1], healed.weights)
+        run.controls.append(far)
+    trained = [ChangedModel(each.healed_swaps(), each.values()) for _, each in controls]
+    run.measure([healed, *run.control_models, *trained])
+    for (record, _), control in zip(controls, trained, strict=True):
+        comparison = compare_control(record, control, healed, run.session.seed)
+        reasons = healing.reasons if comparison else {**healing.reasons, "control": "a model diverged"}
+        healing = healing.model_copy(update={"control": comparison, "reasons": reasons})
+    run.healing = healing
 
 
 def train_swap(
-    run: KernelRun, options: HealOptions, calibrated: texts.Batches, *, control: bool = False
+    run: KernelRun, options: HealRequest, calibrated: texts.Batches, *, control: bool = False
 ) -> tuple[Healing, Healer]:
     """Heal the last stage; with `control`, train the original model on the same batches for the same amount instead.
 
     The control skips attention transfer, since the original model is its own target there.
     """
     session, swaps, name = run.session, run.last.swaps, "heal"
-    if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
+    if options.learn == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
         problem = "--learn text: this model does not predict tokens."
         raise UsageError(problem, "Omit --learn to train on the original model's predictions.")
     if control:
         swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
-        options = replace(options, eta=None)
+        options = options.with_options(eta=None)
     model = session.loaded.model
-    healer = Healer(session.loaded, session.sites, swaps, session.task, session.options.path, options, session.seed)
+    healer = Healer(**vars(session.setup(swaps)), options=options)
     # facts that determine the result besides the model, texts and options of the run
     facts = [digests_of(swaps), [[swap.kernel.spelling, swap.heads] for swap in swaps.values()]]
     state = None if run.store is None else (run.store, f"{name} {key_of(facts)}")
     evaluate = partial(mean_loss, model, session.fed, session.task)
-    tell, stages = run.teller(name, int(options.amount.number)), STAGES[1:] if control else STAGES
+    tell, stages = run.teller(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
-    peak = peak_of(model, lambda: records.append(descent.heal(healer, calibrated, evaluate, tell, state, stages)))
+    peak = peak_of(model, lambda: records.append(run_training(healer, calibrated, evaluate, tell, state, stages)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
     return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 
@@ -138,3 +176,315 @@ def compare_control(record: Healing, control: ChangedModel, healed: ChangedModel
         ratio=math.exp(delta),
         ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
     )
+
+
+def run_training(
+    healer: Healer,
+    batches: texts.Batches,
+    evaluate: Callable[[], float | None],
+    progress: Tell,
+    state: tuple[Store, str] | None = None,
+    stages: tuple[HealingStage, ...] = STAGES,
+) -> Healing:
+    """Train for the requested amount, stage by stage, and end with the parameters of the smallest held-out distance.
+
+    A stage restarts with smaller steps until a check improves on its start, and ends once checks no longer improve
+    significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the state, from
+    which a killed healing resumes. After the first checked step, Ctrl-C sets `healer.interrupted`. Raises TextError for
+    fewer than two batches, ModelError if the initial distance is not finite.
+    """
+    amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
+    train, held_out = split(healer, batches)
+    healer.prepare(batches.batches[0])
+    batch = healer.options.batch  # sequences per step; None: a batch
+    if batch is None and amount.unit == "tokens" and batches.tokens:
+        batch = int(max(1, min(size, amount.number / batches.tokens / STEPS_WANTED)))
+    work = Descent(healer, *cut_parts(train, batch), held_out, evaluate, progress, state)
+    saved = None if state is None or not state[0].resume else state[0].load(state[1])
+    try:
+        if saved is None:
+            work.check()
+        else:
+            work.restore(saved)
+            stages = stages[stages.index(work.stage) :]
+        for stage in stages:
+            work.run_stage(stage)
+    except KeyboardInterrupt:
+        if len(work.curve) < 2:
+            raise
+        healer.interrupted = True
+    return work.finish()
+
+
+def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
+    """Split into training and held-out batches, spread over the texts; raise TextError for fewer than two batches."""
+    if len(batches) < 2:
+        raise TextError(
+            "Healing needs at least two batches of calibration text: one to train on, one to choose the best step.",
+            "Give a longer text with --calibration, or a smaller --batch-size.",
+        )
+    if healer.options.learn == "text":
+        fed = feed(healer.loaded, batches, healer.task, healer.seed)
+    else:
+        fed = [Fed(batch.inputs, None) for batch in batches]
+    amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
+    if amount.unit == "tokens":
+        trained = amount.number / max(1, size * batches.tokens)  # number of training batches
+    else:  # a time may suffice for MOST_CHECKS steps
+        steps = amount.number if amount.unit == "steps" else MOST_CHECKS
+        trained = steps * max(1.0, (healer.options.batch or size) / size)
+    count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
+    held_out = choose_windows(len(batches), count, "spread", seed=0)
+    return [batch for number, batch in enumerate(fed) if number not in held_out], [fed[number] for number in held_out]
+
+
+def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
+    """Cut batches into parts of at most `size` sequences; also return the number of parts per step."""
+    whole = texts.sequences_in(fed[0].inputs)
+    if size is None or size >= whole:
+        return list(fed), -(-(size or whole) // whole)
+    parts = []
+    for batch in fed:
+        count = texts.sequences_in(batch.inputs)
+        parts += [batch] if count == 1 else [batch.rows(start, start + size) for start in range(0, count, size)]
+    return parts, 1
+
+
+@dataclass
+class Descent:
+    """A healing in progress: its learning rate schedule, its checks and its records."""
+
+    healer: Healer
+    train: Sequence[Fed]  # training text, in parts that run as one batch
+    per_step: int  # parts per step
+    held_out: Sequence[Fed]  # batches on which distances are measured
+    evaluate: Callable[[], float | None]
+    progress: Tell
+    state: tuple[Store, str] | None  # the store of the state, and its name there
+    order: list[int] = field(default_factory=list)  # parts left in this epoch, next one last
+    stage: HealingStage = "transfer"
+    begun: float = 0.0  # share of the total work at which the stage started
+    step: int = 0
+    tokens: int = 0
+    spent: float = 0.0  # seconds of previous sessions
+    within: int = 0  # steps of this stage at the current rate
+    rate: float = 0.0
+    best: int = 0  # step with the smallest distance so far
+    least: float = math.inf  # its distance
+    values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
+    curve: list[HealingStep] = field(default_factory=list)
+    trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
+    history: list[tuple[float, Distances]] = field(default_factory=list)  # of the stage, by share of work
+    resumed: bool = False
+    ended: bool = False  # True if the stage is over
+    reported: int = 0  # amount reported to `progress` so far
+
+    def __post_init__(self) -> None:
+        """Create the optimiser, and estimate the share of the total work per step; 0 if the amount is a time."""
+        self.start, self.amount = time.monotonic(), self.healer.options.train
+        self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the text
+        self.optimiser = adamw(self.healer.leaves, self.rate)
+        step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
+        self.one_step = {"steps": 1.0, "tokens": step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
+        self.planned = 1 / self.one_step if self.one_step else 1e9  # steps; a time does not bound them
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of healing, over all sessions."""
+        return self.spent + time.monotonic() - self.start
+
+    @property
+    def done(self) -> float:
+        """Finished work, in the unit of the amount."""
+        return {"steps": self.step, "tokens": self.tokens, "seconds": self.seconds}[self.amount.unit]
+
+    @property
+    def share(self) -> float:
+        """Finished share of the total work, at most 1."""
+        return min(1.0, self.done / self.amount.number)
+
+    @property
+    def end(self) -> float:
+        """Share of the total work at which the stage ends."""
+        return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
+
+    @property
+    def over(self) -> bool:
+        """True if the stage has used its share of the work; attention transfer leaves one step for the next stage."""
+        if self.stage == "whole":
+            return self.share >= 1
+        return self.share + self.one_step > self.end + ROUNDING or self.share >= self.end
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a state that `_store_state` has saved."""
+        for name, value in saved["fields"].items():
+            setattr(self, name, value)
+        self.spent, self.resumed = saved["seconds"], True
+        self.generator.set_state(saved["generator"])
+        set_values(self.healer.leaves, saved["now"])
+        self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": saved["moments"]})
+        self.history = [(share, Distances(each, counts)) for share, each, counts in saved["history"]]
+        self._report_progress()
+
+    def _store_state(self, store: Store, name: str) -> None:
+        value = {
+            "fields": {name: getattr(self, name) for name in STATE},
+            "seconds": self.seconds,
+            "generator": self.generator.get_state(),
+            "now": self.healer.leaves,
+            "moments": self.optimiser.state_dict()["state"],
+            "history": [[share, distances.each, distances.counts] for share, distances in self.history],
+        }
+        store.keep(name, value)
+
+    def run_stage(self, stage: HealingStage) -> None:
+        """Run a stage to its end, with a check whenever one is due."""
+        if not self.resumed:
+            self.stage, self.begun = stage, self.share
+            if self.over:
+                return
+            self._start_stage()
+        self.resumed = False
+        while not (self.ended or (self.over and self.step)):  # at least one step, even if the time is over
+            started = time.monotonic()
+            tokens = self.advance()
+            training = self.trainings[-1]
+            tokens, seconds = training.tokens + tokens, training.seconds + time.monotonic() - started
+            speed = tokens / seconds if seconds > 0 else None
+            self._update_training(steps=training.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
+            self._report_progress()
+            if self._is_due() or self.over:
+                self._run_check()
+
+    def _start_stage(self) -> None:
+        """Start the stage from the best parameters so far, with the learning rate that a range test chooses."""
+        set_values(self.healer.leaves, self.values)
+        count = max(1, min(STEPS, round(self.planned / 10)))
+        endless = cycle(self.train)  # batches in order, repeated, grouped by step
+        steps = [list(islice(endless, self.per_step)) for _ in range(count)]
+        rate, tried = choose_rate(self.healer, self.stage, steps, self.held_out[:1])
+        if not rate and self.healer.options.control:
+            rate = min(trial.rate for trial in tried)
+        self._begin(rate)
+        self.history = [(self.share, measure_distances(self.healer, self.held_out, self.stage))]
+        self.ended = rate == 0
+        training = HealingTraining(stage=self.stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
+        self.trainings.append(training.model_copy(update={"stopped": self.ended}))
+
+    def _begin(self, rate: float) -> None:
+        """Start the stage from the current parameters, or restart it at another rate, with a new optimiser."""
+        self.begun, self.rate, self.within = self.share, rate, 0
+        self.optimiser = adamw(self.healer.leaves, rate)
+
+    def advance(self) -> int:
+        """Make one training step and return its number of tokens."""
+        parts = []
+        for _ in range(self.per_step):
+            self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()
+            parts.append(self.train[self.order.pop()])
+        length = self.end - self.begun
+        steps = length / self.one_step if self.one_step else math.inf
+        factor = shape(self.within, (self.share - self.begun) / length if length > 0 else 1.0, steps)
+        descend(self.healer, self.optimiser, parts, self.stage, self.rate * factor)
+        tokens = sum(map(tokens_in, parts))
+        self.step, self.within, self.tokens = self.step + 1, self.within + 1, self.tokens + tokens
+        return tokens
+
+    def _run_check(self) -> None:
+        """Run a check: keep the best parameters, decide whether the stage continues, and save the state."""
+        distances = self.check()
+        if self.stage == "transfer":
+            distances = measure_distances(self.healer, self.held_out, self.stage)
+        self.history.append((self.share, distances))
+        improved = any(distances.mean < self.history[0][1].mean for _, distances in self.history)
+        if not improved and not self.over:  # restart the stage with smaller steps
+            set_values(self.healer.leaves, self.values)
+            first_rate = self.trainings[-1].lowered_from or self.rate
+            self._begin(self.rate * SLOWER)
+            self._update_training(learning_rate=self.rate, lowered_from=first_rate)
+        # end the stage if the distance has not fallen significantly within its last PATIENCE; with a control, both
+        # models train equally long
+        since = self.history[-1][0] - PATIENCE * (self.end - self.begun)
+        before = [distances for at, distances in self.history[:-FEWEST] if at <= since]
+        patient = self.healer.options.control
+        self.ended = not patient and bool(before) and not self.history[-1][1].falls_from(before[-1])
+        if self.ended and not self.over:
+            self._update_training(stopped=True)
+        if self.state is not None:
+            self._store_state(*self.state)
+
+    def check(self) -> Distances:
+        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
+        distances = measure_distances(self.healer, self.held_out)
+        if self.step == 0 and not distances.finite:
+            problem = "The training loss of the swapped model is not finite, so it cannot be healed."
+            raise ModelError(problem, "Try --fit, or fewer layers.")
+        if distances.mean < self.least:  # strict: keeps the first of equal steps
+            self.best, self.least = self.step, distances.mean
+            self.values = [leaf.detach().clone() for leaf in self.healer.leaves]
+        points = sum(step.loss is not None for step in self.curve)
+        due = points < len(DRAWN) and self.share >= DRAWN[points] - ROUNDING
+        point = HealingStep(
+            step=self.step,
+            validation=distances.mean if distances.finite else None,
+            loss=self._evaluation_loss() if due or not self.curve or self.share >= 1 else None,
+            tokens=self.tokens,
+            stage=self.stage if self.step else None,
+        )
+        self.curve.append(point)
+        return distances
+
+    def _is_due(self) -> bool:
+        """Check whether a check is due: in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
+        planned = self.planned if self.one_step else self.amount.number
+        checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
+        now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))
+        return now > last
+
+    def _evaluation_loss(self) -> float | None:
+        healer = self.healer
+        with (
+            changed_weights(healer.loaded.model, healer.values()),
+            hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
+        ):
+            return self.evaluate()
+
+    def _update_training(self, **changed: float | None) -> None:
+        self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
+
+    def _report_progress(self) -> None:
+        done = int(min(self.done, self.amount.number))
+        self.progress(done - self.reported)
+        self.reported = done
+
+    def finish(self) -> Healing:
+        """Restore the best parameters and build the record."""
+        healer, options = self.healer, self.healer.options
+        set_values(healer.leaves, self.values)
+        for index, point in enumerate(self.curve):
+            if point.step == self.best and point.loss is None:
+                self.curve[index] = point.model_copy(update={"loss": self._evaluation_loss()})
+        rates = [training.learning_rate for training in self.trainings if training.steps]
+        return Healing(
+            steps=int(self.amount.number) if self.amount.unit == "steps" else self.step,
+            best=self.best,
+            parameters=healer.count,
+            learning_rate=rates[-1] if rates else 0.0,
+            curve=self.curve,
+            amount=str(self.amount),
+            goal=options.learn,
+            rank=options.rank,
+            batch=texts.sequences_in(self.train[0].inputs) * self.per_step,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            stages=self.trainings,
+            interrupted=healer.interrupted,
+            **{} if options.eta is None else {"eta": options.eta, "ksvd_convention": options.ksvd_convention},
+        )
+
+
+def shape(step: int, share: float, steps: float) -> float:
+    """Return min(1, (step + 1) / warm-up) times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1."""
+    warm = min(WARM_UP, max(1, steps // 10))
+    fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2
+    return min(1.0, (step + 1) / warm) * (LOWEST + (1 - LOWEST) * fall)

@@ -21,16 +21,17 @@ from attnlens.models import hooks, texts
 from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
-from attnlens.records import Call, Site, Task
+from attnlens.records import Call, Site
 from attnlens.runs.progress import Tell
 from attnlens.runs.swap.fit import sample_gradients, set_metrics, set_rotations, turns
+from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before rotation."""
+    """Return the forms to compare: latents shared or not, of keys after (first) or before rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -102,32 +103,24 @@ Forms = dict[str, dict[str | None, dict[Site, Basis]]]
 """Directions by form's spelling and site, fitted to all texts (None) or, if there are several, to all but one."""
 
 
-def fit_forms(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
-    forms: Sequence[Kernel],
-    batches: Sequence[tuple[str, Fed]],
-    task: Task,
-    seed: int,
-    progress: Tell,
-) -> Forms:
+def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: Tell) -> Forms:
     """Fit each form of latents to these batches, each of one text, in one pass of the original model.
 
     If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted
     to the other texts do not depend on it. Raises UsageError if only some query heads of a key head are swapped.
     """
+    model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
     by_form: dict[str, dict[str, Fits]] = {}
     for form in forms:
         parameters = {name: int(value) for name, value in form.parameters.items()}
         blank = {site: MapsFit(**parameters) for site in swaps}
-        set_rotations(loaded, swaps, blank.items())
+        set_rotations(setup, blank.items())
         by_form[form.spelling] = {name: {site: copy(fit) for site, fit in blank.items()} for name in names}
     for name in names:
         of_text = [fed for text, fed in batches if text == name]
         pairs = [pair for by_text in by_form.values() for pair in by_text[name].items()]
-        set_metrics(loaded, sites, swaps, pairs, of_text, task, seed)
+        set_metrics(setup, pairs, of_text)
     heads_of: dict[Site, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # query heads and key heads
 
     def visit(site: Site, call: Call) -> None:
@@ -140,9 +133,9 @@ def fit_forms(
             for by_text in by_form.values():
                 by_text[text][site].update(part, by_attention)
 
-    with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
+    with torch.no_grad(), hooks.watch(model, setup.sites, visit):
         for text, fed in batches:  # noqa: B007  # `visit` reads both variables
-            hooks.forward(loaded.model, fed.inputs)
+            hooks.forward(model, fed.inputs)
             progress(texts.sequences_in(fed.inputs))
 
     def join(by_text: Mapping[str, Fits], left_out: str | None) -> dict[Site, Basis]:
@@ -167,18 +160,11 @@ def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, 
     return kv_heads
 
 
-LEVELS = 16
-"""Number of evenly spaced ranks from 0 to full rank whose loss is estimated; others are interpolated linearly."""
+LEVELS = 16  # evenly spaced ranks from 0 to full rank whose loss is estimated; others are interpolated linearly
 
 
 def sensitivities(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    bases: Mapping[Site, Basis],
-    batches: Sequence[Fed],
-    task: Task,
-    seed: int,
-    progress: Tell,
+    setup: SwapSetup, bases: Mapping[Site, Basis], batches: Sequence[Fed], progress: Tell
 ) -> dict[Site, Float[Tensor, "latents ranks"]]:
     """Estimate the rise of the loss, in nats per prediction, if one latent alone has rank 0 … its full rank.
 
@@ -188,9 +174,9 @@ def sensitivities(
     respect to logits, the gradient of a saturated head would be 0, although it loses everything once they are cut.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
-    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank
+    generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank
     for fed in batches:
-        calls, outputs, gradients, drawn = sample_gradients(loaded, sites, bases, fed, task, generator)
+        calls, outputs, gradients, drawn = sample_gradients(setup, bases, fed, generator)
         count += drawn
         for site, gradient in gradients.items():
             with torch.no_grad():

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnlens.arguments import public
+from attnlens import arguments
+from attnlens.arguments import Budget, public
 from attnlens.choices import Intervals
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
@@ -22,7 +23,7 @@ from attnlens.models.weights import Factors
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Site
 from attnlens.report.report import Report
 from attnlens.requests import RanksRequest, takes
-from attnlens.requests.swap import RankOptions, rank_options
+from attnlens.requests.swap import rank_kernels
 from attnlens.runs.differences import DIVERGED
 from attnlens.runs.progress import Progress, silent, telling_at_most
 from attnlens.runs.provenance import tool
@@ -45,19 +46,21 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 def rank_work(model: Model, request: RanksRequest, progress: Progress = silent) -> SwapWork:
     """Prepare the work of `find_ranks`."""
     check_work(model, request)
-    options, ranks = rank_options(request)
-    step = RankSearch(ranks, request.intervals)
-    return prepare("ranks", model, options, request.with_options(**ranks.selection), progress, ranks=step)
+    kernels, plan, request = rank_kernels(request)
+    budget = Budget(plan.unit, plan.budget) if plan else arguments.budget(request.budget or "loss:1%")
+    step = RankSearch(budget, plan, request.intervals, form_named=request.latents is not None)
+    return prepare("ranks", model, kernels, request, progress, ranks=step)
 
 
 @dataclass
 class RankSearch:
     """The step of a run that chooses the ranks, by a search or from a plan."""
 
-    options: RankOptions
+    budget: Budget
+    plan: Plan | None  # plan whose ranks are used instead of a search
     intervals: Intervals | None
-    samples: tuple[Sample, ...] = ()
-    """Parts of the calibration text to fit on, choose ranks by and estimate the rise on; only the first for a plan."""
+    form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
+    samples: tuple[Sample, ...] = ()  # to fit on, choose by and estimate the rise on; for a plan only the first
     choice: Choice | None = None
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
@@ -68,40 +71,39 @@ class RankSearch:
             raise UsageError(problem, "Use the same rank for all heads, e.g. --kernel rank:16.")
         check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
-        count = search.PARTS if self.options.plan is None else 1
+        count = search.PARTS if self.plan is None else 1
         self.samples = search.cut_samples(session.loaded, contents, cut, session.evaluated, self.intervals, count)
         return [sample.batches for sample in self.samples]
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Search the ranks, or fit the maps for those of a plan; return the swap with them."""
-        session, form_named, swaps = run.session, self.options.latents is not None, run.last.swaps
-        how = session.task, session.options.path, session.seed
-        start = partial(Budgeting, session.loaded, session.sites, swaps, *how, form_named=form_named, keep=run.keep)
-        if self.options.plan is not None:
-            run.rank_notes += _compare_models(self.options.plan.model, session.loaded.info)
+        session, swaps = run.session, run.last.swaps
+        start = partial(Budgeting, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
+        if self.plan is not None:
+            run.rank_notes += _compare_models(self.plan.model, session.loaded.info)
             (fitting,) = self.samples
-            budgeting = start(run.teller("fit rank", fitting.batches.sequences))
+            budgeting = start(progress=run.teller("fit rank", fitting.batches.sequences))
             # on the same part of the text as a search, so a plan reproduces its swap on the same model and texts
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel
             budgeting.use_form(budgeting.fit([form], by_text(fed, fitting)), form)
             bases = budgeting.bases
-            _check_plan(self.options.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
-            by_key = {(key.site, key.kv_head): key.rank for key in self.options.plan.ranks}
+            _check_plan(self.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
+            by_key = {(key.site, key.kv_head): key.rank for key in self.plan.ranks}
             ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in bases.items()}
             self.choice = Choice(bases, ranks, budgeting.build_swaps(ranks))
         else:
             fitting, choosing, promising = self.samples
-            fits, trials = (2, search.TRIES) if form_named else (3, search.FORMS + search.TRIES)
+            fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
             sizes = [sample.batches.sequences for sample in self.samples]
             work = fits * sizes[0] + trials * sizes[1] + sizes[2]
             with telling_at_most(session.progress, "budget", work) as tell:
-                self.choice = start(tell).choose(fitting, choosing, promising, self.options.budget)
+                self.choice = start(progress=tell).choose(fitting, choosing, promising, self.budget)
         return self.choice.swaps
 
-    def plan(self, run: KernelRun) -> Plan:
+    def record(self, run: KernelRun) -> Plan:
         """Return the record of the choice, with the rises that the stages of the run have on the evaluated text."""
-        choice, session, budget = self.choice, run.session, self.options.budget
+        choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
         names = [text.name for text in settings.texts]
@@ -213,9 +215,9 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
         cost = count(head_dim, key, head_dim, key_map=maps, offset=whole)
         return replace(cost, rebuilding=2 * whole * rank)
     key, key_map = (rank, 0) if size.folds else (whole, whole * rank)
-    ways = [count(rank, key, rank)] if size.folds else []
-    ways.append(count(head_dim, key, rank, head_dim * rank, key_map))
-    return min(ways, key=lambda cost: (cost.flops, cost.parameters))
+    options = [count(rank, key, rank)] if size.folds else []
+    options.append(count(head_dim, key, rank, head_dim * rank, key_map))
+    return min(options, key=lambda cost: (cost.flops, cost.parameters))
 
 
 NO_CACHE = "no decoder's self-attention is swapped; a cache of another sequence's tokens is not counted"
@@ -319,22 +321,20 @@ def _list_ranks(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]
 
 def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
     """Raise UsageError if a plan differs from the model's latents at full rank in more than the ranks."""
-    remaining, problem = {(key.site, key.kv_head): key for key in full}, ""
+    remaining, problems = {(key.site, key.kv_head): key for key in full}, list[str]()
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
         if model is None:
-            problem = problem or f"it has a rank for {name}, which the model lacks"
+            problems.append(f"it has a rank for {name}, which the model lacks")
             continue
         for field in ("kv_heads", "heads", "head_dim", "layer", "part"):
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
-                problem = problem or f"{name} has {field} {theirs} in the plan, but {ours} in the model"
-    if remaining and not problem:
-        site, kv_head = next(iter(remaining))
-        problem = f"it has no rank for key head {kv_head} of {site}"
-    if problem:
+                problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
+    problems += [f"it has no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    if problems:
         raise UsageError(
-            f"The plan does not fit this model: {problem}.",
+            f"The plan does not fit this model: {problems[0]}.",
             "Give a plan made for a model of the same shape, or create one: attnlens ranks --budget loss:1%.",
         )
 

@@ -18,7 +18,6 @@ from attnlens.arguments import Budget
 from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
-from attnlens.kernels.attention import Route
 from attnlens.lab.ranks.bases import Basis, Forms, by_output, fit_forms, form_name, list_forms, mean_rank, sensitivities
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
@@ -33,6 +32,7 @@ from attnlens.runs.outputs import run, sequence_losses
 from attnlens.runs.progress import Tell
 from attnlens.runs.store import Keep, keep_nothing, key_of
 from attnlens.runs.swap.kernel_run import digest_of, digests_of
+from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -106,7 +106,7 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
 
 
 def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
-    """Split the batches of a part such that each contains windows of one text; return (text name, batch) pairs."""
+    """Split the batches of a part, so that each has windows of one text; return pairs of text name and batch."""
     pairs, start = [], 0
     for batch in fed:
         names = part.batches.parts[start : start + texts.sequences_in(batch.inputs)]
@@ -184,7 +184,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
 
 
 MARGIN = 2
-"""Half-widths of its interval by which a plan's estimated rise must stay below the budget. With 1, the rise over all
+"""Half-widths of its interval by which a plan's estimated rise must lie below the budget. With 1, the rise over all
 windows meets the budget too, but the promise from an equal amount of other text exceeds it in a third of the runs;
 with 2 in 5 % of them (benchmarks/promises.py), at the cost of ranks larger by 0.4 to 0.6 of 16."""
 TRIES = 7  # maximum number of nested plans measured
@@ -199,37 +199,29 @@ class Choice:
     ranks: dict[Site, list[int]]  # the rank of each latent
     swaps: hooks.Swaps  # the swap with these ranks
     estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
-    promised: Rise | None = None
-    """Rise on calibration text not used to fit or choose; None if it diverges, or if the ranks were given."""
+    promised: Rise | None = None  # rise on text not used to fit or choose; None if it diverges
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, by decreasing ranks
     reason: str | None = None  # why no rank could be reduced
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
     held_out: bool = False  # True if each text was measured with maps fitted to the other texts
 
 
-@dataclass
-class Budgeting:
+@dataclass(kw_only=True)
+class Budgeting(SwapSetup):
     """A search for ranks."""
 
-    loaded: Loaded
-    sites: tuple[Site, ...]
-    swaps: hooks.Swaps
-    task: Task
-    path: Route
-    seed: int
     progress: Tell
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
     margin: float = MARGIN  # see MARGIN
     bases: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
-    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)
-    """Directions fitted to all texts but one, by the name of that text."""
+    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)  # fitted without that text
     unit: Unit = "loss"  # rises are shares of the loss or of perplexity
     keep: Keep = keep_nothing  # stores the losses of measured plans, from which an interrupted search resumes
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
-        """Choose the smallest ranks among nested plans that stay within the budget.
+        """Choose the smallest ranks among nested plans that keep the budget.
 
-        The rise on `choosing` must stay below the budget by `margin` half-widths of its interval, and within it on each
+        The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and within it on each
         single text. `promising` is used only for the promised rise. If there are several texts, the rise on each
         is measured with maps fitted to the others, so that the promise covers texts not used for fitting.
         """
@@ -239,7 +231,7 @@ class Budgeting:
         forms = self._choose_form(by_text(fed, fitting), trial)
 
         def measure() -> Tensor:
-            costs = sensitivities(self.loaded, self.sites, self.bases, fed, self.task, self.seed, self.progress)
+            costs = sensitivities(self, self.bases, fed, self.progress)
             rows = [row for site in self.bases for row in costs[site]]  # padded with ∞ beyond a latent's full rank
             return pad_sequence(rows, batch_first=True, padding_value=torch.inf).double()
 
@@ -283,7 +275,7 @@ class Budgeting:
 
     def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> Forms:
         """Fit these forms to the calibration texts; see `fit_forms`."""
-        return fit_forms(self.loaded, self.sites, self.swaps, forms, fed, self.task, self.seed, self.progress)
+        return fit_forms(self, forms, fed, self.progress)
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
         """Use this form, fitted to all texts and, if there are several, also to all texts but one."""

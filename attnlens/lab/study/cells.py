@@ -300,7 +300,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     jobs = request.jobs or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
     if request.engine == "local" and "-" in request.text:
         jobs = 1  # only this process can read stdin
-    work = WorkPlan(request.work, jobs=jobs, engine=request.engine, address=request.address)
+    work = WorkPlan(work=request.work, jobs=jobs, engine=request.engine, address=request.address)
     work.check(request.text)
     defaults = PAPER if request.scale == "paper" else dict.fromkeys(get_args(TaskForm), SCALES[request.scale])
     scales = {form: replace(scale, seeds=request.seeds or scale.seeds) for form, scale in defaults.items()}

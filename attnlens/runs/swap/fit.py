@@ -19,11 +19,11 @@ from attnlens.models import hooks, texts
 from attnlens.models import weights as model_weights
 from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batch, Batches
 from attnlens.models.texts.targets import Fed, feed
-from attnlens.records import Call, Rotation, Site, Task
+from attnlens.records import Call, Rotation, Site
 from attnlens.runs.outputs import predictions
 from attnlens.runs.progress import Tell
+from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,13 +35,12 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 class NearShares:
     """Fit of log γ such that near keys have the same mean share of the weights over queries as in the original model.
 
-    It minimises Σ KL(own ‖ hybrid) over queries that also see far keys: the derivative Σ γN/(γN + F) − Σ own share
-    increases with log γ. N is the weight of near keys at γ = 1, F that of far keys and the sink.
+    It minimises Σ KL(original ‖ hybrid) over queries that also see far keys: the derivative, Σ γN/(γN + F) minus the
+    sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, F of far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
-    original: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
-    """Share of near keys in the original model, one tensor per batch."""
+    original: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # share of near keys, per batch
     odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
 
     def update(self, call: Call) -> None:
@@ -69,14 +68,13 @@ class NearShares:
 
 
 MOST_FITTED = 128  # maximum number of calibration sequences that a fit reads
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Interpolation weights tried between the typed parameters (0) and the fitted ones (1)."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights tried between the typed parameters (0) and the fitted ones (1)
 TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a masked key's weight stays finite
 
 
 @dataclass
 class Search:
-    """Line search per head between typed and fitted parameters that minimises KL(own ‖ new) of the attention rows.
+    """Line search per head between typed and fitted parameters that minimises KL(original ‖ new) of the attention rows.
 
     Least squares weights all scores equally, softmax mainly the large ones, so that its optimum can have a larger KL.
     """
@@ -87,7 +85,7 @@ class Search:
     divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL, (shares, heads)
 
     def update(self, call: Call) -> None:
-        """Add Σ KL(own ‖ new) of a batch, per share and head."""
+        """Add Σ KL(original ‖ new) of a batch, per share and head."""
         original = _append_sink(call, weights(call, hooks.OWN))
         divergences = []
         for share in SHARES:
@@ -114,29 +112,21 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
 
-def fit(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
-    batches: Batches,
-    progress: Tell,
-    task: Task = "hidden",
-    seed: int = 0,
-) -> hooks.Swaps:
+def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
     """Return the swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
     The first pass over the text is least squares in closed form, the second `Search` or, for a hybrid, `NearShares`.
     """
+    swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
-    set_rotations(loaded, swaps, map_fits)
+    set_rotations(setup, map_fits)
     if any(each.by_output for _, each in map_fits):
-        fed = feed(loaded, batches.some(SEQUENCES), task, seed)
-        set_metrics(loaded, sites, swaps, map_fits, fed, task, seed)
+        set_metrics(setup, map_fits, feed(setup.loaded, batches.some(SEQUENCES), setup.task, setup.seed))
     if all(swap.kernel.near is not None for swap in swaps.values()):  # fits of far parts need only shapes
-        _update_fits(loaded, sites, swaps, fits, batches.some(1))
+        _update_fits(setup, fits, batches.some(1))
     else:
-        _update_fits(loaded, sites, swaps, fits, batches, progress)
+        _update_fits(setup, fits, batches, progress)
     fitted = {site: each.solve() for site, each in fits.items()}
     searches = dict[Site, Search | NearShares]()
     for site, parameters in fitted.items():
@@ -145,19 +135,17 @@ def fit(
             searches[site] = NearShares(kernel.with_fitted(parameters))
         elif typed:
             searches[site] = Search(kernel, typed, parameters)
-    _update_fits(loaded, sites, swaps, searches, batches, progress)
+    _update_fits(setup, searches, batches, progress)
     fitted |= {site: search.best() for site, search in searches.items()}
     return {site: hooks.Replacement(swap.kernel.with_fitted(fitted[site]), swap.heads) for site, swap in swaps.items()}
 
 
-def expand_parameters(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]
-) -> hooks.Swaps:
+def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
     """Expand unfitted trainable parameters to one value per head, the typed one; fits of `batches` give the shapes."""
-    unfitted = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
-    expanded = dict(swaps)
+    unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
+    expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
-    _update_fits(loaded, sites, unfitted, fits, batches)
+    _update_fits(setup, fits, batches)
     for site, each in fits.items():
         kernel, parameters = unfitted[site].kernel, each.solve()
         start = {n: torch.full_like(part, each.typed[n]) for n, part in parameters.items() if n in kernel.trainable}
@@ -172,45 +160,42 @@ def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit]:
 
 
 def _update_fits(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
+    setup: SwapSetup,
     fits: Mapping[Site, Fit | Search | NearShares],
-    batches: Iterable[Batch],
+    batches: Iterable[texts.Batch],
     progress: Tell = lambda _: None,
 ) -> None:
     """Update each fit with the swapped heads of its site in the original model, batch by batch, without padding."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:
-            heads = swaps[site].heads
+            heads = setup.swaps[site].heads
             for part in iterate_unpadded(call, site, batch.inputs):
                 fits[site].update(part if heads is None else part.select(heads))
 
     if not fits:
         return
-    with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
+    with torch.no_grad(), hooks.watch(setup.loaded.model, setup.sites, answer):
         for batch in batches:  # `answer` reads this variable
-            hooks.forward(loaded.model, batch.inputs)
+            hooks.forward(setup.loaded.model, batch.inputs)
             progress(batch.size)
 
 
 def sample_gradients(
-    loaded: Loaded, sites: tuple[Site, ...], chosen: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
+    setup: SwapSetup, chosen: Collection[Site], fed: Fed, generator: torch.Generator
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
     """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
 
     Returns the calls of all sites, the outputs (batch, queries, heads, value_dim) of the chosen ones, the gradients of
     the loss with respect to them, summed over targets, in nats, and the number of targets.
     """
-    calls: dict[Site, Call] = {}
-    outputs: dict[Site, Tensor] = {}
+    model, calls, outputs = setup.loaded.model, dict[Site, Call](), dict[Site, Tensor]()
 
     def record_output(site: Site, output: Tensor) -> None:
         outputs[site] = output.requires_grad_()  # the weights may be frozen
 
-    with torch.enable_grad(), hooks.watch(loaded.model, sites, calls.__setitem__, record_output):
-        logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
+    with torch.enable_grad(), hooks.watch(model, setup.sites, calls.__setitem__, record_output):
+        logits = predictions(hooks.forward(model, fed.inputs), fed, setup.task)
         if logits is None or not logits.requires_grad:
             problem = "metric=output needs predictions with a gradient, which this model does not have."
             raise ModelError(problem, "Leave out metric=output, and choose ranks manually, e.g. --kernel rank:32.")
@@ -224,10 +209,10 @@ def sample_gradients(
 SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
 
 
-def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Set the rotation of fits of keys before the rotation; raise UsageError at a site where it is unknown."""
+def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
+    """Set the rotation of the fits of unrotated keys. Raise UsageError for a site whose rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
-    by_site = turns(loaded, list(swaps)) if before else {}
+    by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
@@ -236,25 +221,17 @@ def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site,
         fit.turn = turn
 
 
-def set_metrics(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
-    fits: Iterable[tuple[Site, MapsFit]],
-    fed: Sequence[Fed],
-    task: Task,
-    seed: int,
-) -> None:
-    """Set the output metric of fits that need one; raise ModelError without predictions or gradient."""
+def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
+    """Set the output metric of the fits that need it. Raise ModelError without predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:
         count = texts.sequences_in(batch.inputs)
         first += [batch if count <= left else batch.rows(0, left)] if left > 0 else []
         left -= count
-    metrics = output_metrics(loaded, sites, first, task, seed)
+    metrics = output_metrics(setup, first)
     for site, fit in by_output:
-        heads = swaps[site].heads
+        heads = setup.swaps[site].heads
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
 
 
@@ -284,9 +261,7 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
     return Turn(frequency, partner)
 
 
-def output_metrics(
-    loaded: Loaded, sites: tuple[Site, ...], fed: Iterable[Fed], task: Task, seed: int
-) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
+def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
     """Compute Σ g gᵀ over tokens for each head, g = ∂loss/∂o of its output o, with targets drawn from the model.
 
     Up to a factor this estimates W_Oᵀ F W_O, F the Fisher information of the predictions at the residual stream
@@ -294,9 +269,9 @@ def output_metrics(
     text, which gives the output's weights the same sum as the attention's.
     """
     totals: dict[Site, Tensor] = {}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(setup.seed)
     for batch in fed:
-        _, _, gradients, _ = sample_gradients(loaded, sites, sites, batch, task, generator)
+        _, _, gradients, _ = sample_gradients(setup, setup.sites, batch, generator)
         for site, slope in gradients.items():
             moment = torch.einsum("bqhv,bqhw->hvw", slope.double(), slope.double())
             totals[site] = totals.get(site, torch.zeros_like(moment)) + moment

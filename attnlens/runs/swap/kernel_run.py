@@ -26,16 +26,15 @@ from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import Fed, meanings
 from attnlens.records import Agreement, Control, Healing, Outcome, Pair, Plan, Settings, Site, Stage, Swap, Task
-from attnlens.requests.swap import RankOptions, SwapOptions
+from attnlens.requests import SwapRequest
 from attnlens.runs import checks
-from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.differences import Continued, Differences, Prompts, agreement, compare, continue_prompts, windows_of
 from attnlens.runs.feeding import guess_notes
 from attnlens.runs.outputs import Variant, enough_memory, peak_of, run, speed, tokens_in
 from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import choose_sites, head_shapes, leaks, measure_sites
+from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, leaks, measure_sites
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, head_measures, predicted_by, sweep, units
 from attnlens.runs.work import Stopped
 
@@ -46,25 +45,26 @@ class SwapSession:
 
     command: str  # name of the command, for the report
     loaded: loading.Loaded
-    options: SwapOptions
+    kernels: Mapping[str, Kernel]  # by spelling
+    options: SwapRequest  # of `ranks` and `heal`, those that swap-kernel has too
     settings: Settings
     task: Task
     evaluated: texts.Batches  # the evaluated sequences, as cut
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
+    ranks: RankStep | None = None  # chooses the ranks instead of a fit
+    train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # the parts of the calibration text that ranks are chosen by
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
     shared: float = 0.0  # share of the evaluated tokens that the calibration text contains too
     sites: tuple[Site, ...] = ()
-    chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
-    """Swapped sites with their heads; None means all heads."""
+    chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
     identity_error: float = 0.0
-    controls: dict[object, ChangedModel] = field(default_factory=dict)
-    """Controls that several kernels can share, by their kernels at all sites."""
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
@@ -72,14 +72,17 @@ class SwapSession:
         """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
-            reached = survey.sites
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
-            refuse_initialised(self.loaded, self.probe, predictions(self.task))
-            self.sites = tuple(site.site for site in reached)
+            checks.refuse_initialised(self.loaded, self.probe, checks.predictions(self.task))
+            self.sites = tuple(each.site for each in survey.sites)
             selection = self.settings.layers, self.settings.heads, self.options.part
-            self.chosen = choose_sites(survey, self.options.kernels, *selection)
-            self.shapes = head_shapes(reached, self.chosen)
+            self.chosen = choose_sites(survey, list(self.kernels.values()), *selection)
+            self.shapes = head_shapes(survey.sites, self.chosen)
             self.missed = survey.missed
+
+    def setup(self, swaps: hooks.Swaps) -> SwapSetup:
+        """Return the model with these kernels to swap in."""
+        return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
         """Return a context manager that swaps in kernels and weights; `path` overrides the changed model's."""
@@ -130,15 +133,17 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
     """Set these weights of the model inside the block, and restore the original ones at exit."""
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].detach().clone() for name in values}
-    try:
+
+    def assign(tensors: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, value in values.items():
+            for name, value in tensors.items():
                 parameters[name].copy_(value)
+
+    try:
+        assign(values)
         yield
     finally:
-        with torch.no_grad():
-            for name, original in before.items():
-                parameters[name].copy_(original)
+        assign(before)
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -234,24 +239,15 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
     """Build the controls of a kernel before healing, without those equal to the kernel or to the model's own."""
     controls = [
         _same_size(swaps, shapes),
-        _map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
-        _map_kernels("floor", swaps, shapes, lambda _: parsed(FLOOR)),
+        map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        map_kernels("floor", swaps, shapes, lambda _: parsed(FLOOR)),
     ]
     if all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
-        controls.append(_map_kernels("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
-        controls.append(_map_kernels("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
+        controls.append(map_kernels("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
+        controls.append(map_kernels("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
     original = {site: hooks.Replacement(OWN) for site in swaps}
     equal = [kernels_by_site(each) for each in (swaps, original)]
     return [each for each in controls if each.model is None or kernels_by_site(each.model.swaps) not in equal]
-
-
-def healed_far_part(
-    swaps: hooks.Swaps, weights: Mapping[str, Tensor], shapes: Mapping[Site, HeadShape]
-) -> list[ControlSwap]:
-    """Return the control that applies a hybrid's healed far part to all keys; empty if the kernel is not a hybrid."""
-    if not all(swap.kernel.near for swap in swaps.values()):
-        return []
-    return [_map_kernels("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1], weights)]
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
@@ -288,7 +284,7 @@ def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlS
     return ControlSwap("same size", ChangedModel(windows, path=EXACT), mean_state(windows, shapes))
 
 
-def _map_kernels(
+def map_kernels(
     role: ControlRole,
     swaps: hooks.Swaps,
     shapes: Mapping[Site, HeadShape],
@@ -307,26 +303,14 @@ Result = TypeVar("Result")
 class RankStep(Protocol):
     """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
 
-    options: RankOptions
-
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Return the swap with the chosen ranks, and add notes to the run's record."""
 
-    def plan(self, run: KernelRun) -> Plan:
+    def record(self, run: KernelRun) -> Plan:
         """Return the record of the chosen ranks, with the costs of the measured stages."""
-
-
-class TrainingStep(Protocol):
-    """Trains the swapped model after it has been measured (`attnlens.lab.heal`)."""
-
-    def sequences(self, tokens: int) -> int:
-        """Return how many calibration sequences of this length to read."""
-
-    def train(self, run: KernelRun, calibrated: texts.Batches) -> None:
-        """Train the last stage of the run, and add the result as stage `healed`, with its measurements."""
 
 
 @dataclass
@@ -337,8 +321,6 @@ class KernelRun:
     kernel: Kernel
     stages: dict[str, ChangedModel]  # the model at each stage: swapped, fitted, healed
     store: Store | None = None  # stores parts of long computations
-    ranks: RankStep | None = None
-    training: TrainingStep | None = None
     controls: list[ControlSwap] = field(default_factory=list)
     window: int | str = ""  # keys beyond which losses are reported, or why there is no number
     state: float | None = None  # numbers kept per swapped head
@@ -348,23 +330,19 @@ class KernelRun:
     interrupted: bool = False
 
     def run(self) -> dict[str, object]:
-        """Return the value that `KernelResult` reads; raise Stopped with it if the user ended healing or sweep."""
+        """Return the fields of `KernelResult`; raise Stopped with them if the user interrupted healing or the sweep."""
         session = self.session
         with enough_memory(session.fed[0].inputs):
             _ = session.own_peak  # measured first, before anything keeps memory allocated
             swap, plan = self._run_stages()
         controls = {str(number): control.model for number, control in enumerate(self.controls)}
-        by_token = {
-            name: model.differences.by_token.join()
-            for name, model in (self.stages | controls).items()
-            if model is not None and model.differences is not None and model.differences.by_token.before
-        }
+        measured = {name: model and model.differences for name, model in (self.stages | controls).items()}
         value: dict[str, object] = {
-            "swap": swap.model_dump(),
-            "plan": None if plan is None else plan.model_dump(),
+            "swap": swap,
+            "plan": plan,
             "window": self.window,
             "notes": self.notes,
-            "losses": {name: [each.before, each.after, each.back] for name, each in by_token.items()},
+            "losses": {name: each.by_token.join() for name, each in measured.items() if each and each.by_token.before},
             "windows": windows_of(list(self.measured.values())),  # one column per stage
         }
         if self.interrupted:
@@ -378,15 +356,15 @@ class KernelRun:
         errors = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
         with time_stage(timings, "compare"):
             self._compare()
-        if self.training is not None and session.calibrated is not None:
+        if session.train is not None and session.calibrated is not None:
             with time_stage(timings, "heal"):
-                self.training.train(self, session.calibrated)
+                session.train(self, session.calibrated)
         if session.options.generate:
             with time_stage(timings, "generate"):
                 self._generate()
-        if self.ranks is not None:
+        if session.ranks is not None:
             with time_stage(timings, "plan"):
-                plan = self.ranks.plan(self)
+                plan = session.ranks.record(self)
         with time_stage(timings, "sites"):
             swap = self._record(errors)
         if session.options.sweep:
@@ -411,21 +389,20 @@ class KernelRun:
 
     def teller(self, stage: str, total: int) -> Tell:
         """Return a progress callback for a stage; its label includes the kernel if there are several."""
-        label = f"{self.kernel.spelling}, {stage}" if len(self.session.options.kernels) > 1 else stage
+        label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return telling(self.session.progress, label, total)
 
     def _fit(self) -> None:
         """Choose ranks, or fit the kernel: as stage `swapped` if the kernel needs it, else as stage `fitted`."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
-        if self.ranks is not None:
-            self.stages["swapped"] = ChangedModel(self.ranks.choose(self))
+        if session.ranks is not None:
+            self.stages["swapped"] = ChangedModel(session.ranks.choose(self))
             return
         source = session.calibrated if kernel.fit_reads else session.evaluated.some(1)  # else only shapes are read
         if source is None or not kernel.fits or not (kernel.needs_fit or session.options.fit):
             return
         text, passes = source.some(MOST_FITTED), 1 if kernel.needs_fit or kernel.near is not None else 2
-        tell = self.teller("fit", text.sequences * passes)
-        fitted = fit(session.loaded, session.sites, swaps, text, tell, session.task, session.seed)
+        fitted = fit(session.setup(swaps), text, self.teller("fit", text.sequences * passes))
         self.stages["swapped" if kernel.needs_fit else "fitted"] = ChangedModel(fitted)
 
     def _compare(self) -> None:
@@ -445,7 +422,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse the equal control of another kernel, or run it once; if a site refuses its kernel, keep the reason."""
+        """Reuse an equal control of another kernel, or run it once; store the reason if a site refuses its kernel."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -485,8 +462,7 @@ class KernelRun:
     def _record(self, errors: Mapping[str, float | str]) -> Swap:
         session, kernel = self.session, self.kernel
         inputs = texts.first(session.probe, 1)  # one sequence, so that the result does not depend on the batch size
-        how = session.sites, self.last.swaps, inputs, session.options.path
-        sites, site_notes = measure_sites(session.loaded, *how)
+        sites, site_notes = measure_sites(session.setup(self.last.swaps), inputs)
         names, noise = [text.name for text in session.settings.texts], session.fed[0].noise
         measuring = session.seed, names, self.window
         with session.variant(self.last)():
@@ -502,10 +478,10 @@ class KernelRun:
             reasons["peak_memory_bytes"] = NO_PEAK
         notes = [*meanings(session.task, noise=noise), *site_notes, *self.rank_notes, *self._option_notes()]
         return Swap(
-            kernel=kernel.spelling if self.ranks is None else kernel.info.name,
+            kernel=kernel.spelling if session.ranks is None else kernel.info.name,
             formula=kernel.formula,
             formula_of="output" if of_output else "log k",
-            parameters=dict(kernel.parameters) if self.ranks is None else {},
+            parameters=dict(kernel.parameters) if session.ranks is None else {},
             fitted=self.fitted,
             sites=sites,
             **fields | {"reasons": reasons | fields["reasons"]},
@@ -529,29 +505,27 @@ class KernelRun:
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)
 
-    def _option_notes(self) -> list[str]:
-        """Return notes on options that had side effects or no effect."""
-        notes, healed = [], "healed" in self.stages
-        kernel, info = self.kernel, self.kernel.info
+    def _option_notes(self) -> Iterator[str]:
+        """Yield notes on options that had side effects or no effect."""
+        healed, kernel, info = "healed" in self.stages, self.kernel, self.kernel.info
         if self.session.shared:
             share = f"{100 * self.session.shared:.2g} % of the evaluated tokens"
-            notes.append(
-                f"{share} also occur in the calibration text, in runs of {texts.RUN} tokens or as whole lines."
-            )
+            yield f"{share} also occur in the calibration text, in runs of {texts.RUN} tokens or as whole lines."
         if self.session.options.fit and kernel.needs_fit and info.fit_reads:
-            notes.append(f"--fit changes nothing: {info.name} is always fitted.")
+            yield f"--fit changes nothing: {info.name} is always fitted."
         if not healed and kernel.needs_fit and not info.fit_reads:
-            notes.append(f"The maps of {info.name} are random until `attnlens heal` trains them.")
+            yield f"The maps of {info.name} are random until `attnlens heal` trains them."
         if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:
-            notes.append("γ, the weight of near keys, is 1 in every head; --fit estimates it.")
+            yield "γ, the weight of near keys, is 1 in every head; --fit estimates it."
         if healed and self.control_models:
             but = ", except for the healed far part" if any(model.weights for model in self.control_models) else ""
-            notes.append(f"Controls are measured on the model before healing{but}.")
-        missing = [control for control in self.controls if control.model is None]
-        return notes + [f"No {control.role} control: {control.reason}." for control in missing]
+            yield f"Controls are measured on the model before healing{but}."
+        for control in self.controls:
+            if control.model is None:
+                yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Add the effect of each head or layer individually, and predictors; nothing if the user interrupts."""
+        """Add the effect of each head or layer, and predictors; add only a note if the user interrupts the sweep."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = key_of(digests_of(swaps))
 
@@ -567,8 +541,7 @@ class KernelRun:
                     session.measures = head_measures(session.loaded, session.evaluated, session.settings, chosen)
                 tell(1)
             tell = self.teller("sweep", len(chosen) * len(session.fed))
-            work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
-            alone = sweep(*work, tell, keep)
+            alone = sweep(session.setup(swaps), chosen, session.fed, session.design, tell, keep)
         except KeyboardInterrupt:
             self.interrupted = True
             return swap.model_copy(update={"notes": [*swap.notes, "The sweep was interrupted."]})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from os import PathLike
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,22 +20,22 @@ from attnlens.analyzers import registry
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
+from attnlens.kernels import Kernel
 from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import feed
-from attnlens.records import BeyondWindow, Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
+from attnlens.records import Coverage, Outcome, Plan, Skipped, Summary, Swap, SwapBody, Text, Windows
 from attnlens.report.report import Report
 from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
-from attnlens.requests.swap import KernelRequest, SwapOptions, swap_options
+from attnlens.requests.swap import KernelRequest, reads_calibration, swap_kernels
 from attnlens.runs import checks, feeding
 from attnlens.runs.differences import COLUMNS, of_file, prompts_of
-from attnlens.runs.feeding import refuse_work
 from attnlens.runs.outputs import FEWEST, TokenLosses
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, content_of, report_of
 from attnlens.runs.store import Store, key_of, versions
-from attnlens.runs.swap.kernel_run import ChangedModel, KernelRun, RankStep, SwapSession, TrainingStep, changed_weights
+from attnlens.runs.swap.kernel_run import ChangedModel, KernelRun, RankStep, SwapSession, changed_weights
 from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
@@ -44,51 +45,42 @@ FITTING = 32  # calibration sequences that a fit reads
 Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
 
-@dataclass
-class SwapWork:
+@dataclass(kw_only=True)
+class SwapWork(SwapSession):
     """The work of one run, with one unit per kernel."""
 
-    session: SwapSession
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
-    ranks: RankStep | None = None  # chooses the ranks instead of a fit
-    training: TrainingStep | None = None  # trains the model after it has been measured
     call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
     last: ChangedModel | None = None  # the last model that this process measured
 
     @cached_property
     def facts(self) -> dict[str, object]:
         """Everything that determines the results of the units."""
-        session, prompts = self.session, self.session.prompts
-        left_out = {*SharedRequest.model_fields, *APART}
-        batches = [session.evaluated, session.calibrated, *session.rank_parts]
+        prompts, left_out = self.prompts, {*SharedRequest.model_fields, *APART}
+        batches = [self.evaluated, self.calibrated, *self.rank_parts]
         analyzers = registry.select_sweep_analyzers()
         if not isinstance(prompts, str):
             prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
         content = {
-            "fed": [content_of(session.loaded, (), part, analyzers) for part in batches],
+            "fed": [content_of(self.loaded, (), part, analyzers) for part in batches],
             "prompts": prompts,
-            "code": [code_of(kernel.info).hex() for kernel in session.options.kernels],
-            "generation": str(getattr(session.loaded.model, "generation_config", None)),
-            "plan": None if self.ranks is None else str(self.ranks.options.plan),
-            "sites": [[site.name, heads] for site, heads in session.chosen.items()],
+            "code": [code_of(kernel.info).hex() for kernel in self.kernels.values()],
+            "generation": str(getattr(self.loaded.model, "generation_config", None)),
+            "plan": str(getattr(self.request, "ranks", None)),
+            "sites": [[site.name, heads] for site, heads in self.chosen.items()],
         }
         return {
-            "command": session.command,
+            "command": self.command,
             "versions": versions(),
-            "model": session.loaded.info.model_dump(mode="json", exclude={"id"}),
-            "settings": session.settings.model_dump(mode="json", exclude={"notes"}),
+            "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),
+            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),
             "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
-            "kernels": self.names,
-            "parts": list(session.evaluated.parts or ()),
+            "kernels": list(self.kernels),
+            "parts": list(self.evaluated.parts or ()),
             "content": key_of(content),
         }
-
-    @property
-    def names(self) -> list[str]:
-        """Spellings of the kernels, which name the units."""
-        return [kernel.spelling for kernel in self.session.options.kernels]
 
     @cached_property
     def store(self) -> Store | None:
@@ -96,32 +88,31 @@ class SwapWork:
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report and a function that removes the stored units; raise Interrupted or UnsavedError with it."""
-        plan, count = WorkPlan.of(self.request), len(self.names)
-        more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else lambda _: None
+        """Return the report and a function that removes the stored units. Raise Interrupted or UnsavedError."""
+        plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
+        several = len(kernels) > 1 and plan.shard is None
+        more = telling(progress, "kernels", len(kernels)) if several else lambda _: None
         # recompute the kernel for --save: its unit does not contain the swapped model
-        store = None if self.session.options.save is not None else self.store
+        store = None if self.options.save is not None else self.store
         elsewhere = open_run, self.call
-        outcome = run_units(self.names, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
+        outcome = run_units(kernels, self.read_unit, plan, store, elsewhere=elsewhere, tell=lambda _name: more(1))
         if not outcome.values:
             raise KeyboardInterrupt
-        timings = self.session.timings | {"all": time.perf_counter() - self.start}
-        report = build_report(self.session, outcome.values, outcome.missing, timings)
+        timings = self.timings | {"all": time.perf_counter() - self.start}
+        report = build_report(self, outcome.values, outcome.missing, timings)
+        with suppress(UnsavedError) if outcome.stopped else nullcontext():  # an interruption is reported instead
+            self._save(report)
         if outcome.stopped:
-            with suppress(UnsavedError):  # the interruption is reported
-                self._save(report)
             raise Interrupted(report)
-        self._save(report)
         return report, self.store.clear if self.store is not None and not outcome.missing else lambda: None
 
     def _save(self, report: Report) -> None:
         """Save the changed model if requested; raise UnsavedError with the report if that fails."""
-        session, last = self.session, self.last
-        if session.options.save is None or last is None:
+        if self.options.save is None or self.last is None:
             return
         try:
-            with changed_weights(session.loaded.model, last.weights):
-                save_swapped(session.options.save, session.loaded, session.sites, last.swaps)
+            with changed_weights(self.loaded.model, self.last.weights):
+                save_swapped(Path(self.options.save), self.loaded, self.sites, self.last.swaps)
         except OutputError as error:
             raise UnsavedError(error, report) from error
 
@@ -133,10 +124,10 @@ class SwapWork:
 
     def read_unit(self, name: str) -> dict[str, object]:
         """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
-        kernel = next(kernel for kernel in self.session.options.kernels if kernel.spelling == name)
+        kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
-        swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
-        run = KernelRun(self.session, kernel, {"swapped": ChangedModel(swaps)}, store, self.ranks, self.training)
+        swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
+        run = KernelRun(self, kernel, {"swapped": ChangedModel(swaps)}, store)
         try:
             return run.run()
         finally:
@@ -145,7 +136,7 @@ class SwapWork:
 
 def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, object], Compute]:
     """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
-    work = prepare("swap-kernel", model, swap_options(kernels, request), request)
+    work = prepare("swap-kernel", model, swap_kernels(kernels, request), request)
     return work.facts, work.read_unit
 
 
@@ -166,7 +157,7 @@ def swap_kernel(
 def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, progress: Progress = silent) -> SwapWork:
     """Prepare the work of `swap_kernel`."""
     check_work(model, request)
-    work = prepare("swap-kernel", model, swap_options(kernels, request), request, progress)
+    work = prepare("swap-kernel", model, swap_kernels(kernels, request), request, progress)
     work.call = (str(model), kernels, request)
     return work
 
@@ -174,7 +165,7 @@ def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, prog
 def check_work(model: Model, request: KernelRequest) -> None:
     """Raise UsageError or OutputError if units of this run can't be kept or computed where requested."""
     if isinstance(model, loading.Loaded):
-        refuse_work(request)
+        feeding.refuse_work(request)
     else:
         WorkPlan.of(request).check([*request.text, *request.calibration, request.prompts])
 
@@ -182,21 +173,25 @@ def check_work(model: Model, request: KernelRequest) -> None:
 def prepare(
     command: str,
     model: Model,
-    options: SwapOptions,
+    kernels: Sequence[Kernel],
     request: KernelRequest,
     progress: Progress = silent,
     *,
     ranks: RankStep | None = None,
-    training: TrainingStep | None = None,
+    train: Callable[[KernelRun, texts.Batches], None] | None = None,
+    sequences: Callable[[int], int] = lambda _tokens: FITTING,
 ) -> SwapWork:
-    """Load the model, cut the texts, find and check the sites, and return the work of the run."""
+    """Load the model, cut the texts, find and check the sites, and return the work of the run.
+
+    `sequences` returns how many calibration sequences of a number of tokens are needed.
+    """
     start = time.perf_counter()
     load_options, settings = feeding.load_options(request, model), reading.settings(request)
     files = reading.files(request)
-    named, others = (texts.read_each(paths, offline=request.offline) for paths in (files, options.calibration))
-    lines = None if options.prompts is None else texts.read(options.prompts, offline=request.offline)
+    named, others = (texts.read_each(paths, offline=request.offline) for paths in (files, request.calibration))
+    lines = None if request.prompts is None else texts.read(request.prompts, offline=request.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, [*files, *options.calibration], settings.length)
+    feeding.refuse_text(loaded, [*files, *request.calibration], settings.length)
     settings = feeding.of_model(settings, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
@@ -207,9 +202,11 @@ def prepare(
     cut = feeding.cut_of(settings, request)
     evaluated = texts.batches(loaded, contents, cut)
     task = checks.task_on(loaded, evaluated.batches[0].inputs)
-    session = SwapSession(
+    options = SwapRequest(**{name: v for name, v in request.explicit().items() if name in SwapRequest.model_fields})
+    work = SwapWork(
         command=command,
         loaded=loaded,
+        kernels={kernel.spelling: kernel for kernel in kernels},
         options=options,
         settings=settings,
         task=task,
@@ -217,36 +214,39 @@ def prepare(
         fed=feed(loaded, evaluated, task, settings.seed),
         design=feeding.design_of(settings, evaluated),
         progress=progress,
+        ranks=ranks,
+        train=train,
+        request=request,
+        start=start,
+        stored=not isinstance(model, loading.Loaded),
     )
-    work = SwapWork(session, request, start, not isinstance(model, loading.Loaded), ranks, training)
-    if options.reads_calibration or training:
-        _cut_calibration(work, others or contents, replace(cut, pack=cut.pack or bool(others)), named=bool(others))
-    session.settings = feeding.describe_input(session.settings, evaluated, loaded)
-    if options.generate:
-        session.prompts = prompts_of(loaded.model, session.fed, task, prompts)
-    session.survey()
+    if reads_calibration(kernels, options.fit) or train is not None:
+        cut = replace(cut, pack=cut.pack or bool(others), sequences=sequences(cut.tokens or 128))
+        _cut_calibration(work, others or contents, cut, named=bool(others))
+    work.settings = feeding.describe_input(work.settings, evaluated, loaded)
+    if request.generate:
+        work.prompts = prompts_of(loaded.model, work.fed, task, prompts)
+    work.survey()
     return work
 
 
-def _cut_calibration(work: SwapWork, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
+def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named`: the user gave it; else it consists of other windows of the evaluated text. Raises UsageError for images and
-    sounds, TextError if it contains too many of the evaluated tokens.
+    `named` is True if the user named the text; else it consists of unevaluated windows of the evaluated text. Raise
+    UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
     """
-    session, ranks, training = work.session, work.ranks, work.training
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
             "Omit image and audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
         )
     loaded, evaluated = session.loaded, session.evaluated
-    if training is not None or ranks is None:
-        some = replace(cut, sequences=FITTING if training is None else training.sequences(cut.tokens or 128))
+    if session.train is not None or session.ranks is None:
         skip = evaluated.sequences
-        session.calibrated = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=skip)
-    if ranks is not None:
-        session.rank_parts = ranks.cut(session, contents, cut)
+        session.calibrated = texts.batches(loaded, contents, cut, apart_from=evaluated, skip_noise=skip)
+    if session.ranks is not None:
+        session.rank_parts = session.ranks.cut(session, contents, cut)
     batches = [*session.rank_parts, *([session.calibrated] if session.calibrated else [])]
     session.shared = texts.shared_share(loaded.tokenizer, texts.passages([evaluated]), texts.passages(batches))
     by_hash: dict[str, Text] = {}  # each text with the windows of all parts
@@ -280,30 +280,27 @@ class KernelResult(BaseModel):
     plan: Plan | None
     window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
     notes: list[str]  # notes for the settings of the report
-    losses: dict[str, list[list[Tensor]]]  # fields of TokenLosses, by stage or by the number of a control
+    losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
     def with_window(self, window: int, session: SwapSession) -> Swap:
-        """Return the kernel's record with the losses beyond `window` instead of those beyond its own window."""
-        beyond = {
-            name: TokenLosses(*losses).beyond(window, session.design, session.seed)
-            for name, losses in self.losses.items()
-        }
-        swap = self.swap
-        stages = [_with_beyond(stage, beyond.get(stage.name)) for stage in swap.stages]
-        controls = [_with_beyond(control, beyond.get(str(number))) for number, control in enumerate(swap.controls)]
-        swap = swap.model_copy(update={"stages": stages, "controls": controls})
-        return _with_beyond(swap, beyond.get(stages[-1].name))
+        """Return the kernel's record with the losses beyond `window` keys instead of the kernel's window."""
 
+        def replace_losses(outcome: Part, name: str) -> Part:
+            if name not in self.losses or outcome.loss is None:
+                return outcome
+            beyond = TokenLosses(*map(list, self.losses[name])).beyond(window, session.design, session.seed)
+            reasons = {key: reason for key, reason in outcome.reasons.items() if key != "beyond_window"}
+            if isinstance(beyond, str):
+                return outcome.model_copy(
+                    update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}}
+                )
+            return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
 
-def _with_beyond(outcome: Part, beyond: BeyondWindow | str | None) -> Part:
-    """Replace the losses beyond a window, or the reason why there are none."""
-    if beyond is None or outcome.loss is None:
-        return outcome
-    reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
-    if isinstance(beyond, str):
-        return outcome.model_copy(update={"beyond_window": None, "reasons": reasons | {"beyond_window": beyond}})
-    return outcome.model_copy(update={"beyond_window": beyond, "reasons": reasons})
+        stages = [replace_losses(stage, stage.name) for stage in self.swap.stages]
+        controls = [replace_losses(control, str(number)) for number, control in enumerate(self.swap.controls)]
+        swap = self.swap.model_copy(update={"stages": stages, "controls": controls})
+        return replace_losses(swap, stages[-1].name)
 
 
 def build_report(
@@ -314,13 +311,14 @@ def build_report(
     results = list(by_name.values())
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]
     unfinished = [
-        Skipped(site=f"kernel {kernel.spelling}", reason=missing.get(kernel.spelling, INTERRUPTED))
-        for kernel in session.options.kernels
-        if kernel.spelling not in by_name
+        Skipped(site=f"kernel {name}", reason=missing.get(name, INTERRUPTED))
+        for name in session.kernels
+        if name not in by_name
     ]
     settings = session.settings
     # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
-    first = next((TokenLosses(*losses) for result in results for losses in result.losses.values()), TokenLosses())
+    losses = next((losses for result in results for losses in result.losses.values()), [])
+    first = TokenLosses(*map(list, losses))
     windows = [each.window for each in results if isinstance(each.window, int) and first.count(each.window) >= FEWEST]
     window = max(windows, default=None)
     swaps = [each.swap if window in (None, each.window) else each.with_window(window, session) for each in results]

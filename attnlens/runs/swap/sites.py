@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,26 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import PARTS, Call, Site, SiteSwap
+from attnlens.records import PARTS, Call, Site, SiteSwap, Task
 from attnlens.runs import checks
 from attnlens.runs.feeding import at_rest, held_model, tensors
 from attnlens.runs.outputs import Variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass
+class SwapSetup:
+    """A model with the kernels to swap in, and how it runs."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]  # all sites of the model
+    swaps: hooks.Swaps  # the kernel and heads of each swapped site
+    task: Task = "hidden"  # what the model predicts
+    seed: int = 0
+    path: Route = "auto"  # implementation of attention
+
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4  # number of padding tokens whose content is changed
@@ -53,7 +67,7 @@ def leaks(
 
 
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
-    """Measure ‖changed − own‖ / ‖own‖ of the outputs at each sequence's first half when the ids of the second change.
+    """Measure the relative change of the outputs in each sequence's first half if the ids of the second half change.
 
     For models with causal (decoder) self-attention; see `_check_error`.
     """
@@ -65,7 +79,7 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
 
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
-    """Measure ‖changed − own‖ / ‖own‖ at real tokens when padding before (`left`) or after each sequence changes."""
+    """Measure the relative change at real tokens if the padding before (`left`) or after each sequence changes."""
     if "attention_mask" not in inputs:
         return "the model does not support padding"
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
@@ -98,15 +112,14 @@ def _check_error(
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
     """Truncate each sequence and add random padding on one side; real tokens keep their positions."""
     name = "input_ids"
-    padding = min(PADDING, inputs[name].shape[1] // 2)
+    shape = inputs[name].shape
+    padding = min(PADDING, shape[1] // 2)
     ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]][:, :-padding]
     fill = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
-    nothing = torch.zeros_like(fill).to(mask)
-    parts = ([fill, ids], [nothing, mask]) if left else ([ids, fill], [mask, nothing])
-    # inputs per token (token types, boxes on a page) are shifted along with the tokens
-    per_token = {key: value for key, value in inputs.items() if value.shape[:2] == inputs[name].shape}
-    padded = {**inputs, **{key: value.roll(padding * left, 1) for key, value in per_token.items()}}
-    padded |= {name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
+    filled = {name: torch.cat([ids, fill], 1), MASKS[name]: torch.cat([mask, torch.zeros_like(fill).to(mask)], 1)}
+    padded = {**inputs, **filled}
+    if left:  # inputs per token (token types, boxes on a page) are shifted along with the tokens
+        padded |= {key: value.roll(padding, 1) for key, value in padded.items() if value.shape[:2] == shape}
     if left and "position_ids" in signature(loaded.model.forward).parameters:
         padded["position_ids"] = (padded[MASKS[name]].cumsum(1) - 1).clamp_min(0)
     return padded
@@ -266,18 +279,15 @@ PRIMAL = (
     "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other (except "
     "through samples)."
 )
-CONSTANT = 1e-4
-"""Relative spread of ‖k‖ up to which keys count as equally long; 2 eps of the number type if that is larger."""
+CONSTANT = 1e-4  # largest relative spread of ‖k‖ of equally long keys; 2 eps of the number type if that is larger
 
 
-def measure_sites(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor], path: Route
-) -> tuple[list[SiteSwap], list[str]]:
-    """Compare own and new output of each swapped site on the original's inputs; return records, and notes on sites."""
-    records, counts = list[SiteSwap](), Counter[str]()
+def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
+    """Compare the outputs of each swapped site with the original's on its inputs; return records and notes."""
+    records, counts, path = list[SiteSwap](), Counter[str](), setup.path
 
     def visit(site: Site, call: Call) -> None:
-        if (swap := swaps.get(site)) is None:
+        if (swap := setup.swaps.get(site)) is None:
             return
         part = call if swap.heads is None else call.select(swap.heads)
         outputs = attend(part, hooks.OWN), attend(part, swap.kernel, path)
@@ -296,10 +306,11 @@ def measure_sites(
         )
         counts.update(_special_properties(part, swap.kernel))
 
-    with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
-        hooks.forward(loaded.model, inputs)
-    kernel = next(iter(swaps.values())).kernel
-    return records, _describe_sites(kernel, {name: f"{n} of {len(records)} sites" for name, n in counts.items() if n})
+    with torch.no_grad(), hooks.watch(setup.loaded.model, setup.sites, visit):
+        hooks.forward(setup.loaded.model, inputs)
+    kernel = next(iter(setup.swaps.values())).kernel
+    special = {name: f"{n} of {len(records)} sites" for name, n in counts.items() if n}
+    return records, list(_describe_sites(kernel, special))
 
 
 def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
@@ -316,45 +327,41 @@ def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
     }
 
 
-def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> list[str]:
-    """Return notes for the report; `special` has the number of sites with each special property, in words."""
+def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]:
+    """Yield notes for the report; `special` has the number of sites with each special property, in words."""
     info = kernel.info
     if info.form == "output":
-        notes = [PRIMAL]
+        yield PRIMAL
         if not special.keys().isdisjoint(("capped", "biased", "sinking")):
-            notes.append("Terms that the model adds to its scores (softcap, position bias, sinks) are not used.")
+            yield "Terms that the model adds to its scores (softcap, position bias, sinks) are not used."
         if "bounded" in special:
             bound = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
             scores = f"Fewer than {kernel.parameters['scores']:.0f} scores are used at {special['bounded']}"
-            notes.append(f"{scores}: {bound} bounds their rank.")
-        return notes
-    notes = []
+            yield f"{scores}: {bound} bounds their rank."
+        return
     if "capped" in special:
         effect = "is applied to the capped scores" if info.form == "score" else "replaces the cap too"
-        notes.append(f"The model caps its scores at {special['capped']}; the new kernel {effect}.")
+        yield f"The model caps its scores at {special['capped']}; the new kernel {effect}."
     if "biased" in special:
-        notes.append(f"The model adds a position bias at {special['biased']}; it is added to log k too.")
+        yield f"The model adds a position bias at {special['biased']}; it is added to log k too."
     if "sinking" in special:
-        notes.append(f"The model has attention sinks at {special['sinking']}; log k keeps all its terms.")
+        yield f"The model has attention sinks at {special['sinking']}; log k keeps all its terms."
     if "constant" in special and info.equal_lengths:
-        notes.append(
-            f"All keys of a head have one length at {special['constant']} (QK-norm of unit gain): there {info.name} is "
-            f"{info.equal_lengths}."
-        )
+        where = f"{special['constant']} (QK-norm of unit gain)"
+        yield f"All keys of a head have one length at {where}: there {info.name} is {info.equal_lengths}."
     if kernel.oracle:
-        notes.append(
+        yield (
             "For analysis only: the kept parts are computed from the logits of whole sequences of the evaluated text, "
             "so no model can use them."
         )
     elif info.caution:
-        notes.append(info.caution)
+        yield info.caution
     if kernel.tie is not None and TIES[kernel.tie].caution:
-        notes.append(TIES[kernel.tie].caution)
+        yield TIES[kernel.tie].caution
     if "uneven" in special:
-        notes.append(f"The last latent has fewer key heads than the others, or than group, at {special['uneven']}.")
+        yield f"The last latent has fewer key heads than the others, or than group, at {special['uneven']}."
     if kernel.signed:
-        notes.append("The kernel can be negative: rows of its attention matrix are not probabilities.")
-    return notes
+        yield "The kernel can be negative: rows of its attention matrix are not probabilities."
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.analyzers import registry
-from attnlens.kernels.attention import Route
 from attnlens.maths.statistics import Design, Interval, false_discovery, p_values, paired_difference, rank_correlation
 from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tests, split_half, windows_interval
 from attnlens.models import hooks, texts
@@ -26,6 +25,7 @@ from attnlens.runs.inspect.pipeline import read_sites
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import Tell
 from attnlens.runs.store import Keep, keep_nothing
+from attnlens.runs.swap.sites import SwapSetup
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -192,30 +192,26 @@ class Alone:
 
 
 def sweep(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
+    setup: SwapSetup,
     chosen: Sequence[Unit],
     batches: Sequence[Fed],
-    task: Task,
     design: Design,
-    path: Route,
     progress: Tell,
     keep: Keep = keep_nothing,
 ) -> Alone:
     """Measure the loss with each unit swapped alone, reusing outputs of earlier blocks; `keep` stores each result."""
-    blocks = hooks.blocks(loaded.model, batches[0].inputs)
+    blocks, task = hooks.blocks(setup.loaded.model, batches[0].inputs), setup.task
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)
     for number, fed in enumerate(batches):
-        batch = SweptBatch(loaded, sites, swaps, fed, task, path, blocks)
+        batch = SweptBatch(setup, fed, blocks)
         for unit in chosen:
             site, head = unit
             name = f"batch {number}, {site.name}, " + ("all heads" if head is None else f"head {head}")
             losses = keep(name, partial(batch.losses, site, head))
             after[unit].append(losses["changed"])
             progress(1)
-        before.append(losses["own"])
+        before.append(losses["original"])
     weights = torch.cat([_sequence_weights(fed, task) for fed in batches])
     rows = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
@@ -227,46 +223,41 @@ def sweep(
 class SweptBatch:
     """Batch for swapping units individually."""
 
-    loaded: Loaded
-    sites: tuple[Site, ...]
-    swaps: hooks.Swaps
+    setup: SwapSetup
     fed: Fed
-    task: Task
-    path: Route
     blocks: list[tuple[str, nn.Module]]  # the model's blocks in execution order
 
     @cached_property
     def original(self) -> tuple[dict[str, object], Tensor, Tensor]:
         """Block outputs, predictions and loss per sequence of the original model."""
         with hooks.record_outputs(self.blocks) as outputs:
-            original = _run_batch(self.loaded, self.fed, self.task)
-        return outputs, original, _losses(original, original, self.fed, self.task)
+            original = self._run()
+        return outputs, original, _losses(original, original, self.fed, self.setup.task)
 
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
         """Compute the loss of each sequence in the original model, and with one head (None: all) of a site swapped."""
         outputs, original, own_losses = self.original
-        swap = self.swaps[site]
+        setup, swap = self.setup, self.setup.swaps[site]
         if head is not None:  # select the head's fitted parameters
             index = head if swap.heads is None else swap.heads.index(head)
             swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
         with (
-            hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
+            hooks.replace(setup.loaded.model, setup.sites, {site: swap}, setup.path),
             hooks.replay_outputs(self.blocks, outputs, site),
         ):
-            new = _run_batch(self.loaded, self.fed, self.task)
-        return {"own": own_losses, "changed": _losses(original, new, self.fed, self.task)}
+            new = self._run()
+        return {"original": own_losses, "changed": _losses(original, new, self.fed, setup.task)}
 
-
-def _run_batch(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
-    """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
-    with torch.no_grad():
-        result = hooks.forward(loaded.model, fed.inputs, **output_options(task))
-    logits = predictions(result, fed, task)
-    return states_of(result) if logits is None else logits
+    def _run(self) -> Tensor:
+        """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
+        with torch.no_grad():
+            result = hooks.forward(self.setup.loaded.model, self.fed.inputs, **output_options(self.setup.task))
+        logits = predictions(result, self.fed, self.setup.task)
+        return states_of(result) if logits is None else logits
 
 
 def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """Compute the mean loss of each sequence; on noise KL(own ‖ new), for headless models 1 − cosine at real tokens."""
+    """Compute the mean loss of each sequence; on noise KL(original ‖ new), if headless 1 − cosine at real tokens."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
         # rows can be windows of an image, or hold all images
