@@ -61,7 +61,7 @@ def test_only_sections_asks_what_kind_of_report_it_has(package):
     assert {path.name: kinds_asked(path.read_text()) for path in files if kinds_asked(path.read_text())} == {}
     tables = PACKAGE / "report" / "pictures" / "__init__.py"  # its table names the pictures of each kind
     assert not [path for path in files if path != tables and "report.kind" in path.read_text()]
-    assert "report.kind" in (PACKAGE / "report" / "sections" / "documents.py").read_text(), "the control"
+    assert "report.kind" in (PACKAGE / "report" / "export.py").read_text(), "the control"
     assert kinds_asked("if report.swap: pass") == {"swap"}, "the control"
 
 

@@ -20,8 +20,14 @@ from attnlens.analyzers import registry
 from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.records import Measure
-from attnlens.report.pictures import overview_figure
-from attnlens.report.pictures.maps import full_caption, groups_by_part, page_rows, scale, short_curve_caption
+from attnlens.report.pictures.maps import (
+    full_caption,
+    groups_by_part,
+    overview_figure,
+    page_rows,
+    scale,
+    short_curve_caption,
+)
 from attnlens.report.pictures.style import house_style, tick_positions
 from attnlens.report.shapes import Shapes
 

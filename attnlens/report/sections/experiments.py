@@ -133,7 +133,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
             for experiment in plain
             for place, figure in enumerate(experiment.final)
         ]
-        table = build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"}) if rows else None
+        table = build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"})
         yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []

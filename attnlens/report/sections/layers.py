@@ -150,7 +150,7 @@ def _headlines(shapes: Shapes) -> Table | None:
             above, below = (distance > reach).sum(), (distance < -reach).sum()
             row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
         rows.append(row)
-    return build_table(rows, {"measure"}, {"measure"}) if rows else None
+    return build_table(rows, {"measure"}, {"measure"})
 
 
 @section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))

@@ -28,14 +28,10 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
     """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
-    rows = [
-        {
-            "measure": info.name,
-            "range": range_of(info),
-            "meaning": _join_lines(info.meaning, info.formula, info.caution, info.paper),
-        }
-        for info in infos
-    ]
+    rows = []
+    for info in infos:
+        meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
+        rows.append({"measure": info.name, "range": range_of(info), "meaning": meaning})
     return Section(table=_folded_table(rows))
 
 
@@ -84,34 +80,23 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
-    rows = [
-        {
-            "model type": entry.model_type,
-            "read": entry.read,
-            "through": entry.route or NO_VALUE,
-            "positions": entry.positions or NO_VALUE,
-            "weights.*": entry.weights or NO_VALUE,
-            "doctor": entry.doctor or NO_VALUE,
-            "swap": entry.swap or NO_VALUE,
-        }
-        for entry in types
-    ]
+    columns = {"model type": "model_type", "through": "route", "weights.*": "weights"}  # title → field, if they differ
+    titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")
+    rows = [{title: getattr(entry, columns.get(title, title)) or NO_VALUE for title in titles} for entry in types]
     lines = (
         f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
         "A type is read in part if a part of it is not run, cannot be read or lacks weights.*, for the reason below.",
     )
-    reasons = [
-        {"model type": entry.model_type, "what is missing, and why": clean(entry.reason)}
-        for entry in types
-        if entry.reason
-    ]
+    reasons = [(entry.model_type, clean(entry.reason)) for entry in types if entry.reason]
+    missing = [{"model type": name, "what is missing, and why": reason} for name, reason in reasons]
     table = Section("Model types", lines=lines, table=_folded_table(rows))
-    return [table, Section("What is missing", table=_folded_table(reasons))]
+    return [table, Section("What is missing", table=_folded_table(missing))]
 
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
-    """Build a table of words, except for the columns of numbers; None without rows."""
-    return build_table(rows, {*rows[0]} & NAMED, {*rows[0]} - {*numbers}, fit="folded") if rows else None
+    """Build a table whose columns contain words except for those in `numbers`; return None without rows."""
+    titles = {title for row in rows for title in row}
+    return build_table(rows, NAMED, titles - {*numbers}, fit="folded")
 
 
 def _join_lines(first: str, *others: str) -> str:

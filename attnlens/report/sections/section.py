@@ -61,8 +61,13 @@ def build_table(
     names: Collection[str],
     words: Collection[str] = (),
     fit: Literal["blocks", "first", "folded"] = "blocks",
-) -> Table:
-    """Build a table from rows of cells by title; those in `names` name the row, those in `words` are words."""
+) -> Table | None:
+    """Build a table from rows of cells by title: columns in `names` name the row, those in `words` are aligned left.
+
+    Return None without rows.
+    """
+    if not rows:
+        return None
     columns = build_columns(rows, words)
     first = [column for column in columns if column.title in names]
     return Table(first, [column for column in columns if column.title not in names], fit)
