@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LIGHT = ("analyzers", "checks", "errors", "files", "records", "report.atlas", "requests")
 LIGHT += ("cli.commands", "cli.entry", *(f"kernels.{path.stem}" for path in PACKAGE.glob("kernels/*.py")))
 """Modules and packages that the commands import before they answer `--help`, `list` or a usage error."""
-SHOWING = ("pictures", "render", "export.py", "shapes.py")
+SHOWING = ("pictures", "render", "shapes.py")
 """Parts of report/ that do not ask for a report's kind."""
 KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""

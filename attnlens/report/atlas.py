@@ -95,11 +95,6 @@ class Reference:
     spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
     reason: str | None = None  # why there is nothing to compare with
 
-    @property
-    def heads(self) -> int:
-        """Number of heads of all models."""
-        return sum(spread.heads for spread in self.spreads)
-
     def percentile(self, value: float) -> float | None:
         """Return the percentage of heads below the value, averaged over models in each lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
@@ -156,12 +151,6 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
 def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
     """Return True if the forms M are of one kind; under RoPE, M is a sum over the distances within a window."""
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
-
-
-def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
-    """Return the percentage of the reference's heads below the value and None, or None and the reason."""
-    heads = reference(measure, depth, subject)
-    return heads.percentile(value), heads.reason
 
 
 def subject_of(report: Report, part: str) -> Subject:

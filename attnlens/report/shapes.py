@@ -43,11 +43,6 @@ class MeasureMap:
         return np.asarray(self.values[~np.isnan(self.values)])
 
     @property
-    def full(self) -> bool:
-        """True if every cell of the map has a value."""
-        return self.present.size == self.values.size
-
-    @property
     def constant(self) -> bool:
         """True if more than one head has a value and all values are equal."""
         return self.present.size > 1 and bool(np.all(self.present == self.present[0]))

@@ -194,13 +194,6 @@ def draw_over(
     axes.plot(*points, zorder=3, label=label, **look)
 
 
-def show_depths(axes: Axes, layers: Sequence[int]) -> None:
-    """Draw a colour bar of the layers next to the axes."""
-    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(layers)), DEPTH), "layer")
-    bar.ax.set_ylim(len(layers) - 1, 0)
-    label_indices(bar.ax.yaxis, layers)
-
-
 @dataclass(frozen=True)
 class Dot:
     """One estimate in a row of a dot plot."""
@@ -350,16 +343,16 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) 
             heading = grid[next(lines), :] if row.heading else None  # a flat row
             line = next(lines)
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
-            for column, panel in enumerate(row.panels):
-                if panel is None:
-                    continue
+            for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):
                 axes = part.add_subplot(grid[line, column])
                 axes.set_title(shorten_label(panel.title, int(TITLE_PER_INCH * room)), pad=15, weight="bold", color=INK)
                 note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
                 axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
                 panel.draw(axes)
-                if column == last:
-                    show_depths(axes, panel.layers)
+                if column == last:  # a colour bar of the layers
+                    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(panel.layers)), DEPTH), "layer")
+                    bar.ax.set_ylim(len(panel.layers) - 1, 0)
+                    label_indices(bar.ax.yaxis, panel.layers)
             if heading is not None:
                 strip = part.add_subplot(heading)
                 strip.set_axis_off()

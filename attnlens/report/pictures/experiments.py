@@ -74,16 +74,12 @@ def comparison_panels(report: Report) -> list[Panel]:
         return []
     panels = []
     for name in rank_distances(comparison)[:1]:
-        unit = ", nats" * ("KL" in LOCAL[name])
-        name_of_map = f"where heads differ: {LOCAL[name]}{unit}"
+        title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
         note = "dots: named; hatched: no change at all"
-        caption = (
-            "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
-            "Hatched: no change at all."
-        )
+        caption = f"Logarithmic colours. KL: mean over queries and windows, in nats. {note[:1].upper()}{note[1:]}."
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name)
-        panels.append(Panel("differences", name_of_map, note, caption, draw, 2 * layers))
+        panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
     caption = (
         "One dot per head and measure; the size of a change is in interquartile ranges of the measure over the first "
         "model's heads. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
@@ -113,12 +109,10 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     sources = dict.fromkeys(source_of(name) for name in sizes)
     for source, colour in zip(sources, (CATEGORIES[0], CATEGORIES[2], *CATEGORIES[4:]), strict=False):
         rows = [row for row in comparison.rows if source_of(row.measure) == source and row.measure in sizes]
-        points = [
-            (row.delta / sizes[row.measure], row.q) for row in rows if row.delta is not None and row.q is not None
-        ]
-        if points:
-            x, q = np.array(points, dtype=float).T
-            certainty = -np.log10(np.clip(q, LEAST_Q, None))
+        rows = [row for row in rows if row.delta is not None and row.q is not None]
+        if rows:
+            x = as_array(row.delta for row in rows) / [sizes[row.measure] for row in rows]
+            certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_Q, None))
             axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
     level = f"named above q = {comparison.fdr:g}"
     axes.axhline(-np.log10(comparison.fdr), color=MUTED, linewidth=0.6, linestyle="--", label=level)
@@ -153,10 +147,9 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
     draw = partial(draw_results, task=task, cells=cells)
     yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)
     losses = []
-    for cell in cells:  # up to the shortest of its runs
-        length = min(len(run.losses) for run in cell.runs)
-        median = np.median([run.losses[:length] for run in cell.runs], axis=0)
-        losses.append((cell.name, cell.runs[0].steps[:length], median))
+    for cell in cells:
+        common = [*zip(*(run.losses for run in cell.runs), strict=False)]  # up to the end of the shortest run
+        losses.append((cell.name, cell.runs[0].steps[: len(common)], np.median(common, axis=1)))
     title, note = f"{task.name}: validation loss, nats", "median over seeds"
     caption = f"{study.question} Validation loss against training steps, median over seeds."
     yield Panel(f"{stem}-learned", title, note, caption, partial(draw_lines, lines=losses), rows)
@@ -273,15 +266,13 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     coloured = ", coloured by layer" * bool(rows_of_layers)
     heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
     caption += f"{heads}{null}."
-    limits = _limits(experiment, name)
-    if limits is not None and not limits[2]:
-        low, high, _ = limits
-        room = 0.05 * (high - low)  # the frame is wider by so much on each side
-        rows = [as_array(line.values) for line in lines]
-        beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
-        if beyond:
-            note += f"; {format_count(beyond, 'head')} cut"
-            caption += f" {format_count(beyond, 'head')} of {len(lines)} extend beyond the frame."
+    low, high, logarithmic = _limits(experiment, name) or (0.0, 0.0, True)
+    room = np.inf if logarithmic else 0.05 * (high - low)  # width of the frame on each side of the limits
+    rows = [as_array(line.values) for line in lines]
+    beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
+    if beyond:
+        note += f"; {format_count(beyond, 'head')} cut"
+        caption += f" {format_count(beyond, 'head')} of {len(lines)} extend beyond the frame."
     draw = partial(draw_trajectories, experiment=experiment, name=name)
     return Panel(name, heading(info), note, caption, draw, layers=rows_of_layers)
 
@@ -298,8 +289,7 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
     fan_chart(axes, heads, layers, opacity=(40, 0.25, 0.75))
     draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker="o" if len(steps) <= MARKED else "")
     scale_steps(axes, curve.steps, experiment.axis)
-    limits = _limits(experiment, name)
-    if limits is not None:
+    if limits := _limits(experiment, name):
         scale_values(axes, *limits[:2], logarithmic=limits[2])
 
 
@@ -419,9 +409,8 @@ def _compared_panels(report: Report) -> list[Panel]:
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []
-    worst = sorted(
-        range(len(figures)), key=lambda n: (figures[n][0].meets(figures[n][1]), -abs(deviation(*figures[n])))
-    )
+    offsets = [(experiment.meets(figure), -abs(deviation(experiment, figure))) for experiment, figure in figures]
+    worst = sorted(range(len(figures)), key=offsets.__getitem__)
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
         "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: allowed range, open on one "

@@ -303,13 +303,10 @@ def first_step(info: MeasureInfo) -> int:
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
     """Build the panel of a curve, with one line per head; `split`: with one pair of axes per part of the model."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
-    title, caption = heading(shapes.info(name)), curve_caption(shapes, name)
-    drawn = partial(draw, groups=groups)
+    title, caption, drawn = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
     panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
-    parts = [
-        replace(panel, title=f"{title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
-        for group in groups
-    ]
+    alone = [(f"{title}: {group.title}", partial(draw, groups=[group])) for group in groups]
+    parts = [replace(panel, title=name_of_part, draw=drawn, width=2.9) for name_of_part, drawn in alone]
     return replace(panel, parts=parts) if split and len(parts) > 1 else panel
 
 
@@ -379,7 +376,7 @@ def overview_figure(shapes: Shapes) -> Figure:
     if not rows:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
     names = [panel.stem for row in rows for panel in row]
-    hatched = not all(shapes.readings[name].full for name in names if name in shapes.readings)
+    hatched = any(np.isnan(shapes.readings[name].values).any() for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
     headings = []
     for row in rows:

@@ -92,12 +92,10 @@ def swap_overview(report: Report) -> Figure:
     swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
-    if several:
-        rows = [row for row in (panels[:1], panels[1:]) if row]
     page = []
-    for row in rows:
+    for row in [panels[:1], panels[1:]] if several else rows:
         lines = max(panel.rows for panel in row)  # more height for many layers, less for few kernels
-        low = 2.6 if len(rows) == 1 else 2.3
+        low = 2.3 if several or len(rows) > 1 else 2.6
         page.append(Row(row, 0.19 * lines if len(row) == 1 else float(np.clip(0.115 * lines, low, 3.4))))
     what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
@@ -107,10 +105,8 @@ def swap_overview(report: Report) -> Figure:
 def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
-    swept = [swap for swap in report.swaps if swap.sweep]
-    suffixes = [f"-{clean(swap.kernel)}" * (len(report.swaps) > 1) for swap in swept]
-    panels += [_sweep_panel(swap, f"sweep{suffix}") for swap, suffix in zip(swept, suffixes, strict=True)]
-    pairs = zip(swept, suffixes, strict=True)
+    pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
+    panels += [_sweep_panel(swap, f"sweep{suffix}") for swap, suffix in pairs]
     return panels + [_predictors_panel(swap, f"predictors{suffix}") for swap, suffix in pairs if swap.predictors]
 
 
@@ -146,8 +142,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     note = f"grey: {controls}" if controls else ""
-    if all(effect(swap, swap)[0] is None for swap in swaps):
-        note = "no kernel has a value"
+    note = "no kernel has a value" if all(effect(swap, swap)[0] is None for swap in swaps) else note
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
     draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
@@ -222,11 +217,9 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     labels: list[str] = [stage.name for stage in swap.stages]
     labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
-    perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
-    known = ""
-    if perplexity is not None and lossy:
-        known = f"\nperplexity {typeset(perplexity, decimals_for([perplexity]))}"
-    dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
+    known = [stage.perplexity.before for stage in swap.stages if stage.perplexity is not None and lossy]
+    first = f"original\nperplexity {typeset(known[0], decimals_for(known[:1]))}" if known else "original"
+    dot_plot(axes, [[dot] for dot in dots], [first, *names])
     for label in axes.get_yticklabels()[1 + stages :]:
         label.set_color(MUTED)
     decimals = min(3, loss_decimals(losses))
