@@ -177,7 +177,7 @@ def test_pictures_of_another_run_are_told(tmp_path, capsys):
 
 
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
-    with pytest.raises(OutputError, match=r"\.xyz is not offered") as refusal:
+    with pytest.raises(OutputError, match=r"\.xyz is not supported") as refusal:
         Outputs(figure=str(tmp_path / "one.xyz")).check({})
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []

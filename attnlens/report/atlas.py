@@ -23,9 +23,9 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 """Percentages at which the file contains the quantiles of each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A model counts as one of the atlas if the mean difference of their quantiles in interquartile ranges, as the median
-over at least ENOUGH measures, is less than SAME: it is 0.1 between a model and its fine-tuning, at least 0.38 between
-lineages. With fewer measures, relative differences in parameters below ABOUT decide."""
+"""A model is identified with a model of the atlas if their quantiles differ on average by less than SAME interquartile
+ranges (median over at least ENOUGH measures): a model and its fine-tuning differ by 0.1, lineages by at least 0.38.
+With fewer measures, the models are the same if their numbers of parameters differ by less than the share ABOUT."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 

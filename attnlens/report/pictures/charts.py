@@ -42,7 +42,7 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
 MISSING = "#dddddd"
 CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 Colours = tuple[Colormap, Normalize, str]
-"""Colour map, norm, and the ends of the colour bar that also represent all values beyond."""
+"""Colour map, norm, and the ends of the colour bar (`min`, `max`, `both` or `neither`) that include values beyond."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
 
 
@@ -225,8 +225,7 @@ def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] |
         axes.tick_params(axis="y", length=0)
 
 
-WIDTH = 10.0  # width of an overview in inches
-SIDE = 0.3  # inches free on the left and on the right of a page
+WIDTH, SIDE = 10.0, 0.3  # inches: width of an overview; margin on the left and on the right of a page
 HEAD, FOOT = 0.66, 0.26  # inches of an overview's title with the line of facts, and of its footer
 AROUND, HEADING = 0.98, 0.2  # inches above and below a panel's axes for its title and axis, and of the heading of a row
 TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit in an overview's title, line of facts and footer
@@ -239,7 +238,7 @@ LINE = 0.128  # inches per line of a caption
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture, with its texts and size."""
+    """Chart on a page or in a file, with its texts and size."""
 
     stem: str  # file name without suffix
     title: str  # content of the picture
@@ -248,7 +247,7 @@ class Panel:
     draw: Callable[[Axes], None]
     rows: int = 12  # number of lines of text that its height has room for
     width: float = 4.6  # inches of its axes if it has its own file
-    layers: Sequence[int] = ()  # the layers that colours stand for; the last such panel of a row gets a colour bar
+    layers: Sequence[int] = ()  # layers shown by colours; the last such panel of a row gets a colour bar
     parts: Sequence[Panel] = ()  # panels that are drawn instead of it, three per row
 
 

@@ -311,7 +311,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves on axes for all of that name, with the median, and of a single group the quartiles."""
+    """Draw the heads' curves with medians, and quartiles if there is one group; groups share the axis limits."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -349,7 +349,7 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
-    """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
+    """Draw one group's heads in layer colours, its median and quartiles, and dotted medians of the other groups."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
         colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
@@ -398,10 +398,12 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     If the single source has a curve to be shown by depth, its thirds form the first row and maps the second. If it has
     measures of two spaces, each space forms a row.
     """
-    names = [*shapes.readings, *shapes.curves]
-    sources = list(dict.fromkeys(source_of(name) for name in names))
-    groups = [_split_by_space(shapes, [name for name in names if source_of(name) == source]) for source in sources]
-    if len(sources) > 1:
+    by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
+    groups = []  # for each source, its names by space; those without a space join the first
+    for names in by_source.values():
+        spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
+        groups.append([*group_pairs((shapes.info(name).space or spaces[0], name) for name in names).values()])
+    if len(groups) > 1:
         rows = [_choose_panels(shapes, spaces[0], ACROSS) for spaces in groups[:2]]
     elif deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         parts = {name for names in shapes.shares.values() for name in names}
@@ -420,12 +422,6 @@ def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
     groups = groups_by_depth(shapes, name)
     draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
     return [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in groups]
-
-
-def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
-    """Split one source's measures and curves by space; those without a space join the first."""
-    spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
-    return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:

@@ -236,7 +236,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def draw_sites(axes: Axes, swap: Swap) -> None:
-    """Draw ‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
+    """Draw the relative error of each site's output, layer 0 at the top; sites without a value are hatched."""
     sites = sorted(swap.sites, key=_order)
     errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
     colours = [CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
@@ -326,7 +326,7 @@ def _draw_heads(axes: Axes, swap: Swap) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours saturate, and which sides do, so one head doesn't make others pale."""
+    """Return the |effect| at which colours saturate, so that outliers do not make others pale, and the cut ends."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -422,10 +422,10 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
+    """Draw perplexity above and distance below over the number of tokens; if one is missing, draw only the other.
 
-    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
-    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
+    Separate axes, which need not begin at 0, keep the smaller quantity visible. Reports of versions that did not count
+    tokens are drawn over optimiser steps. Hollow: during attention transfer.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}

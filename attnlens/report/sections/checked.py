@@ -23,7 +23,7 @@ def describe_check(check: Check) -> str:
     return clean(text)
 
 
-def accusation(check: Check, breach: Breach) -> str:
+def describe_breach(check: Check, breach: Breach) -> str:
     """Describe one head that breaks a rule."""
     place = f"layer {breach.layer} head {breach.head} ({breach.part})"
     return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
@@ -81,7 +81,7 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
-        items = tuple(accusation(check, breach) for check, breach in cases[:SHOWN])
+        items = tuple(describe_breach(check, breach) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
 
 

@@ -44,7 +44,7 @@ FEW_WORDS = 5  # BLEU below which a translation shares only single words with it
 
 @section(10, "studies")
 def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the sections of every study, each task by itself."""
+    """Yield the sections of each study, task by task."""
     for study in shapes.report.studies:
         options = {"classification": "classification (--series or --labelled)"}
         forms = join_items(options.get(form, form) for form in study.not_trained)
@@ -67,7 +67,7 @@ def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
-    """Yield how the cells of a task were trained, how they compare, and what to be careful about."""
+    """Yield sentences on the training of a task's cells, their comparison, and caveats."""
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
     tried = sizes["rates"]
     rates = [rate for rate in tried if isinstance(rate, int | float)] if isinstance(tried, list) else []
@@ -96,7 +96,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
+    """Yield the number of pairs of cells ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -214,7 +214,7 @@ def rank_distances(comparison: Comparison) -> list[str]:
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Return the interquartile range over the first model's heads, by measure, if above 0 and of ENOUGH_HEADS heads."""
+    """Return each measure's interquartile range over ENOUGH_HEADS or more heads of the first model, if above 0."""
     values = group_pairs((row.measure, row.before) for row in comparison.rows if row.before is not None)
     ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
     return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
@@ -222,7 +222,7 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
 
 @section(10, "comparison", (*TEXTS, "opening"))
 def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield how the models as wholes differ, and how many heads changed."""
+    """Yield the number of changed heads and the differences between the predictions of the two models."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     changes = () if comparison.shifts else (*change_sentences(comparison), *_predictions(comparison))
@@ -231,7 +231,7 @@ def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield how many changes are significant, and which blocks and heads changed by their own weights or inputs."""
+    """Yield sentences on the significant changes, and on the blocks and heads that changed by weights or inputs."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
         return {(row.layer, row.head) for row in rows}
@@ -313,7 +313,7 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield at most so many heads with a significant change, by `rank_distances`, largest first."""
+    """Yield a table of at most `most` heads with a significant change, largest first by `rank_distances`."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -393,7 +393,7 @@ def comparison_rows(report: Report) -> list[Row]:
 @section(30, ("inspection", "experiments"), ("markdown", "page"))
 @section(30, "inspection", ("terminal",))
 def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
+    """Yield a section on the adapter, its change of M, and the heads with the largest change; nothing without one."""
     report, record = shapes.report, shapes.report.model.adapter
     if record is None:
         return

@@ -48,7 +48,7 @@ READ_AS = (
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
     """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
 
-    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
+    Yield nothing unless the report is by `inspect` and covers all heads: the median of some is not the model's median.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:

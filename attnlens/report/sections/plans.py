@@ -61,7 +61,7 @@ def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """List the lines on a plan: mean rank, form, estimated, promised, measured and healed rise, savings, reasons."""
+    """List the sentences on a plan: mean rank, form, each kind of rise, savings, and reasons for missing values."""
     what, calibration, text = BUDGETED[plan.unit], clean(plan.calibration), clean(plan.text)
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _describe_latents(plan)
@@ -105,7 +105,7 @@ def _promise(plan: Plan, promised: Rise) -> str:
     beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
     if beyond and max(promised.share, promised.high) <= plan.budget:
         return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
-    doubt = ": the budget is not guaranteed" if promised.share <= plan.budget < promised.high else ""
+    doubt = ": the budget is not guaranteed" * (promised.share <= plan.budget < promised.high)
     return f"{_place_in_budget(plan, promised)}{doubt}"
 
 
@@ -181,7 +181,7 @@ def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def healing_lines(record: Healing, unit: str) -> list[str]:
-    """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
+    """List the sentences on a healing: amount, stages, validation distance, evaluation losses, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     of_rank = f" as updates of rank {record.rank}" if record.rank else ""
     lines = [
@@ -269,7 +269,7 @@ MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown for a single 
 
 @section(44, "swap")
 def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on units swapped alone: the most and the least harmful of each kernel, and how many matter."""
+    """Yield the section on units swapped alone: the number of significant effects, and the extreme units."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep]
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
@@ -333,7 +333,7 @@ def _format_p(number: float | None) -> str:
 
 @section(46, "swap")
 def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on what predicts the harm of each kernel, with a table of the strongest measures."""
+    """Yield the section on the measures that best predict the harm of each kernel."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep and swap.prediction is not None]
     if not swaps:
         return

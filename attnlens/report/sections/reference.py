@@ -147,10 +147,7 @@ def range_of(info: MeasureInfo) -> str:
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are not sampled"
 SAMPLED = "standard error of the mean over windows; over texts with five or more (intervals)"
-OWN_REASON = "the report states the reason"
 ONCE = "posed once over all windows: only means over windows have a standard error"
-CURVE = "none: a curve is the mean over windows"
-PAIRED = "over windows, which both models share (intervals='texts': over texts)"
 IDENTIFIED = {
     "weights": "in every head: independent of the head's basis",
     "tokens": "in every head: any scores that yield the same attention weights yield the same value",
@@ -167,9 +164,8 @@ def measure_pages() -> dict[str, Section]:
 
 def kernel_pages() -> dict[str, Section]:
     """Build the page of every kernel, tie, filter and hybrid, keyed by name."""
-    modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
-    modifiers |= {name: _modifier("filter", key_filter) for name, key_filter in FILTERS.items()}
-    modifiers |= {name: _modifier("hybrid", hybrid) for name, hybrid in HYBRIDS.items()}
+    kinds = {"tie": TIES, "filter": FILTERS, "hybrid": HYBRIDS}
+    modifiers = {name: _modifier(kind, each) for kind, entries in kinds.items() for name, each in entries.items()}
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 
@@ -186,7 +182,8 @@ def explanation(name: str) -> Section:
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
     error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
-    error = EXACT if analyzer.source == "weights" else CURVE if info.curve else error
+    error = "none: a curve is the mean over windows" if info.curve else error
+    error = EXACT if analyzer.source == "weights" else error
     wholes = [
         [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
         for whole in info.wholes
@@ -206,8 +203,9 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
 
 
 def _distance(info: MeasureInfo, source: str) -> Section:
+    paired = "over windows, which both models share (intervals='texts': over texts)"
     facts = {
-        "error": PAIRED if source == "tokens" else EXACT,
+        "error": paired if source == "tokens" else EXACT,
         "null": "0 for equal heads; changes count beyond the rounding error of the stored number type",
         "runs": "in compare",
     }
@@ -217,13 +215,14 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
     """Build the page of a measure or distance; `facts`: those that the two kinds do not share."""
     steps = f"; each {bounds(info)}" if info.curve else ""
-    apart = ", or for cross-attention" if info.self_only else ""
+    reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     first = {
         "formula": info.formula,
         "range": range_of(info) + steps,
         "read from": READ[source],
         "identified": info.caution or IDENTIFIED[source],
-        "no value": (f"if {info.missing}" if info.missing != MeasureInfo.missing else OWN_REASON) + apart,
+        "no value": (f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason")
+        + apart,
     }
     last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
@@ -231,10 +230,8 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
 
 def _kernel(info: KernelInfo) -> Section:
     kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
-    typed = [
-        (each.name, next((word for word, _ in each.words), "…")) for each in info.parameters if each.default is None
-    ]
-    needed = ",".join(f"{name}={word}" for name, word in typed)
+    required = [each for each in info.parameters if each.default is None]
+    needed = ",".join(f"{each.name}={each.words[0][0] if each.words else '…'}" for each in required)
     facts = {
         "log k(q, k)": info.formula,
         "parameters": "; ".join(describe_parameters(info.parameters)),

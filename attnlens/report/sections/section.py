@@ -132,8 +132,8 @@ class Document:
 
 
 View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
-"""Where sections go: the summary on a terminal or as markdown; what --verbose and --table add to it; the first sections
-of the HTML page, above its interactive part; and those below it."""
+"""Places of sections: the summary on a terminal or as markdown; the additions by --verbose and --table; the HTML page
+above and below its interactive part."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views of the summary
 Builder = Callable[["Shapes", View], Iterable[Section]]
 """Function that yields sections of a report, whose arrays are computed once, for a view; none if they do not apply."""

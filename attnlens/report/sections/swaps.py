@@ -95,7 +95,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect that a swap is judged by, and its 95 % interval; None if it diverged or has none.
+    """Return the effect that a swap is judged by, and its 95 % interval; None for a missing value.
 
     It is Δ of the loss; without a loss KL(original ‖ changed), and without predictions 1 − hidden cosine.
     """
@@ -219,8 +219,8 @@ def _count_tokens(number: float, agreement: Agreement) -> str:
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls.
 
-    Controls common to all kernels come last. If the kernels' Δ beyond uses different windows, controls differ between
-    kernels and are listed under each.
+    Controls common to all kernels come last. If the kernels have different windows for Δ beyond, the controls differ,
+    and each kernel is followed by its own.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
