@@ -221,8 +221,7 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
         "range": range_of(info) + steps,
         "read from": READ[source],
         "identified": info.caution or IDENTIFIED[source],
-        "no value": (f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason")
-        + apart,
+        "no value": reason + ", or for cross-attention" * info.self_only,
     }
     last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
