@@ -131,7 +131,7 @@ def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_p
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pictures, "overview_figure", interrupted)
+    monkeypatch.setattr(pictures.maps, "overview_figure", interrupted)
     files = {"json": str(tmp_path / "a.json"), "markdown": str(tmp_path / "a.md"), option: str(tmp_path / "x.png")}
     with pytest.raises(KeyboardInterrupt):
         deliver(Outputs(**files), synthetic_report(2, 2))

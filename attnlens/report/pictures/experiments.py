@@ -76,7 +76,8 @@ def comparison_panels(report: Report) -> list[Panel]:
     for name in rank_distances(comparison)[:1]:
         title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
         note = "dots: named; hatched: no change at all"
-        caption = f"Logarithmic colours. KL: mean over queries and windows, in nats. {note[:1].upper()}{note[1:]}."
+        caption = "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
+        caption += "Hatched: no change at all."
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name)
         panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
