@@ -15,6 +15,7 @@ from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normal
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
+from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
     Colours,
     HeadGrid,
@@ -29,20 +30,6 @@ from attnlens.report.pictures.charts import (
     overview,
     scale_depth,
     write_cells,
-)
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    DEPTH,
-    DIVERGING,
-    INK,
-    PART_COLOURS,
-    SEQUENTIAL,
-    IndexTicks,
-    legend_above,
-    scale_logarithmically,
-    scale_values,
-    shorten_label,
-    typeset,
 )
 from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
@@ -72,7 +59,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
     present, lines = reading.present, []
     if not reading.labels:
-        least, most = (typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
+        least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
         shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
         lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
     mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
@@ -119,7 +106,9 @@ def short_caption(reading: MeasureMap) -> str:
     """Format the null as mean ± sd, or the error with the number of sequences, in one line."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
-        return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
+        return (
+            f"null {style.typeset(reading.null[0], decimals)} ± {style.typeset(reading.null[1], decimals)} (mean ± sd)"
+        )
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
@@ -136,7 +125,7 @@ def layout_line(shapes: Shapes) -> str:
 
 def heading(info: MeasureInfo) -> str:
     """Format a measure's name as a title: `effective rank`, `singular values of M`."""
-    return shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
+    return style.shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
@@ -206,7 +195,9 @@ def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
-        texts = {at: typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)}
+        texts = {
+            at: style.typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)
+        }
         if max(map(len, texts.values())) <= most:
             return texts
     return {}
@@ -220,7 +211,7 @@ def scale(reading: MeasureMap) -> Colours:
     """
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
-        colours = [CATEGORIES[number % len(CATEGORIES)] for number in range(highest + 1)]
+        colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
     least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
@@ -228,11 +219,11 @@ def scale(reading: MeasureMap) -> Colours:
     low, high = low if cut_low else least, high if cut_high else most
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
-        return DIVERGING, CenteredNorm(0, half), extend
+        return style.DIVERGING, CenteredNorm(0, half), extend
     # reports have nine digits: a relative spread near that is rounding, which must not span all colours
     if high - low <= SAME * abs(high):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    return SEQUENTIAL, Normalize(low, high), extend
+    return style.SEQUENTIAL, Normalize(low, high), extend
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
@@ -268,7 +259,7 @@ class CurveGroup:
     @property
     def note(self) -> str:
         """Start of the median with its quartiles: Chen et al.'s number at index 0."""
-        low, middle, high = (typeset(float(value), 2) for value in self.quartiles[:, 0])
+        low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
 
@@ -319,10 +310,10 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     logarithmic = falls_far(values, [group.quartiles[1] for group in groups_by_part(shapes, name)])
     # on a logarithmic axis, values below a millionth of the largest are rounding and would squeeze the visible range
     least = max(values[values > 0].min(), 1e-6 * values.max()) if logarithmic else values.min()
-    scale_values(axes, float(least), float(values.max()), logarithmic=logarithmic)
+    style.scale_values(axes, float(least), float(values.max()), logarithmic=logarithmic)
     first, steps = first_step(info), max(len(curve) for _, curve in shapes.curves[name])
     axes.set_xlim(first, first + max(1, steps - 1))
-    axes.xaxis.set_major_locator(IndexTicks(steps, first))
+    axes.xaxis.set_major_locator(style.IndexTicks(steps, first))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps)
     formula = clean(info.formula)
     axes.set_ylabel(formula if 0 < len(formula) <= SIDE else title_of(name))
@@ -335,7 +326,7 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     for group, dash in zip(groups, PART_LINES, strict=False):
         label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
         draw_over(axes, _points(info, group.quartiles[1]), dash, 1.4, label=label)
-    legend_above(axes, 60, handlelength=2.2)
+    style.legend_above(axes, 60, handlelength=2.2)
 
 
 def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
@@ -352,7 +343,7 @@ def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGrou
     """Draw one group's heads in layer colours, its median and quartiles, and dotted medians of the other groups."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
-        colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+        colour = style.DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
         line = _points(shapes.info(name), other.quartiles[1])
         draw_over(axes, line, ":", 1.5, colour=colour, label="other groups' medians" * (number == 0))
     if group is groups[0]:
@@ -385,7 +376,7 @@ def overview_figure(shapes: Shapes) -> Figure:
         meaning = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
         headings.append(meaning if by_depth else source_heading(shapes, name))
     page = [
-        replace(arrange(row, ACROSS, HEIGHT)[0], heading=shorten_label(text, 120) * (text != before))
+        replace(arrange(row, ACROSS, HEIGHT)[0], heading=style.shorten_label(text, 120) * (text != before))
         for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
     facts = [*model_facts(shapes.report), layout_line(shapes)]
@@ -449,7 +440,7 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
-    return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
+    return map_panel(shapes, name, short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE))
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
@@ -473,14 +464,17 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     axes.set_xlabel("share, one line per head")
     label_layers(axes, shapes.layers, shapes.parts)
-    legend_above(axes, 56, handlelength=0.8)
+    style.legend_above(axes, 56, handlelength=0.8)
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the label of each part, without the words shared by all, and its colour."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
-    return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
+    return [
+        (label, style.PART_COLOURS.get(label, style.CATEGORIES[n % len(style.CATEGORIES)]))
+        for n, label in enumerate(labels)
+    ]
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
@@ -499,15 +493,15 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
-    axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
-    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
+    axes.plot(*_sort_margins(head_margins), color=style.CATEGORIES[0], linewidth=1.8, label="the head")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
-        scale_logarithmically(axes, "y")
+        style.scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of posed queries with at most this margin")
     axes.set_ylabel("margin / best least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
-    legend_above(axes, 100)
+    style.legend_above(axes, 100)
 
 
 def _sort_margins(margins: list[float]) -> Points:

@@ -265,7 +265,7 @@ def change_sentences(comparison: Comparison) -> Iterator[str]:
         )
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
     if lone:
-        which = join_items([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
+        which = join_items(f"{row.measure} of {row.layer}.{row.head}" for row in lone)
         yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
     alike = heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding is False)
     inherited = (named[ROWS] & alike) - by_weights - forms
@@ -353,10 +353,8 @@ def _distance(row: MeasureChange | None) -> str:
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
     """Format the largest significant change relative to its interquartile range over the first model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
-    if not rows:
-        return NO_VALUE
-    row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure])
-    return f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
+    row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
+    return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:

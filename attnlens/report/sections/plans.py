@@ -125,11 +125,9 @@ def _format_savings(plan: Plan) -> Iterator[str]:
             length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
             word = "Saving" if pair.after < pair.before else "Added" if pair.after > pair.before else "Unchanged"
             yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
-    if plan.rebuilding_flops:
-        yield (
-            f"Rebuilding keys from latents costs {plan.rebuilding_flops:,.0f} operations per cached token and new "
-            "token, unless the keys are cached too"
-        )
+    if flops := plan.rebuilding_flops:
+        cost = f"{flops:,.0f} operations per cached token and new token"
+        yield f"Rebuilding keys from latents costs {cost}, unless the keys are cached too"
     if plan.keys_to_gain is not None:
         yield (
             "Maps that are not merged into W_Q and W_K cost extra operations; they save compute only if a query sees "
@@ -201,7 +199,7 @@ def healing_lines(record: Healing, unit: str) -> list[str]:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
         first, best = figures(distances[min(distances)]), figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
-    return [*lines, *_losses(record, unit), *_control(record)]
+    return [*lines, *_losses(record, unit)]
 
 
 def _format_amount(record: Healing) -> str:
@@ -234,6 +232,7 @@ def _stage(stage: HealingTraining) -> str:
 
 
 def _losses(record: Healing, unit: str) -> Iterator[str]:
+    """Yield the losses on the evaluation text while the heads are trained, and those of the control."""
     drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
     counted = [(step.tokens, loss) for step, loss in drawn if step.tokens is not None]
     # exp overflows float64 above 709
@@ -244,17 +243,13 @@ def _losses(record: Healing, unit: str) -> Iterator[str]:
         losses = ", ".join(f"{figures(loss, 4)} at step {step.step}" for step, loss in drawn)
         yield f"Loss on the evaluation text, in {unit}: {losses}"
 
-
-def _control(record: Healing) -> Iterator[str]:
-    if (control := record.control) is None:
-        return
-    ends = control.ratio_ci95
-    interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
-    yield (
-        f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-        f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed model's "
-        f"is {control.ratio:.3f} times the latter{interval}"
-    )
+    if (control := record.control) is not None:
+        ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
+        yield (
+            f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
+            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
+            f"model's is {control.ratio:.3f} times the latter{ends}"
+        )
 
 
 def _rate(value: float) -> str:

@@ -84,9 +84,8 @@ def format_rise(loss: Change) -> tuple[str, str]:
     rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
     size = (ends[1] - ends[0]) / 2 if ends else abs(rise)
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
-    number = format_number(rise, decimals)
-    between = " to ".join(format_number(end, decimals) for end in ends)
-    return f"{'' if number.startswith('-') else '+'}{number} %", between + " %" * bool(ends)
+    number, *bounds = (format_number(each, decimals) for each in (rise, *ends))
+    return f"{'' if number.startswith('-') else '+'}{number} %", " to ".join(bounds) + " %" * bool(ends)
 
 
 def effect_name(swap: Swap) -> str:
