@@ -371,10 +371,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
 
 
 def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
-    """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear.
-
-    The axis is logarithmic if positive values span a factor of 100 and no curve is bounded by 1.
-    """
+    """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear."""
     values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves.values()) or 2 * above.size <= values.size or np.any(values < 0):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,9 +107,8 @@ def short_caption(reading: MeasureMap) -> str:
     """Format the null as mean ± sd, or the error with the number of sequences, in one line."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
-        return (
-            f"null {style.typeset(reading.null[0], decimals)} ± {style.typeset(reading.null[1], decimals)} (mean ± sd)"
-        )
+        mean, sd = (style.typeset(number, decimals) for number in reading.null)
+        return f"null {mean} ± {sd} (mean ± sd)"
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
@@ -193,11 +193,10 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
     """Format the value of every cell, if cells have room for three decimals' digits or fewer; else none."""
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
+    known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
-        texts = {
-            at: style.typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)
-        }
+        texts = {at: style.typeset(value, decimals) for at, value in known}
         if max(map(len, texts.values())) <= most:
             return texts
     return {}
@@ -416,10 +415,7 @@ def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose panels: the first shares, then maps, then the first curves, up to `room`; each kind gets a place.
-
-    If there is room for more maps than measures, the parts of the shares fill it.
-    """
+    """Choose up to `room` panels: the first shares, then maps (if few, also of parts of the shares), then curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -471,10 +467,8 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the label of each part, without the words shared by all, and its colour."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
-    return [
-        (label, style.PART_COLOURS.get(label, style.CATEGORIES[n % len(style.CATEGORIES)]))
-        for n, label in enumerate(labels)
-    ]
+    colours = zip(labels, cycle(style.CATEGORIES), strict=False)
+    return [(label, style.PART_COLOURS.get(label, colour)) for label, colour in colours]
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:

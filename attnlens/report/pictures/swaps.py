@@ -155,9 +155,8 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
             for control in _drawn_controls(swap)
         ]
         rows.append([*dots, _dot(swap, swap)])
-    names = [
-        f"{style.shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps
-    ]
+    kernels = [style.shorten_label(clean(swap.kernel), KERNEL_NAME) for swap in swaps]
+    names = [kernel + _rise(swap, "perplexity ", " ") for kernel, swap in zip(kernels, swaps, strict=True)]
     dot_plot(axes, rows, names)
     sizes = sorted(size for row in rows for dot in row if (size := abs(dot.value or 0.0)) >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
@@ -291,9 +290,8 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
         dots = []
         for unit in layers:
             quiet, size = _is_quiet(unit), 4.5 if len(layers) <= 16 else 3.2
-            dots.append(
-                [Dot(unit.delta, unit.ci95, style.MUTED if quiet else OWN, size=size, hollow=quiet, text="diverged")]
-            )
+            colour = style.MUTED if quiet else OWN
+            dots.append([Dot(unit.delta, unit.ci95, colour, size=size, hollow=quiet, text="diverged")])
         dot_plot(axes, dots)
         axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
         label_layers(axes, [unit.layer for unit in layers], [unit.part for unit in layers])
@@ -356,9 +354,8 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     x, y = as_array(predictor.values), as_array(unit.delta for unit in swap.sweep)
     layers = [unit.layer for unit in swap.sweep]
     axes.axhline(0, color=style.MUTED, linewidth=0.6, zorder=0)
-    axes.scatter(
-        x, y, c=layers, cmap=style.DEPTH, norm=scale_depth(1 + max(layers)), s=11, linewidth=0.3, edgecolor="white"
-    )
+    norm = scale_depth(1 + max(layers))
+    axes.scatter(x, y, c=layers, cmap=style.DEPTH, norm=norm, s=11, linewidth=0.3, edgecolor="white")
     axes.margins(0.06)
     axes.locator_params(axis="x", nbins=5)
     usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
@@ -373,9 +370,8 @@ def _ranks_panel(plan: Plan) -> Panel:
     caption = (
         f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
-        + " Promised: on calibration text used neither to fit nor to choose them."
-        * (plan.promised is not None)
     )
+    caption += " Promised: on calibration text used neither to fit nor to choose them." * (plan.promised is not None)
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.4 * heads, 3.4, 8))
     title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"

@@ -321,9 +321,8 @@ def _reading_help(report: Report) -> str:
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
     """Yield a table of the loss on each text, or of the hidden cosine if the model has no loss."""
     hidden = swaps[0].judged_by == "hidden"
-    records: list[Sequence[TextChange | TextCosine]] = [
-        swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps
-    ]
+    records: list[Sequence[TextChange | TextCosine]]
+    records = [swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps]
     texts = next(filter(None, records), ())
     if not texts:
         return
