@@ -96,11 +96,8 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
     """Format one line that explains a fan's black lines; empty if a legend names several parts' medians."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
-    if others:
-        return ""
-    if heads < len(first.curves):
-        return f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
-    return "median black, quartiles dashed"
+    some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
+    return "" if others else some if heads < len(first.curves) else "median black, quartiles dashed"
 
 
 def short_caption(reading: MeasureMap) -> str:
@@ -398,20 +395,16 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     elif deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         parts = {name for names in shapes.shares.values() for name in names}
         maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
-        rows = [_depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
+        name, depths = deep[0], groups_by_depth(shapes, deep[0])
+        draw = partial(draw_depth, shapes=shapes, name=name, groups=depths)
+        fans = [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in depths]
+        rows = [fans, [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
         rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
     else:
         panels = _choose_panels(shapes, groups[0][0], 2 * ACROSS)
         rows = [panels[:ACROSS], panels[ACROSS:]]
     return [row for row in rows if row]
-
-
-def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
-    """Build one panel per third of the layers, or per part."""
-    groups = groups_by_depth(shapes, name)
-    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
-    return [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in groups]
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from attnlens.kernels import TIES
 from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
 from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
@@ -33,7 +34,7 @@ from attnlens.report.pictures.charts import (
     write_cells,
 )
 from attnlens.report.sections.plans import BUDGETED, share
-from attnlens.report.sections.swaps import EFFECTS, cautions, effect, effect_name, format_rise, formula, loss_decimals
+from attnlens.report.sections.swaps import EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     what = RISES[swaps[0].judged_by]
     paired, units = "paired " * (swaps[0].judged_by == "loss"), report.settings.intervals or "inputs"
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}bootstrap 95 % "
-    caption = " ".join([f"{caption}intervals over {units}.", *cautions(swaps)])
+    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     note = f"grey: {controls}" if controls else ""

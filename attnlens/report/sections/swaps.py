@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from attnlens.kernels import TIES
 from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
 from attnlens.report.sections.facts import no_errors, population
 from attnlens.report.sections.section import Cell, Column, Section, Table, View, build_columns, build_table, section
@@ -117,12 +116,6 @@ def formula(swap: Swap) -> str:
     fitted = f"; fitted per head: {join_items(names)}" if names else ""
     left = "" if swap.formula_of == "output" else "log k = "
     return f"{left}{clean(swap.formula)}{fitted}"
-
-
-def cautions(swaps: Sequence[Swap]) -> list[str]:
-    """List the cautions of the ties in these kernels, without repetitions."""
-    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
-    return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
 
 
 def measured_controls(swap: Swap) -> list[Control]:
