@@ -164,11 +164,8 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if the heads of one part have the values of an atlas model, whatever the names of its files.
-
-    Copies agree exactly, quantised weights and fine-tunings nearly. With fewer than ENOUGH comparable measures, a model
-    with about as many parameters is the same if the report covers only some heads, or if these measures agree.
-    """
+    """Return True if the heads of one part have the values of an atlas model, whatever the names of its files."""
+    # copies agree exactly, quantised weights and fine-tunings nearly
     if not heads or model.part != subject.part:
         return False
     distances = []
@@ -186,6 +183,7 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
             distances.append(fmean(abs(value - quantile) for value, quantile in pairs) / (quartiles[1] - quartiles[0]))
     if len(distances) >= ENOUGH:
         return median(distances) < SAME
+    # else models of about equal size are the same if the report covers only some heads, or the few measures agree
     some = len(heads) < model.heads or (bool(distances) and median(distances) < SAME)
     return some and abs(report.model.parameters / model.parameters - 1) < ABOUT
 

@@ -324,12 +324,10 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
 
 
 def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) -> None:
-    """Draw the rows between the head and the foot, whose heights are in inches.
-
-    Consecutive rows of equally many panels form a block whose columns are aligned.
-    """
+    """Draw the rows between the head and the foot, whose heights are in inches."""
     width, height = figure.get_size_inches()
     above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
+    # consecutive rows of equally many panels form a block whose columns are aligned
     blocks = [list(block) for _, block in groupby(rows, key=lambda row: len(row.panels))]
     totals = [sum(row.total for row in block) for block in blocks]
     parts = figure.subfigures(len(blocks), 1, height_ratios=totals, squeeze=False)[:, 0]

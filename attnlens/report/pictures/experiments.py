@@ -287,10 +287,7 @@ def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Return the least and largest value shown and whether the axis is logarithmic; None without values.
-
-    It is logarithmic if the median spans a factor of 30; else all values show unless the outer 1 % double the range.
-    """
+    """Return the least and largest value shown and whether the axis is logarithmic; None without values."""
     middle = as_array(experiment.curves[name].median)
     values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
@@ -298,19 +295,15 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
         return None
     least, most = float(np.nanmin(middle)), float(np.nanmax(middle))
     lowest, highest = float(values.min()), float(values.max())
-    if lowest > 0 and most >= 30 * least:
+    if lowest > 0 and most >= 30 * least:  # the median spans a factor of 30
         return lowest, highest, True
     low, high = np.percentile(values, [0.5, 99.5])
-    low, high = min(float(low), least), max(float(high), most)
+    low, high = min(float(low), least), max(float(high), most)  # all values are shown unless 1 % double the range
     return (lowest, highest, False) if highest - lowest <= 2 * (high - low) else (low, high, False)
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves of one quantity by picture title; a curve of unknown quantity has a picture of its own.
-
-    Curves without a picture title share the title ''. If curves of one title have several quantities, the title of each
-    quantity's picture names it.
-    """
+    """Group curves of one quantity by picture title ('' without one), which names the quantity if it is ambiguous."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))

@@ -22,16 +22,14 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return the coverage, or the verdict on studies or experiments, and whether it is good.
-
-    A cell of a study that did not converge is acceptable if the paper's did not converge either.
-    """
+    """Return the coverage, or the verdict on studies or experiments, and whether it is good."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
         names = join_items((cell.name for cell in failed), between="; ")
         verdict = f"did not converge: {names}" if failed else "all converged"
         trained = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+        # a cell that did not converge is acceptable if the paper's did not converge either
         return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
     if report.coverage.heads or report.kind != "experiments":
         return clean(report.coverage.sentence), report.coverage.complete

@@ -209,11 +209,8 @@ def _count_tokens(number: float, agreement: Agreement) -> str:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls.
-
-    Controls common to all kernels come last. If the kernels have different windows for Δ beyond, the controls differ,
-    and each kernel is followed by its own.
-    """
+    """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls."""
+    # controls common to all kernels come last, unless they differ because the kernels' Δ beyond has several windows
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     records = [control.beyond_window for swap in swaps for control in measured_controls(swap)]
