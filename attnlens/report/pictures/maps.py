@@ -200,15 +200,13 @@ def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
 
 
 def scale(reading: MeasureMap) -> Colours:
-    """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative.
-
-    Values beyond the 1st–99th percentile by more than its width get the last colour, and the colour bar marks that end
-    with an arrow, so that one head does not give all others the same shade.
-    """
+    """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative."""
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
+    # values beyond the 1st–99th percentile by more than its width get the last colour, and an arrow marks that end of
+    # the colour bar, so that one head does not give all others the same shade
     least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]

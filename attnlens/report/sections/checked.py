@@ -86,10 +86,8 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
-    """List every head that breaks a rule: the worst of each rule, then the second worst of each, and so on.
-
-    Measures have different units, so heads of different rules cannot be ordered by size.
-    """
+    """List every head that breaks a rule: the worst of each rule, then the second worst of each, and so on."""
+    # measures have different units, so heads of different rules cannot be ordered by size
     ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
     return [pair for rank in ranks for pair in rank if pair is not None]
 

@@ -54,10 +54,7 @@ def no_errors(report: Report) -> str:
 
 
 def population(report: Report, counted: str = "") -> str:
-    """Name the population that the errors refer to: windows of the texts, or similar texts; return "" without text.
-
-    Consecutive windows from the beginning do not represent the rest of their text.
-    """
+    """Name the population that the errors refer to: windows of the texts, or similar texts; return "" without text."""
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
         return f"errors are over the {len(settings.texts)} files and apply to similar files" if settings.texts else ""
@@ -65,7 +62,7 @@ def population(report: Report, counted: str = "") -> str:
     counts = [len(text.windows) for text in texts]
     if settings.intervals == "texts":
         scope = f"over {len(texts)} texts and apply to {'beginnings of ' * first}similar texts"
-    elif first:
+    elif first:  # consecutive windows from the beginning do not represent the rest of their text
         scope = f"over the first {sum(counts)} {unit}s and apply to similar {unit}s, not to all of {names}"
     else:
         scope = f"over {unit}s and apply to the {sum(text.available or 0 for text in texts)} {unit}s of {names}"

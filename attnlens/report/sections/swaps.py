@@ -76,12 +76,9 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change) -> tuple[str, str]:
-    """Format the rise of the perplexity, e^Δ − 1, `+5.6 %`, and its interval, `4.9 to 6.4 %`, empty without one.
-
-    They have at most two decimals, as many as the interval justifies.
-    """
+    """Format the rise of the perplexity, e^Δ − 1, `+5.6 %`, and its interval, `4.9 to 6.4 %`, empty if unknown."""
     rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
-    size = (ends[1] - ends[0]) / 2 if ends else abs(rise)
+    size = (ends[1] - ends[0]) / 2 if ends else abs(rise)  # the interval justifies at most two decimals
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
     number, *bounds = (format_number(each, decimals) for each in (rise, *ends))
     return f"{'' if number.startswith('-') else '+'}{number} %", " to ".join(bounds) + " %" * bool(ends)
