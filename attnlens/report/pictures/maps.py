@@ -415,14 +415,10 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
     maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
-    return [
-        *(
-            Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw_shares, shapes=shapes, whole=whole))
-            for whole in wholes
-        ),
-        *(_noted_map(shapes, name) for name in maps),
-        *(fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves),
-    ]
+    draw = partial(draw_shares, shapes=shapes)
+    shares = [Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw, whole=whole)) for whole in wholes]
+    fans = [fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves]
+    return [*shares, *(_noted_map(shapes, name) for name in maps), *fans]
 
 
 def _noted_map(shapes: Shapes, name: str) -> Panel:

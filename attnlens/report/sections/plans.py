@@ -128,11 +128,9 @@ def _format_savings(plan: Plan) -> Iterator[str]:
     if flops := plan.rebuilding_flops:
         cost = f"{flops:,.0f} operations per cached token and new token"
         yield f"Rebuilding keys from latents costs {cost}, unless the keys are cached too"
-    if plan.keys_to_gain is not None:
-        yield (
-            "Maps that are not merged into W_Q and W_K cost extra operations; they save compute only if a query sees "
-            f"more than {plan.keys_to_gain:,.0f} keys"
-        )
+    if (keys := plan.keys_to_gain) is not None:
+        condition = f"they save compute only if a query sees more than {keys:,.0f} keys"
+        yield f"Maps that are not merged into W_Q and W_K cost extra operations; {condition}"
 
 
 def share(number: float, digits: int = 2) -> str:
