@@ -136,9 +136,10 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
     draw = partial(draw_results, task=task, cells=cells)
     yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)
     losses = []
-    for cell in cells:
-        common = [*zip(*(run.losses for run in cell.runs), strict=False)]  # up to the end of the shortest run
-        losses.append((cell.name, cell.runs[0].steps[: len(common)], np.median(common, axis=1)))
+    for cell in cells:  # up to the shortest of its runs
+        length = min(len(run.losses) for run in cell.runs)
+        median = np.median([run.losses[:length] for run in cell.runs], axis=0)
+        losses.append((cell.name, cell.runs[0].steps[:length], median))
     title, note = f"{task.name}: validation loss, nats", "median over seeds"
     caption = f"{study.question} Validation loss against training steps, median over seeds."
     yield Panel(f"{stem}-learned", title, note, caption, partial(draw_lines, lines=losses), rows)
