@@ -108,12 +108,13 @@ def test_every_lineage_counts_once_however_many_heads_and_models_it_has():
     high = Distribution(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
     of_three = Reference((model("a", "x", 1000), model("b", "x", 1000), model("c", "y", 10)), (low, low, high))
     assert of_three.percentile(50.0) == 50, "two tuned models of 2,000 heads weigh as one of 10 heads"
-    assert of_three.heads == 2010
+    assert "2010 heads of 3 trained encoders" in typical.place(of_three, 50.0)
 
 
 def test_what_has_no_reference_has_none_and_says_why():
     def why(measure, subject=ENCODER):
-        value, reason = atlas.percentile(measure, "all", subject, 0.5)
+        heads = atlas.reference(measure, "all", subject)
+        value, reason = heads.percentile(0.5), heads.reason
         assert (value is None) == (reason is not None)
         return reason
 

@@ -131,7 +131,7 @@ def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_p
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pictures, "overview_figure", interrupted)
+    monkeypatch.setattr(pictures.maps, "overview_figure", interrupted)
     files = {"json": str(tmp_path / "a.json"), "markdown": str(tmp_path / "a.md"), option: str(tmp_path / "x.png")}
     with pytest.raises(KeyboardInterrupt):
         deliver(Outputs(**files), synthetic_report(2, 2))
@@ -177,7 +177,7 @@ def test_pictures_of_another_run_are_told(tmp_path, capsys):
 
 
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
-    with pytest.raises(OutputError, match=r"\.xyz is not offered") as refusal:
+    with pytest.raises(OutputError, match=r"\.xyz is not supported") as refusal:
         Outputs(figure=str(tmp_path / "one.xyz")).check({})
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []

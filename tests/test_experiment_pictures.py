@@ -14,13 +14,13 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_experiment_views import failing
 
 from attnlens.records import Curve, Experiment
-from attnlens.report.pictures import experiment_overview, panel_figure
-from attnlens.report.pictures.experiments import draw_trajectories, experiment_panels, groups
+from attnlens.report import export
+from attnlens.report.pictures.charts import panel_figure
+from attnlens.report.pictures.experiments import draw_trajectories, experiment_overview, experiment_panels, groups
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.render import terminal
 from attnlens.report.render.terminal import console
 from attnlens.report.report import Report
-from attnlens.report.sections import documents
 from attnlens.report.sections.experiments import format_label, setting
 
 
@@ -193,7 +193,7 @@ def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_thei
 
 
 def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    console().print(terminal.document(documents.summary(experiment_report(converging(), failing()))))
+    console().print(terminal.document(export.summary(experiment_report(converging(), failing()))))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10
     assert [line for line in lines if line != line.rstrip()] == []

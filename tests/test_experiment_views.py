@@ -17,8 +17,15 @@ from test_plots_layout import overlapping, settle
 
 from attnlens.errors import UsageError
 from attnlens.records import Experiment
-from attnlens.report.pictures import experiment_overview, panel_figure
-from attnlens.report.pictures.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
+from attnlens.report.pictures.charts import panel_figure
+from attnlens.report.pictures.experiments import (
+    deviation,
+    draw_trajectories,
+    experiment_overview,
+    experiment_panels,
+    groups,
+    scale_steps,
+)
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.report import Report, read_report
 from attnlens.report.sections import facts as reports

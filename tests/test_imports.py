@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LIGHT = ("analyzers", "checks", "errors", "files", "records", "report.atlas", "requests")
 LIGHT += ("cli.commands", "cli.entry", *(f"kernels.{path.stem}" for path in PACKAGE.glob("kernels/*.py")))
 """Modules and packages that the commands import before they answer `--help`, `list` or a usage error."""
-SHOWING = ("pictures", "render", "export.py", "shapes.py")
+SHOWING = ("pictures", "render", "shapes.py")
 """Parts of report/ that do not ask for a report's kind."""
 KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""
@@ -61,7 +61,7 @@ def test_only_sections_asks_what_kind_of_report_it_has(package):
     assert {path.name: kinds_asked(path.read_text()) for path in files if kinds_asked(path.read_text())} == {}
     tables = PACKAGE / "report" / "pictures" / "__init__.py"  # its table names the pictures of each kind
     assert not [path for path in files if path != tables and "report.kind" in path.read_text()]
-    assert "report.kind" in (PACKAGE / "report" / "sections" / "documents.py").read_text(), "the control"
+    assert "report.kind" in (PACKAGE / "report" / "export.py").read_text(), "the control"
     assert kinds_asked("if report.swap: pass") == {"swap"}, "the control"
 
 

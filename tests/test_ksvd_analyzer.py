@@ -18,9 +18,8 @@ from attnlens.analyzers.ksvd import TOKENS, of_tokens
 from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sources, select_analyzers
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Call, Site
-from attnlens.report.pictures import overview_figure
-from attnlens.report.pictures.maps import DEPTH, groups_by_depth, page_rows
-from attnlens.report.pictures.style import house_style
+from attnlens.report.pictures.maps import groups_by_depth, overview_figure, page_rows
+from attnlens.report.pictures.style import DEPTH, house_style
 from attnlens.report.report import Report
 from attnlens.report.shapes import Shapes
 

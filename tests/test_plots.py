@@ -20,8 +20,14 @@ from attnlens.analyzers import registry
 from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.records import Measure
-from attnlens.report.pictures import overview_figure
-from attnlens.report.pictures.maps import full_caption, groups_by_part, page_rows, scale, short_curve_caption
+from attnlens.report.pictures.maps import (
+    full_caption,
+    groups_by_part,
+    overview_figure,
+    page_rows,
+    scale,
+    short_curve_caption,
+)
 from attnlens.report.pictures.style import house_style, tick_positions
 from attnlens.report.shapes import Shapes
 
@@ -330,7 +336,7 @@ def test_a_dollar_or_an_escape_in_the_models_name_is_only_text(tmp_path: Path) -
 
 def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path) -> None:
     report = synthetic_report(2, 2)
-    with pytest.raises(OutputError, match=r"\.jpg is not offered"):
+    with pytest.raises(OutputError, match=r"\.jpg is not supported"):
         views.save_pictures(report, tmp_path / "x.jpg")
     with pytest.raises(UsageError, match="no measures to draw"):
         views.save_pictures(report.model_copy(update={"heads": []}), tmp_path / "x.png")

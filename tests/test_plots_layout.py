@@ -10,7 +10,7 @@ from reports import planted, synthetic_report
 from views import draw_panel
 
 from attnlens.choices import Part
-from attnlens.report.pictures import overview_figure
+from attnlens.report.pictures.maps import overview_figure
 from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.shapes import Shapes
 

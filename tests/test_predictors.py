@@ -18,8 +18,9 @@ import attnlens
 from attnlens.maths.statistics import Design
 from attnlens.maths.statistics.associations import permutation_tests, split_half, windows_interval
 from attnlens.records import Site, Swap
-from attnlens.report.pictures import panel_figure, swap_panels
+from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.style import house_style
+from attnlens.report.pictures.swaps import swap_panels
 from attnlens.report.report import read_report
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sweep import CONSTANT, Alone, SweptMeasures, predicted_by

@@ -31,9 +31,18 @@ from test_plots_layout import overlapping, settle
 from attnlens.choices import Part
 from attnlens.kernels import TIES
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Rise, Text, TextCosine
-from attnlens.report.pictures import panel_figure, swap_overview, swap_panels
+from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.style import house_style, new_figure
-from attnlens.report.pictures.swaps import GREY, draw_healing, draw_kernels, draw_stages, draw_sweep, limit
+from attnlens.report.pictures.swaps import (
+    GREY,
+    draw_healing,
+    draw_kernels,
+    draw_stages,
+    draw_sweep,
+    limit,
+    swap_overview,
+    swap_panels,
+)
 from attnlens.report.report import Report
 from attnlens.report.sections import swaps as effects
 from attnlens.report.sections.plans import healing_lines as sentences

@@ -23,10 +23,10 @@ from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
 from attnlens.records import Settings
+from attnlens.report import export
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escape_text
 from attnlens.report.report import Report
-from attnlens.report.sections import documents
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections import section as sections
 from attnlens.report.sections.checked import site_checks
@@ -163,7 +163,7 @@ def test_colour_carries_no_meaning_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     report = synthetic_report(3, 3)
     coloured = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
-    coloured.print(terminal.document(documents.summary(report)))
+    coloured.print(terminal.document(export.summary(report)))
     text = coloured.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[" in text
     assert re.sub(r"\x1b\[[0-9;]*m", "", text) == views.summary(report)

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from attnlens.files import make_folder, write_atomically
 from attnlens.report import export
-from attnlens.report.pictures import head_panels, panel_figure
+from attnlens.report.pictures.charts import panel_figure
+from attnlens.report.pictures.maps import head_panels
 from attnlens.report.render import terminal
 from attnlens.report.render.html import is_file
 from attnlens.report.report import Report
-from attnlens.report.sections import documents
 from attnlens.report.sections.layers import head_table
 from attnlens.report.sections.section import Document, Section
 from attnlens.report.shapes import Shapes
@@ -36,7 +36,7 @@ def alone(*sections: Section) -> Document:
 
 
 def summary(report: Report, width: int = 100) -> str:
-    return printed(documents.summary(report), width)
+    return printed(export.summary(report), width)
 
 
 def all_heads(report: Report, width: int = 100) -> str:
@@ -44,7 +44,7 @@ def all_heads(report: Report, width: int = 100) -> str:
 
 
 def details(report: Report, width: int = 100) -> str:
-    return printed(documents.summary(report, verbose=True), width)
+    return printed(export.summary(report, verbose=True), width)
 
 
 def markdown(report: Report) -> str:

@@ -342,10 +342,9 @@ def deliver(
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
-        from attnlens.report.sections import documents
 
         writers = export.WRITERS
-        summary = partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose)
+        summary = partial(export.summary, all_heads=outputs.table, verbose=outputs.verbose)
     failures: list[AttnlensError | typer.Exit] = []
     written, made = [*saved], list[Path]()
     report = _add_windows_file(outputs, report)

@@ -23,9 +23,9 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 """Percentages at which the file contains the quantiles of each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A model counts as one of the atlas if the mean difference of their quantiles in interquartile ranges, as the median
-over at least ENOUGH measures, is less than SAME: it is 0.1 between a model and its fine-tuning, at least 0.38 between
-lineages. With fewer measures, relative differences in parameters below ABOUT decide."""
+"""A model is identified with a model of the atlas if their quantiles differ on average by less than SAME interquartile
+ranges (median over at least ENOUGH measures): a model and its fine-tuning differ by 0.1, lineages by at least 0.38.
+With fewer measures, the models are the same if their numbers of parameters differ by less than the share ABOUT."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
@@ -95,11 +95,6 @@ class Reference:
     spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
     reason: str | None = None  # why there is nothing to compare with
 
-    @property
-    def heads(self) -> int:
-        """Number of heads of all models."""
-        return sum(spread.heads for spread in self.spreads)
-
     def percentile(self, value: float) -> float | None:
         """Return the percentage of heads below the value, averaged over models in each lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
@@ -158,12 +153,6 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
-def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
-    """Return the percentage of the reference's heads below the value and None, or None and the reason."""
-    heads = reference(measure, depth, subject)
-    return heads.percentile(value), heads.reason
-
-
 def subject_of(report: Report, part: str) -> Subject:
     """Return the properties that decide which atlas models the report's heads of one part are compared with."""
     settings, conventions = report.settings, report.model.conventions
@@ -175,11 +164,8 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if the heads of one part have the values of an atlas model, whatever the names of its files.
-
-    Copies agree exactly, quantised weights and fine-tunings nearly. With fewer than ENOUGH comparable measures, a model
-    with about as many parameters is the same if the report covers only some heads, or if these measures agree.
-    """
+    """Return True if the heads of one part have the values of an atlas model, whatever the names of its files."""
+    # copies agree exactly, quantised weights and fine-tunings nearly
     if not heads or model.part != subject.part:
         return False
     distances = []
@@ -197,6 +183,7 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
             distances.append(fmean(abs(value - quantile) for value, quantile in pairs) / (quartiles[1] - quartiles[0]))
     if len(distances) >= ENOUGH:
         return median(distances) < SAME
+    # else models of about equal size are the same if the report covers only some heads, or the few measures agree
     some = len(heads) < model.heads or (bool(distances) and median(distances) < SAME)
     return some and abs(report.model.parameters / model.parameters - 1) < ABOUT
 

@@ -1,42 +1,144 @@
-"""Output of reports: functions that write one as text or as pictures, by kind of file."""
+"""A report as a document, pictures or rows of a sheet, and as files of each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
-from attnlens import records
 from attnlens.errors import UsageError
+from attnlens.records import Kind, Report
+from attnlens.report import sections
 from attnlens.report.render.markdown import markdown, spreadsheet
-from attnlens.report.sections import documents
+from attnlens.report.sections.comparisons import comparison_rows, study_rows
+from attnlens.report.sections.experiments import changed_measures, experiment_rows
+from attnlens.report.sections.explorer import explorer
+from attnlens.report.sections.facts import build_heading
+from attnlens.report.sections.section import Document, Picture, Row, Section, View, build_sections, build_table, section
+from attnlens.report.sections.swaps import swap_rows
+from attnlens.report.shapes import Shapes
+from attnlens.wording import clean
+
+for _module in iter_modules(sections.__path__):  # so that the sections of all modules are registered
+    import_module(f"attnlens.report.sections.{_module.name}")
 
 
-def _plan(report: records.Report) -> str:
+def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
+    """Build the summary for a terminal: the findings, the selections requested, and what the flags add.
+
+    `whole`: every measure and note, no selections; `all_heads`: every head; `verbose`: how the report was made.
+    """
+    views: list[View] = ["markdown" if whole else "terminal"]
+    if all_heads:
+        views.append("table")
+    if verbose:
+        views.append("verbose")
+    head = None if report.kind == "doctor" else build_heading(report, whole)
+    return Document(head, [*build_sections(Shapes(report), *views)])
+
+
+def page(report: Report) -> Document:
+    """Build the HTML page of a report, of any length. Raises UsageError if there is nothing to draw."""
+    shapes = Shapes(report)
+    below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
+    explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
+    return Document(build_heading(report, whole=True), below, opening, explorer(explored))
+
+
+@section(0, ("inspection", "swap", "comparison", "experiments", "studies"), ("page",))
+def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the overview."""
+    yield Section("At a glance", picture=overview(shapes.report))
+
+
+@section(90, ("inspection", "experiments"), ("page",))
+def glossary(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield a table of the meaning and formula of each measure; nothing if the registry has no meaning for any."""
+    series = [name for each in shapes.report.experiments if each.trajectories for name in changed_measures(each)]
+    infos = map(shapes.info, [*shapes.readings, *shapes.curves, *series])
+    rows = [
+        {"measure": clean(info.name), "meaning": clean(info.meaning), "formula": clean(info.formula)}
+        for info in infos
+        if info.meaning
+    ]
+    if rows:
+        yield Section("What is measured", table=build_table(rows, {"measure"}, set(rows[0]), fit="folded"))
+
+
+def pictures(report: Report) -> list[Picture]:
+    """Return all pictures of a report, the overview first. Raises UsageError if there is nothing to draw."""
+    from attnlens.report.pictures import list_pictures  # imported in functions, as below, because it loads matplotlib
+
+    return list_pictures(Shapes(report))
+
+
+def overview(report: Report) -> Picture:
+    """Return the overview, or the margins of the only selection. Raises UsageError if there is nothing to draw."""
+    first, *others = pictures(report)
+    return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
+
+
+ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
+    "swap": swap_rows,
+    "comparison": comparison_rows,
+    "experiments": experiment_rows,
+    "studies": study_rows,
+}
+"""Function that builds the rows of a spreadsheet, by kind; other kinds have one row per head."""
+
+
+def rows(report: Report) -> Sequence[Row]:
+    """Build the rows of a report, with the columns of `Report.to_dataframe`.
+
+    One row per head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps have one
+    row per stage, control or unit swapped alone; experiments one per figure, or per head, measure and step. Categories
+    are given by name.
+    """
+    if report.kind in ROWS:
+        return ROWS[report.kind](report)
+    return [head.cells() for head in report.heads]
+
+
+def windows(report: Report) -> Sequence[Row]:
+    """Build the rows of the values per window, from which standard errors and intervals are computed.
+
+    One row per window and head; in a swap one per window, kernel and stage. Raises UsageError if no window was read.
+    """
+    values = report.windows
+    if values is None or not values.windows:
+        raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
+    units = values.units[0] if values.units else {}
+    columns = dict.fromkeys(["text", "window", *units, *values.values])
+    return [columns | row for row in values.rows()]
+
+
+def _plan(report: Report) -> str:
     if report.plan is None:
         raise UsageError("The report has no plan.", "Create one with: attnlens ranks --budget loss:1%")
     return report.plan.to_json()
 
 
-def build_page(report: records.Report) -> str:
+def build_page(report: Report) -> str:
     """Build the HTML page. Raise UsageError if there is nothing to draw."""
-    from attnlens.report.render.html import html  # imported in functions here and below because it loads matplotlib
+    from attnlens.report.render.html import html
 
-    return html(documents.page(report))
+    return html(page(report))
 
 
-WRITERS: dict[str, Callable[[records.Report], str]] = {  # Function that returns the text of a report, by kind of file
+WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns the text of a report, by kind of file
     "json": lambda report: report.to_json(),
-    "csv": lambda report: spreadsheet(documents.rows(report)),
-    "windows_csv": lambda report: spreadsheet(documents.windows(report)),
-    "markdown": lambda report: markdown(documents.summary(report, whole=True)),
+    "csv": lambda report: spreadsheet(rows(report)),
+    "windows_csv": lambda report: spreadsheet(windows(report)),
+    "markdown": lambda report: markdown(summary(report, whole=True)),
     "plan": _plan,
     "html": build_page,
 }
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
-def drawings(report: records.Report, target: Path) -> dict[Path, Callable[[], bytes]]:
+def drawings(report: Report, target: Path) -> dict[Path, Callable[[], bytes]]:
     """Return for each file a function that draws it and returns its bytes; nothing is drawn yet.
 
     A folder gets `overview.png` and a picture per measure, curve, stage or experiment. A path that ends in .png, .svg
@@ -46,7 +148,7 @@ def drawings(report: records.Report, target: Path) -> dict[Path, Callable[[], by
     from attnlens.report.render.html import encode_picture, file_names, is_file
 
     if is_file(target):
-        return {target: partial(encode_picture, documents.overview(report), target.suffix.lower())}
-    pictures = documents.pictures(report)
-    names = file_names(picture.stem for picture in pictures)
-    return {target / name: partial(encode_picture, picture) for name, picture in zip(names, pictures, strict=True)}
+        return {target: partial(encode_picture, overview(report), target.suffix.lower())}
+    drawn = pictures(report)
+    names = file_names(picture.stem for picture in drawn)
+    return {target / name: partial(encode_picture, picture) for name, picture in zip(names, drawn, strict=True)}

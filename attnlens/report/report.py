@@ -27,30 +27,29 @@ class Report(records.Report):
 
         Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
         """
-        from attnlens.report.export import ENDINGS, WRITERS
+        from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS
         from attnlens.report.render.html import encode_picture
-        from attnlens.report.sections import documents
 
         target = local_path(arguments.path("path", path))
         suffix = target.suffix.lower()
         if suffix in FORMATS:
-            write_atomically(target, encode_picture(documents.overview(self), suffix))
-        elif suffix in ENDINGS:
-            write_atomically(target, WRITERS[ENDINGS[suffix]](self).encode())
+            write_atomically(target, encode_picture(export.overview(self), suffix))
+        elif suffix in export.ENDINGS:
+            write_atomically(target, export.WRITERS[export.ENDINGS[suffix]](self).encode())
         else:
             raise OutputError(
                 f"Cannot write a report with the suffix {suffix!r} ({target}).",
-                f"Use one of: {', '.join((*ENDINGS, *FORMATS))}.",
+                f"Use one of: {', '.join((*export.ENDINGS, *FORMATS))}.",
             )
 
     def plot(self) -> Figure:
         """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
+        from attnlens.report.export import overview
         from attnlens.report.pictures.style import house_style
-        from attnlens.report.sections import documents
 
         with house_style():
-            return documents.overview(self).draw()
+            return overview(self).draw()
 
     def _repr_html_(self) -> str | None:
         """Return the HTML page in a frame for notebooks; None if there is nothing to draw: they show the repr then."""

@@ -43,11 +43,6 @@ class MeasureMap:
         return np.asarray(self.values[~np.isnan(self.values)])
 
     @property
-    def full(self) -> bool:
-        """True if every cell of the map has a value."""
-        return self.present.size == self.values.size
-
-    @property
     def constant(self) -> bool:
         """True if more than one head has a value and all values are equal."""
         return self.present.size > 1 and bool(np.all(self.present == self.present[0]))
@@ -186,11 +181,9 @@ def by_turns(names: Iterable[str]) -> list[str]:
 
 
 def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
-    """Return the sort key that puts the most informative measures first.
-
-    Last come measures that are constant, no headline, not identified, categories, or proportional to ‖Q‖‖K‖; first
-    bounded ranges with negative values, then other bounded ones.
-    """
+    """Return the sort key that puts the most informative measures first."""
+    # measures that are constant, not a headline, not identified, categories, or proportional to ‖Q‖‖K‖ come last;
+    # bounded ranges with negative values come first, then other bounded ranges
     info = reading.info
     ends = 2 if info.low is None or info.high is None else int(info.low >= 0)
     traits = (reading.constant, not info.headline, info.identified == "nowhere", bool(reading.labels))

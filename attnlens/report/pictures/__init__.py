@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.records import Kind, Report
+from attnlens.report.pictures import experiments as series
+from attnlens.report.pictures import maps, swaps
 from attnlens.report.pictures.charts import Panel, panel_figure
-from attnlens.report.pictures.experiments import (
-    comparison_overview,
-    comparison_panels,
-    experiment_overview,
-    experiment_panels,
-    study_overview,
-    study_panels,
-)
-from attnlens.report.pictures.maps import head_panels, overview_figure
-from attnlens.report.pictures.swaps import swap_overview, swap_panels
 from attnlens.report.sections.section import Picture
 
 if TYPE_CHECKING:
@@ -34,10 +26,14 @@ if TYPE_CHECKING:
     from attnlens.report.shapes import Shapes
 
 KINDS: dict[Kind, tuple[Callable[[Report], Figure], Callable[[Report], list[Panel]], str]] = {
-    "swap": (swap_overview, swap_panels, "effects of the kernel"),
-    "comparison": (comparison_overview, comparison_panels, "which heads changed, and with what certainty"),
-    "experiments": (experiment_overview, experiment_panels, "curves of the experiments"),
-    "studies": (study_overview, study_panels, "results and learning curves"),
+    "swap": (swaps.swap_overview, swaps.swap_panels, "effects of the kernel"),
+    "comparison": (
+        series.comparison_overview,
+        series.comparison_panels,
+        "which heads changed, and with what certainty",
+    ),
+    "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
+    "studies": (series.study_overview, series.study_panels, "results and learning curves"),
 }
 """Functions that draw the overview and build the panels, and what the overview shows, by kind of report."""
 
@@ -50,7 +46,7 @@ def list_pictures(shapes: Shapes) -> list[Picture]:
         overview, panels = Picture("overview", partial(draw, report), shows), build_panels(report)
     else:
         shows = "maps of layers by heads, shares and curves"
-        overview, panels = Picture("overview", partial(overview_figure, shapes), shows), head_panels(shapes)
+        overview, panels = Picture("overview", partial(maps.overview_figure, shapes), shows), maps.head_panels(shapes)
     if not panels and report.kind == "experiments":
         raise UsageError("The experiments have no curves to draw.", "Leave out --figure and --html.")
     return [overview, *(Picture(panel.stem, partial(panel_figure, report, panel), panel.title) for panel in panels)]

@@ -42,7 +42,7 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
 MISSING = "#dddddd"
 CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
 Colours = tuple[Colormap, Normalize, str]
-"""Colour map, norm, and the ends of the colour bar that also represent all values beyond."""
+"""Colour map, norm, and the ends of the colour bar (`min`, `max`, `both` or `neither`) that include values beyond."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
 
 
@@ -194,13 +194,6 @@ def draw_over(
     axes.plot(*points, zorder=3, label=label, **look)
 
 
-def show_depths(axes: Axes, layers: Sequence[int]) -> None:
-    """Draw a colour bar of the layers next to the axes."""
-    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(layers)), DEPTH), "layer")
-    bar.ax.set_ylim(len(layers) - 1, 0)
-    label_indices(bar.ax.yaxis, layers)
-
-
 @dataclass(frozen=True)
 class Dot:
     """One estimate in a row of a dot plot."""
@@ -232,8 +225,7 @@ def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] |
         axes.tick_params(axis="y", length=0)
 
 
-WIDTH = 10.0  # width of an overview in inches
-SIDE = 0.3  # inches free on the left and on the right of a page
+WIDTH, SIDE = 10.0, 0.3  # inches: width of an overview; margin on the left and on the right of a page
 HEAD, FOOT = 0.66, 0.26  # inches of an overview's title with the line of facts, and of its footer
 AROUND, HEADING = 0.98, 0.2  # inches above and below a panel's axes for its title and axis, and of the heading of a row
 TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit in an overview's title, line of facts and footer
@@ -246,7 +238,7 @@ LINE = 0.128  # inches per line of a caption
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture, with its texts and size."""
+    """Chart on a page or in a file, with its texts and size."""
 
     stem: str  # file name without suffix
     title: str  # content of the picture
@@ -255,7 +247,7 @@ class Panel:
     draw: Callable[[Axes], None]
     rows: int = 12  # number of lines of text that its height has room for
     width: float = 4.6  # inches of its axes if it has its own file
-    layers: Sequence[int] = ()  # the layers that colours stand for; the last such panel of a row gets a colour bar
+    layers: Sequence[int] = ()  # layers shown by colours; the last such panel of a row gets a colour bar
     parts: Sequence[Panel] = ()  # panels that are drawn instead of it, three per row
 
 
@@ -332,12 +324,10 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
 
 
 def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) -> None:
-    """Draw the rows between the head and the foot, whose heights are in inches.
-
-    Consecutive rows of equally many panels form a block whose columns are aligned.
-    """
+    """Draw the rows between the head and the foot, whose heights are in inches."""
     width, height = figure.get_size_inches()
     above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
+    # consecutive rows of equally many panels form a block whose columns are aligned
     blocks = [list(block) for _, block in groupby(rows, key=lambda row: len(row.panels))]
     totals = [sum(row.total for row in block) for block in blocks]
     parts = figure.subfigures(len(blocks), 1, height_ratios=totals, squeeze=False)[:, 0]
@@ -350,16 +340,16 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) 
             heading = grid[next(lines), :] if row.heading else None  # a flat row
             line = next(lines)
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
-            for column, panel in enumerate(row.panels):
-                if panel is None:
-                    continue
+            for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):
                 axes = part.add_subplot(grid[line, column])
                 axes.set_title(shorten_label(panel.title, int(TITLE_PER_INCH * room)), pad=15, weight="bold", color=INK)
                 note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
                 axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
                 panel.draw(axes)
-                if column == last:
-                    show_depths(axes, panel.layers)
+                if column == last:  # a colour bar of the layers
+                    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(panel.layers)), DEPTH), "layer")
+                    bar.ax.set_ylim(len(panel.layers) - 1, 0)
+                    label_indices(bar.ax.yaxis, panel.layers)
             if heading is not None:
                 strip = part.add_subplot(heading)
                 strip.set_axis_off()

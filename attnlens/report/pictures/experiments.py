@@ -13,6 +13,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Comparison, Curve, Experiment, Report, StudyCell, StudyColumn, StudyTable, Trajectory
+from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
     Dot,
     Panel,
@@ -29,19 +30,6 @@ from attnlens.report.pictures.charts import (
     overview,
 )
 from attnlens.report.pictures.maps import heading
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    INK,
-    MUTED,
-    SEQUENTIAL,
-    Powers,
-    Style,
-    legend_above,
-    scale_logarithmically,
-    scale_values,
-    shorten_label,
-    thin_ticks,
-)
 from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
@@ -56,7 +44,7 @@ if TYPE_CHECKING:
 LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the last colour
 NAME = 34  # largest number of characters in a cell's name
-OWN, PUBLISHED = CATEGORIES[0], CATEGORIES[2]
+OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
 WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
 DASHES = ("-", "--", ":", "-.")
 
@@ -74,16 +62,13 @@ def comparison_panels(report: Report) -> list[Panel]:
         return []
     panels = []
     for name in rank_distances(comparison)[:1]:
-        unit = ", nats" * ("KL" in LOCAL[name])
-        name_of_map = f"where heads differ: {LOCAL[name]}{unit}"
+        title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
         note = "dots: named; hatched: no change at all"
-        caption = (
-            "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
-            "Hatched: no change at all."
-        )
+        caption = "Logarithmic colours. KL: mean over queries and windows, in nats. Dots: heads whose change is named. "
+        caption += "Hatched: no change at all."
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name)
-        panels.append(Panel("differences", name_of_map, note, caption, draw, 2 * layers))
+        panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
     caption = (
         "One dot per head and measure; the size of a change is in interquartile ranges of the measure over the first "
         "model's heads. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
@@ -100,35 +85,33 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
     grid = grid_of(places, (None if row is None else row.delta for row in changes))
     most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
     least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
-    bar = heat_map(axes, grid, (SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"))
+    bar = heat_map(axes, grid, (style.SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"))
     bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
-    bar.formatter = Powers()
+    bar.formatter = style.Powers()
     bar.minorticks_off()
-    mark_cells(axes, grid_of(places, (row is not None and row.named for row in changes)).values > 0, "white", INK)
+    mark_cells(axes, grid_of(places, (row is not None and row.named for row in changes)).values > 0, "white", style.INK)
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     """Draw one dot per head and measure: how large the change is, and how certain."""
     sizes = effect_sizes(comparison)
     sources = dict.fromkeys(source_of(name) for name in sizes)
-    for source, colour in zip(sources, (CATEGORIES[0], CATEGORIES[2], *CATEGORIES[4:]), strict=False):
+    for source, colour in zip(sources, (style.CATEGORIES[0], style.CATEGORIES[2], *style.CATEGORIES[4:]), strict=False):
         rows = [row for row in comparison.rows if source_of(row.measure) == source and row.measure in sizes]
-        points = [
-            (row.delta / sizes[row.measure], row.q) for row in rows if row.delta is not None and row.q is not None
-        ]
-        if points:
-            x, q = np.array(points, dtype=float).T
-            certainty = -np.log10(np.clip(q, LEAST_Q, None))
+        rows = [row for row in rows if row.delta is not None and row.q is not None]
+        if rows:
+            x = as_array(row.delta for row in rows) / [sizes[row.measure] for row in rows]
+            certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_Q, None))
             axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
     level = f"named above q = {comparison.fdr:g}"
-    axes.axhline(-np.log10(comparison.fdr), color=MUTED, linewidth=0.6, linestyle="--", label=level)
-    axes.axvline(0, color=MUTED, linewidth=0.4)
+    axes.axhline(-np.log10(comparison.fdr), color=style.MUTED, linewidth=0.6, linestyle="--", label=level)
+    axes.axvline(0, color=style.MUTED, linewidth=0.4)
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
     axes.set_ylabel("−log₁₀ q")
     axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
-    legend_above(axes, 80, handlelength=0.8)
+    style.legend_above(axes, 80, handlelength=0.8)
 
 
 def study_overview(report: Report) -> Figure:
@@ -179,15 +162,15 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
             continue
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
         mean, se = cell.mean * factor, (cell.se or 0.0) * factor
-        rows.append([Dot(mean, (mean - se, mean + se), INK, "|", 9)])
+        rows.append([Dot(mean, (mean - se, mean + se), style.INK, "|", 9)])
     dot_plot(axes, rows, [shorten_line(clean(cell.name), NAME) for cell in cells])
     means = [cell.mean for cell in cells if cell.mean]
     if task.metric == "perplexity" and means and max(means) > WIDE * min(means):
-        scale_logarithmically(axes, "x", subs=(1, 2, 5))
+        style.scale_logarithmically(axes, "x", subs=(1, 2, 5))
     unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"
     axes.set_xlabel(f"{task.metric}{unit}, {better} is better")
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-    place: Style = {"va": "center", "clip_on": False, "color": PUBLISHED, "fontsize": 6}
+    place: style.Style = {"va": "center", "clip_on": False, "color": PUBLISHED, "fontsize": 6}
     published = {row: cell for row, cell in enumerate(cells) if cell.published_diverged or cell.published is not None}
     if published:
         axes.text(1.02, 1, "published", transform=axes.transAxes, **place)
@@ -198,7 +181,7 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
 
 def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.ndarray, " steps"]]]) -> None:
     """Draw one line per cell: name, steps and values."""
-    axes.set_prop_cycle(color=len(DASHES) * CATEGORIES, linestyle=np.repeat(DASHES, len(CATEGORIES)))
+    axes.set_prop_cycle(color=len(DASHES) * style.CATEGORIES, linestyle=np.repeat(DASHES, len(style.CATEGORIES)))
     for name, steps, values in lines:
         axes.plot(steps, values, lw=1.1, label=shorten_line(clean(name), NAME))
     axes.set_xlabel("step")
@@ -207,7 +190,7 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.
 
 MOST = 12  # largest number of followed measures on one page
 MARKED = 12  # number of steps up to which each one gets a marker
-COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
+COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
 COMPARED = "published"  # stem of the picture of our figures against published ones
 MOST_ROWS = 80  # maximum number of figures in it; if there are more, only those farthest off are drawn, with a note
 FARTHEST = 3.0  # tolerances from which a figure is drawn at the edge
@@ -258,9 +241,9 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
         whole = all(step == int(step) for step in present)
         numbers = MaxNLocator(6, integer=whole).tick_values(low, high) if linear else 10.0 ** np.arange(-6, 10)
         labelled = [low, *(float(number) for number in numbers if low < number < high), high]
-    thin_ticks(axes.xaxis, labelled, 0.13)
-    axes.xaxis.set_major_formatter(Powers())
-    axes.set_xlabel(clean(shorten_label(name, 30)))
+    style.thin_ticks(axes.xaxis, labelled, 0.13)
+    axes.xaxis.set_major_formatter(style.Powers())
+    axes.set_xlabel(clean(style.shorten_label(name, 30)))
 
 
 def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
@@ -268,20 +251,18 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     layers = {line.layer for line in experiment.trajectories}
     rows_of_layers = range(max(layers) + 1) if len(layers) > 1 and lines else ()
     null = "; grey: null ± sd" * (experiment.null(name) is not None)
-    note = clean(shorten_label(curve.quantity or source_of(name), 30)) + null
+    note = clean(style.shorten_label(curve.quantity or source_of(name), 30)) + null
     caption = f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}. " if info.meaning else ""
     coloured = ", coloured by layer" * bool(rows_of_layers)
     heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
     caption += f"{heads}{null}."
-    limits = _limits(experiment, name)
-    if limits is not None and not limits[2]:
-        low, high, _ = limits
-        room = 0.05 * (high - low)  # the frame is wider by so much on each side
-        rows = [as_array(line.values) for line in lines]
-        beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
-        if beyond:
-            note += f"; {format_count(beyond, 'head')} cut"
-            caption += f" {format_count(beyond, 'head')} of {len(lines)} extend beyond the frame."
+    low, high, logarithmic = _limits(experiment, name) or (0.0, 0.0, True)
+    room = np.inf if logarithmic else 0.05 * (high - low)  # width of the frame on each side of the limits
+    rows = [as_array(line.values) for line in lines]
+    beyond = sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
+    if beyond:
+        note += f"; {format_count(beyond, 'head')} cut"
+        caption += f" {format_count(beyond, 'head')} of {len(lines)} extend beyond the frame."
     draw = partial(draw_trajectories, experiment=experiment, name=name)
     return Panel(name, heading(info), note, caption, draw, layers=rows_of_layers)
 
@@ -293,14 +274,13 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
     layers = 1 + max((line.layer for line in experiment.trajectories), default=0)
     if null is not None and null.low is not None and null.high is not None:
         axes.fill_between(steps, as_array(null.low), as_array(null.high), color="#dcdcdc", linewidth=0, zorder=0)
-        axes.plot(steps, as_array(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
+        axes.plot(steps, as_array(null.median), color=style.MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
     heads = [(line.layer, (steps, as_array(line.values))) for line in lines] if len(lines) > 1 else []
     fan_chart(axes, heads, layers, opacity=(40, 0.25, 0.75))
     draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker="o" if len(steps) <= MARKED else "")
     scale_steps(axes, curve.steps, experiment.axis)
-    limits = _limits(experiment, name)
-    if limits is not None:
-        scale_values(axes, *limits[:2], logarithmic=limits[2])
+    if limits := _limits(experiment, name):
+        style.scale_values(axes, *limits[:2], logarithmic=limits[2])
 
 
 def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
@@ -308,10 +288,7 @@ def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Return the least and largest value shown and whether the axis is logarithmic; None without values.
-
-    It is logarithmic if the median spans a factor of 30; else all values show unless the outer 1 % double the range.
-    """
+    """Return the least and largest value shown and whether the axis is logarithmic; None without values."""
     middle = as_array(experiment.curves[name].median)
     values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
@@ -319,19 +296,15 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
         return None
     least, most = float(np.nanmin(middle)), float(np.nanmax(middle))
     lowest, highest = float(values.min()), float(values.max())
-    if lowest > 0 and most >= 30 * least:
+    if lowest > 0 and most >= 30 * least:  # the median spans a factor of 30
         return lowest, highest, True
     low, high = np.percentile(values, [0.5, 99.5])
-    low, high = min(float(low), least), max(float(high), most)
+    low, high = min(float(low), least), max(float(high), most)  # all values are shown unless 1 % double the range
     return (lowest, highest, False) if highest - lowest <= 2 * (high - low) else (low, high, False)
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves of one quantity by picture title; a curve of unknown quantity has a picture of its own.
-
-    Curves without a picture title share the title ''. If curves of one title have several quantities, the title of each
-    quantity's picture names it.
-    """
+    """Group curves of one quantity by picture title ('' without one), which names the quantity if it is ambiguous."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
@@ -353,7 +326,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
         note = "median, quartiles" if banded and len(curves) == 1 else ""
         draw = partial(draw_curves, experiment=experiment, curves=curves)
-        stem, title = clean("-".join(names)).replace(" ", "-"), clean(shorten_label(": ".join(names), 60))
+        stem, title = clean("-".join(names)).replace(" ", "-"), clean(style.shorten_label(": ".join(names), 60))
         yield Panel(stem, title, note, caption, draw)
 
 
@@ -370,32 +343,29 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             steps[order],
             (middle if floor is None else np.where(middle > 0, middle, np.nan))[order],
             "--" if curve.published else "-",
-            color=MUTED if curve.published else colour,
+            color=style.MUTED if curve.published else colour,
             linewidth=1.4,
             marker="o" if len(steps) <= MARKED else "",
             markersize=3,
             clip_on=cut,  # a line to a value that a logarithmic axis lacks would leave the frame
-            label=shorten_label(clean(curve.label or format_label(experiment, name)), 40),
+            label=style.shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], experiment.axis)
-    axes.set_ylabel(shorten_label(clean(next(iter(curves.values())).quantity or ""), 30))
+    axes.set_ylabel(style.shorten_label(clean(next(iter(curves.values())).quantity or ""), 30))
     values = _finite_values(curves)
     if values.size:
         least, most = float(values.min()), float(values.max())
         bottom = min(0.0, least) if least < 0.5 * most else least  # the axis includes 0 if that is near
-        scale_values(axes, bottom if floor is None else floor, most, logarithmic=floor is not None)
+        style.scale_values(axes, bottom if floor is None else floor, most, logarithmic=floor is not None)
     else:
         axes.set_yticks([])
-        axes.text(0.5, 0.5, "no value", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+        axes.text(0.5, 0.5, "no value", transform=axes.transAxes, ha="center", va="center", color=style.MUTED)
     if len(curves) > 1:
-        legend_above(axes, 46)
+        style.legend_above(axes, 46)
 
 
 def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
-    """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear.
-
-    The axis is logarithmic if positive values span a factor of 100 and no curve is bounded by 1.
-    """
+    """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear."""
     values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves.values()) or 2 * above.size <= values.size or np.any(values < 0):
@@ -419,9 +389,8 @@ def _compared_panels(report: Report) -> list[Panel]:
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []
-    worst = sorted(
-        range(len(figures)), key=lambda n: (figures[n][0].meets(figures[n][1]), -abs(deviation(*figures[n])))
-    )
+    offsets = [(experiment.meets(figure), -abs(deviation(experiment, figure))) for experiment, figure in figures]
+    worst = sorted(range(len(figures)), key=offsets.__getitem__)
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
         "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: allowed range, open on one "
@@ -453,16 +422,16 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
         axes.fill_between([low, high], row - 0.38, row + 0.38, color="#e3edf6", linewidth=0, zorder=0)
         at, met = deviation(experiment, figure), experiment.meets(figure)
         mark = "x" if not met else ">" if at >= FARTHEST else "<" if at <= -FARTHEST else "o"
-        dots.append([Dot(at, colour=CATEGORIES[0] if met else CATEGORIES[2], marker=mark)])
+        dots.append([Dot(at, colour=style.CATEGORIES[0] if met else style.CATEGORIES[2], marker=mark)])
         if not met:
             verdict = "no value" if experiment.final.get(figure) is None else judgement(experiment, figure)
             side, align = (-6, "right") if at > 0 else (6, "left")
-            place: Style = {"textcoords": "offset points", "ha": align, "va": "center"}
-            axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=CATEGORIES[2], **place)
-    axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
-    names = [shorten_label(f"{clean(e.name)}: {format_label(e, figure)}", 44) for e, figure in rows]
+            place: style.Style = {"textcoords": "offset points", "ha": align, "va": "center"}
+            axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=style.CATEGORIES[2], **place)
+    axes.axvline(0, color=style.MUTED, linewidth=0.7, zorder=0)
+    names = [style.shorten_label(f"{clean(e.name)}: {format_label(e, figure)}", 44) for e, figure in rows]
     dot_plot(axes, dots, names)
-    axes.tick_params(axis="y", labelsize=6.5, labelcolor=INK)
+    axes.tick_params(axis="y", labelsize=6.5, labelcolor=style.INK)
     axes.set_xlim(-edge, edge)
     axes.set_xticks(range(-3, 4))
     axes.set_xlabel("(ours − published) / tolerance")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normal
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
+from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
     Colours,
     HeadGrid,
@@ -29,20 +31,6 @@ from attnlens.report.pictures.charts import (
     overview,
     scale_depth,
     write_cells,
-)
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    DEPTH,
-    DIVERGING,
-    INK,
-    PART_COLOURS,
-    SEQUENTIAL,
-    IndexTicks,
-    legend_above,
-    scale_logarithmically,
-    scale_values,
-    shorten_label,
-    typeset,
 )
 from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
@@ -72,7 +60,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
     present, lines = reading.present, []
     if not reading.labels:
-        least, most = (typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
+        least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
         shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
         lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
     mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
@@ -108,18 +96,16 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
     """Format one line that explains a fan's black lines; empty if a legend names several parts' medians."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
-    if others:
-        return ""
-    if heads < len(first.curves):
-        return f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
-    return "median black, quartiles dashed"
+    some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
+    return "" if others else some if heads < len(first.curves) else "median black, quartiles dashed"
 
 
 def short_caption(reading: MeasureMap) -> str:
     """Format the null as mean ± sd, or the error with the number of sequences, in one line."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
-        return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
+        mean, sd = (style.typeset(number, decimals) for number in reading.null)
+        return f"null {mean} ± {sd} (mean ± sd)"
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
@@ -136,7 +122,7 @@ def layout_line(shapes: Shapes) -> str:
 
 def heading(info: MeasureInfo) -> str:
     """Format a measure's name as a title: `effective rank`, `singular values of M`."""
-    return shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
+    return style.shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
@@ -204,35 +190,34 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
     """Format the value of every cell, if cells have room for three decimals' digits or fewer; else none."""
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
+    known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
-        texts = {at: typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)}
+        texts = {at: style.typeset(value, decimals) for at, value in known}
         if max(map(len, texts.values())) <= most:
             return texts
     return {}
 
 
 def scale(reading: MeasureMap) -> Colours:
-    """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative.
-
-    Values beyond the 1st–99th percentile by more than its width get the last colour, and the colour bar marks that end
-    with an arrow, so that one head does not give all others the same shade.
-    """
+    """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative."""
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
-        colours = [CATEGORIES[number % len(CATEGORIES)] for number in range(highest + 1)]
+        colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
+    # values beyond the 1st–99th percentile by more than its width get the last colour, and an arrow marks that end of
+    # the colour bar, so that one head does not give all others the same shade
     least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     low, high = low if cut_low else least, high if cut_high else most
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
-        return DIVERGING, CenteredNorm(0, half), extend
+        return style.DIVERGING, CenteredNorm(0, half), extend
     # reports have nine digits: a relative spread near that is rounding, which must not span all colours
     if high - low <= SAME * abs(high):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    return SEQUENTIAL, Normalize(low, high), extend
+    return style.SEQUENTIAL, Normalize(low, high), extend
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
@@ -268,7 +253,7 @@ class CurveGroup:
     @property
     def note(self) -> str:
         """Start of the median with its quartiles: Chen et al.'s number at index 0."""
-        low, middle, high = (typeset(float(value), 2) for value in self.quartiles[:, 0])
+        low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
 
@@ -303,18 +288,15 @@ def first_step(info: MeasureInfo) -> int:
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
     """Build the panel of a curve, with one line per head; `split`: with one pair of axes per part of the model."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
-    title, caption = heading(shapes.info(name)), curve_caption(shapes, name)
-    drawn = partial(draw, groups=groups)
+    title, caption, drawn = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
     panel = Panel(name, title, note, caption, drawn, rows=18, width=4.9, layers=shapes.layers)
-    parts = [
-        replace(panel, title=f"{title}: {group.title}", draw=partial(draw, groups=[group]), width=2.9)
-        for group in groups
-    ]
+    alone = [(f"{title}: {group.title}", partial(draw, groups=[group])) for group in groups]
+    parts = [replace(panel, title=name_of_part, draw=drawn, width=2.9) for name_of_part, drawn in alone]
     return replace(panel, parts=parts) if split and len(parts) > 1 else panel
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves on axes for all of that name, with the median, and of a single group the quartiles."""
+    """Draw the heads' curves with medians, and quartiles if there is one group; groups share the axis limits."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     fan_chart(axes, lines, len(shapes.layers))
@@ -322,10 +304,10 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     logarithmic = falls_far(values, [group.quartiles[1] for group in groups_by_part(shapes, name)])
     # on a logarithmic axis, values below a millionth of the largest are rounding and would squeeze the visible range
     least = max(values[values > 0].min(), 1e-6 * values.max()) if logarithmic else values.min()
-    scale_values(axes, float(least), float(values.max()), logarithmic=logarithmic)
+    style.scale_values(axes, float(least), float(values.max()), logarithmic=logarithmic)
     first, steps = first_step(info), max(len(curve) for _, curve in shapes.curves[name])
     axes.set_xlim(first, first + max(1, steps - 1))
-    axes.xaxis.set_major_locator(IndexTicks(steps, first))
+    axes.xaxis.set_major_locator(style.IndexTicks(steps, first))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps)
     formula = clean(info.formula)
     axes.set_ylabel(formula if 0 < len(formula) <= SIDE else title_of(name))
@@ -338,7 +320,7 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     for group, dash in zip(groups, PART_LINES, strict=False):
         label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
         draw_over(axes, _points(info, group.quartiles[1]), dash, 1.4, label=label)
-    legend_above(axes, 60, handlelength=2.2)
+    style.legend_above(axes, 60, handlelength=2.2)
 
 
 def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
@@ -352,10 +334,10 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
-    """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
+    """Draw one group's heads in layer colours, its median and quartiles, and dotted medians of the other groups."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
-        colour = DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+        colour = style.DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
         line = _points(shapes.info(name), other.quartiles[1])
         draw_over(axes, line, ":", 1.5, colour=colour, label="other groups' medians" * (number == 0))
     if group is groups[0]:
@@ -379,7 +361,7 @@ def overview_figure(shapes: Shapes) -> Figure:
     if not rows:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
     names = [panel.stem for row in rows for panel in row]
-    hatched = not all(shapes.readings[name].full for name in names if name in shapes.readings)
+    hatched = any(np.isnan(shapes.readings[name].values).any() for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
     headings = []
     for row in rows:
@@ -388,7 +370,7 @@ def overview_figure(shapes: Shapes) -> Figure:
         meaning = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
         headings.append(meaning if by_depth else source_heading(shapes, name))
     page = [
-        replace(arrange(row, ACROSS, HEIGHT)[0], heading=shorten_label(text, 120) * (text != before))
+        replace(arrange(row, ACROSS, HEIGHT)[0], heading=style.shorten_label(text, 120) * (text != before))
         for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
     facts = [*model_facts(shapes.report), layout_line(shapes)]
@@ -401,15 +383,20 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     If the single source has a curve to be shown by depth, its thirds form the first row and maps the second. If it has
     measures of two spaces, each space forms a row.
     """
-    names = [*shapes.readings, *shapes.curves]
-    sources = list(dict.fromkeys(source_of(name) for name in names))
-    groups = [_split_by_space(shapes, [name for name in names if source_of(name) == source]) for source in sources]
-    if len(sources) > 1:
+    by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
+    groups = []  # for each source, its names by space; those without a space join the first
+    for names in by_source.values():
+        spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
+        groups.append([*group_pairs((shapes.info(name).space or spaces[0], name) for name in names).values()])
+    if len(groups) > 1:
         rows = [_choose_panels(shapes, spaces[0], ACROSS) for spaces in groups[:2]]
     elif deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         parts = {name for names in shapes.shares.values() for name in names}
         maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
-        rows = [_depth_panels(shapes, deep[0]), [_noted_map(shapes, name) for name in maps[:ACROSS]]]
+        name, depths = deep[0], groups_by_depth(shapes, deep[0])
+        draw = partial(draw_depth, shapes=shapes, name=name, groups=depths)
+        fans = [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in depths]
+        rows = [fans, [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
         rows = [_choose_panels(shapes, space, ACROSS) for space in groups[0][:2]]
     else:
@@ -418,24 +405,8 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     return [row for row in rows if row]
 
 
-def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
-    """Build one panel per third of the layers, or per part."""
-    groups = groups_by_depth(shapes, name)
-    draw = partial(draw_depth, shapes=shapes, name=name, groups=groups)
-    return [Panel(name, g.title, g.note, "", partial(draw, group=g), layers=shapes.layers) for g in groups]
-
-
-def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
-    """Split one source's measures and curves by space; those without a space join the first."""
-    spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
-    return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
-
-
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose panels: the first shares, then maps, then the first curves, up to `room`; each kind gets a place.
-
-    If there is room for more maps than measures, the parts of the shares fill it.
-    """
+    """Choose up to `room` panels: the first shares, then maps (if few, also of parts of the shares), then curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -444,19 +415,15 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
     maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
-    return [
-        *(
-            Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw_shares, shapes=shapes, whole=whole))
-            for whole in wholes
-        ),
-        *(_noted_map(shapes, name) for name in maps),
-        *(fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves),
-    ]
+    draw = partial(draw_shares, shapes=shapes)
+    shares = [Panel(whole, heading_of_shares(shapes, whole), "", "", partial(draw, whole=whole)) for whole in wholes]
+    fans = [fan_panel(shapes, name, short_curve_caption(shapes, name)) for name in curves]
+    return [*shares, *(_noted_map(shapes, name) for name in maps), *fans]
 
 
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
-    return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
+    return map_panel(shapes, name, short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE))
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
@@ -480,14 +447,15 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     axes.set_xlabel("share, one line per head")
     label_layers(axes, shapes.layers, shapes.parts)
-    legend_above(axes, 56, handlelength=0.8)
+    style.legend_above(axes, 56, handlelength=0.8)
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the label of each part, without the words shared by all, and its colour."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
-    return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
+    colours = zip(labels, cycle(style.CATEGORIES), strict=False)
+    return [(label, style.PART_COLOURS.get(label, colour)) for label, colour in colours]
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
@@ -506,15 +474,15 @@ def draw_margins(axes: Axes, selection: Selection) -> None:
     head_margins = [pick.margin for pick in selection.picks]
     for number, margins in enumerate(selection.null_margins):
         axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="null heads" * (number == 0))
-    axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
-    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
+    axes.plot(*_sort_margins(head_margins), color=style.CATEGORIES[0], linewidth=1.8, label="the head")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
     if min(map(min, [head_margins, *selection.null_margins])) > 0:
-        scale_logarithmically(axes, "y")
+        style.scale_logarithmically(axes, "y")
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of posed queries with at most this margin")
     axes.set_ylabel("margin / best least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
-    legend_above(axes, 100)
+    style.legend_above(axes, 100)
 
 
 def _sort_margins(margins: list[float]) -> Points:

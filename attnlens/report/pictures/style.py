@@ -145,7 +145,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and the last of ascending ticks, and those between that are `gap` of the span from the others."""
+    """Label the first and the last of ascending ticks, and those at least `gap` of the span from labelled ones."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -188,7 +188,7 @@ LEGEND_LINE = 9.4  # points per line of a legend in small print
 
 
 def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None:
-    """Draw the legend between the axes and their title, in place of a note, in lines of at most so many characters."""
+    """Draw the legend between axes and title, in place of a note, with at most `characters` characters per line."""
     labels = axes.get_legend_handles_labels()[1]
     if not labels:
         return

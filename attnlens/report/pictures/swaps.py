@@ -13,7 +13,9 @@ import numpy as np
 from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from attnlens.kernels import TIES
 from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
+from attnlens.report.pictures import style
 from attnlens.report.pictures.charts import (
     Dot,
     Panel,
@@ -31,22 +33,8 @@ from attnlens.report.pictures.charts import (
     scale_depth,
     write_cells,
 )
-from attnlens.report.pictures.style import (
-    CATEGORIES,
-    DEPTH,
-    DIVERGING,
-    INK,
-    MUTED,
-    SEQUENTIAL,
-    Style,
-    label_powers,
-    legend_above,
-    shorten_label,
-    thin_ticks,
-    typeset,
-)
 from attnlens.report.sections.plans import BUDGETED, share
-from attnlens.report.sections.swaps import EFFECTS, cautions, effect, effect_name, format_rise, formula, loss_decimals
+from attnlens.report.sections.swaps import EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -57,7 +45,7 @@ if TYPE_CHECKING:
     from attnlens.choices import ControlRole
     from attnlens.records import Control, Predictor
 
-OWN, GREY = CATEGORIES[0], "#8c8c8c"
+OWN, GREY = style.CATEGORIES[0], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """Quantity shown in a comparison of kernels."""
 MARKS: dict[ControlRole, tuple[str, str, str]] = {
@@ -73,7 +61,10 @@ CROWDED = 24  # number of layers above which bars touch
 WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
 KERNEL_NAME, CONTROL_NAME, LEGEND_NAME = 40, 30, 22  # characters of a name
-LINES = {"color": [*(CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), INK, "#999999"], "marker": list("osD^vPX*")}
+LINES = {
+    "color": [*(style.CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), style.INK, "#999999"],
+    "marker": list("osD^vPX*"),
+}
 """Kernels differ in marker as well as in colour."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
@@ -84,7 +75,7 @@ PICTURES = 6  # number of drawn measures, filled up with the strongest others
 SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
 MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
-DASHED: Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
+DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
 
 
 def swap_overview(report: Report) -> Figure:
@@ -92,12 +83,10 @@ def swap_overview(report: Report) -> Figure:
     swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
-    if several:
-        rows = [row for row in (panels[:1], panels[1:]) if row]
     page = []
-    for row in rows:
+    for row in [panels[:1], panels[1:]] if several else rows:
         lines = max(panel.rows for panel in row)  # more height for many layers, less for few kernels
-        low = 2.6 if len(rows) == 1 else 2.3
+        low = 2.3 if several or len(rows) > 1 else 2.6
         page.append(Row(row, 0.19 * lines if len(row) == 1 else float(np.clip(0.115 * lines, low, 3.4))))
     what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
@@ -107,10 +96,8 @@ def swap_overview(report: Report) -> Figure:
 def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
-    swept = [swap for swap in report.swaps if swap.sweep]
-    suffixes = [f"-{clean(swap.kernel)}" * (len(report.swaps) > 1) for swap in swept]
-    panels += [_sweep_panel(swap, f"sweep{suffix}") for swap, suffix in zip(swept, suffixes, strict=True)]
-    pairs = zip(swept, suffixes, strict=True)
+    pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
+    panels += [_sweep_panel(swap, f"sweep{suffix}") for swap, suffix in pairs]
     return panels + [_predictors_panel(swap, f"predictors{suffix}") for swap, suffix in pairs if swap.predictors]
 
 
@@ -142,12 +129,12 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     what = RISES[swaps[0].judged_by]
     paired, units = "paired " * (swaps[0].judged_by == "loss"), report.settings.intervals or "inputs"
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. Bars: {paired}bootstrap 95 % "
-    caption = " ".join([f"{caption}intervals over {units}.", *cautions(swaps)])
+    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    caption = " ".join([f"{caption}intervals over {units}.", *filter(None, dict.fromkeys(tie.caution for tie in ties))])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
     note = f"grey: {controls}" if controls else ""
-    if all(effect(swap, swap)[0] is None for swap in swaps):
-        note = "no kernel has a value"
+    note = "no kernel has a value" if all(effect(swap, swap)[0] is None for swap in swaps) else note
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
     errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
     draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
@@ -161,7 +148,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; diverged kernels get a text."""
-    axes.axvline(0, color=MUTED, zorder=0, **DASHED)
+    axes.axvline(0, color=style.MUTED, zorder=0, **DASHED)
     rows = []
     for swap in swaps:
         # controls are grey markers in the kernel's row, one shape per kind
@@ -170,13 +157,14 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
             for control in _drawn_controls(swap)
         ]
         rows.append([*dots, _dot(swap, swap)])
-    names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
+    kernels = [style.shorten_label(clean(swap.kernel), KERNEL_NAME) for swap in swaps]
+    names = [kernel + _rise(swap, "perplexity ", " ") for kernel, swap in zip(kernels, swaps, strict=True)]
     dot_plot(axes, rows, names)
     sizes = sorted(size for row in rows for dot in row if (size := abs(dot.value or 0.0)) >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:  # logarithmic on both sides of a linear part at 0
         border = 10.0 ** math.floor(math.log10(sizes[0]))
         axes.set_xscale("symlog", linthresh=border, linscale=0.6)
-        label_powers(axes.xaxis, border)
+        style.label_powers(axes.xaxis, border)
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]))
@@ -209,7 +197,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
     outcomes, stages = [*swap.stages, *controls], len(swap.stages)
-    dots = [Dot(original, colour=INK, size=5)]
+    dots = [Dot(original, colour=style.INK, size=5)]
     for number, outcome in enumerate(outcomes):
         dot = _dot(swap, outcome, OWN if number < stages else GREY, size=5)
         if lossy and outcome.loss is not None:  # the interval is that of the difference, shifted by the original loss
@@ -217,24 +205,22 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
             dot = replace(dot, value=outcome.loss.after, ends=ends and (before + ends[0], before + ends[1]))
         dots.append(dot)
     if original is not None:
-        axes.axvline(original, color=MUTED, zorder=0, **DASHED)
+        axes.axvline(original, color=style.MUTED, zorder=0, **DASHED)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
     labels: list[str] = [stage.name for stage in swap.stages]
-    labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
+    labels += [style.shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
-    perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
-    known = ""
-    if perplexity is not None and lossy:
-        known = f"\nperplexity {typeset(perplexity, decimals_for([perplexity]))}"
-    dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
+    known = [stage.perplexity.before for stage in swap.stages if stage.perplexity is not None and lossy]
+    first = f"original\nperplexity {style.typeset(known[0], decimals_for(known[:1]))}" if known else "original"
+    dot_plot(axes, [[dot] for dot in dots], [first, *names])
     for label in axes.get_yticklabels()[1 + stages :]:
-        label.set_color(MUTED)
+        label.set_color(style.MUTED)
     decimals = min(3, loss_decimals(losses))
-    above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK}
+    above: style.Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": style.INK}
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     for row, dot in enumerate(dots):
         if dot.value is not None:
-            axes.annotate(typeset(dot.value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
+            axes.annotate(style.typeset(dot.value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
     axes.margins(x=0.16)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlabel(effect_name(swap))
@@ -243,10 +229,10 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def draw_sites(axes: Axes, swap: Swap) -> None:
-    """Draw ‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
+    """Draw the relative error of each site's output, layer 0 at the top; sites without a value are hatched."""
     sites = sorted(swap.sites, key=_order)
     errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
-    colours = [CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
+    colours = [style.CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
     height = 1.0 if len(rows) > CROWDED else 0.78
     axes.barh(rows, np.nan_to_num(errors), height=height, color=colours, linewidth=0, antialiased=len(rows) <= CROWDED)
     reach = max(float(np.nanmax(errors, initial=0.0)), 1e-9)
@@ -264,11 +250,11 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     axes.set_prop_cycle(**LINES)
     for name, (_, values) in zip(names, lines, strict=True):
-        axes.plot(values, markersize=3, linewidth=1, label=shorten_label(name, LEGEND_NAME))
+        axes.plot(values, markersize=3, linewidth=1, label=style.shorten_label(name, LEGEND_NAME))
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    legend_above(axes, 75)
+    style.legend_above(axes, 75)
 
 
 def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
@@ -300,40 +286,36 @@ def _sweep_panel(swap: Swap, stem: str) -> Panel:
 
 def draw_sweep(axes: Axes, swap: Swap) -> None:
     """Draw heads as a map or layers as dots; layer 0 is at the top."""
-    if _of_heads(swap):
-        _draw_heads(axes, swap)
+    if not _of_heads(swap):
+        layers = sorted(swap.sweep, key=_order)
+        axes.axvline(0, color=style.MUTED, linewidth=0.6, zorder=0)
+        dots = []
+        for unit in layers:
+            quiet, size = _is_quiet(unit), 4.5 if len(layers) <= 16 else 3.2
+            colour = style.MUTED if quiet else OWN
+            dots.append([Dot(unit.delta, unit.ci95, colour, size=size, hollow=quiet, text="diverged")])
+        dot_plot(axes, dots)
+        axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
+        label_layers(axes, [unit.layer for unit in layers], [unit.part for unit in layers])
         return
-    units = sorted(swap.sweep, key=_order)
-    axes.axvline(0, color=MUTED, linewidth=0.6, zorder=0)
-    size = 4.5 if len(units) <= 16 else 3.2
-    dots = []
-    for unit in units:
-        quiet = _is_quiet(unit)
-        dots.append([Dot(unit.delta, unit.ci95, MUTED if quiet else OWN, size=size, hollow=quiet, text="diverged")])
-    dot_plot(axes, dots)
-    axes.set_xlabel(f"Δ of the {effect_name(swap)}, only that layer swapped")
-    label_layers(axes, [unit.layer for unit in units], [unit.part for unit in units])
-
-
-def _draw_heads(axes: Axes, swap: Swap) -> None:
     units = [unit for unit in swap.sweep if unit.head is not None]
     places = [(unit.layer, unit.head or 0, unit.part) for unit in units]
     grid = grid_of(places, (unit.delta for unit in units))
     half, extend = limit(grid.values)
     signed = any(unit.p_value is not None for unit in units)  # a distance has no sign, and no test
-    colours, norm = (DIVERGING, CenteredNorm(0, half)) if signed else (SEQUENTIAL, Normalize(0, half))
+    colours, norm = (style.DIVERGING, CenteredNorm(0, half)) if signed else (style.SEQUENTIAL, Normalize(0, half))
     heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}")
     hatch(axes, grid_of(places, (unit.delta is None for unit in units)).values > 0, "xxxxx")
-    mark_cells(axes, grid_of(places, map(_is_quiet, units)).values > 0, MUTED)
-    above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
+    mark_cells(axes, grid_of(places, map(_is_quiet, units)).values > 0, style.MUTED)
+    above: style.Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
     for row, column in np.argwhere(np.abs(grid.values) > half):
         number = grid.values[row, column]
-        text = typeset(number, decimals_for([number], 2))
+        text = style.typeset(number, decimals_for([number], 2))
         axes.annotate(text, (column, row), (0, 3), color="white" if signed else "black", **above)
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours saturate, and which sides do, so one head doesn't make others pale."""
+    """Return the |effect| at which colours saturate, so that outliers do not make others pale, and the cut ends."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -361,9 +343,9 @@ def _predictors_panel(swap: Swap, stem: str) -> Panel:
 
 
 def _scatter_panel(swap: Swap, predictor: Predictor) -> Panel:
-    low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
+    low, high = (style.typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
     ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
-    note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
+    note = f"ρ {style.typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
     layers = range(1 + max(unit.layer for unit in swap.sweep))
     draw = partial(draw_predictor, swap=swap, predictor=predictor)
     return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)
@@ -373,14 +355,15 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     """Draw one dot per head in its layer's colour; heads that lack the measure or diverged are left out."""
     x, y = as_array(predictor.values), as_array(unit.delta for unit in swap.sweep)
     layers = [unit.layer for unit in swap.sweep]
-    axes.axhline(0, color=MUTED, linewidth=0.6, zorder=0)
-    axes.scatter(x, y, c=layers, cmap=DEPTH, norm=scale_depth(1 + max(layers)), s=11, linewidth=0.3, edgecolor="white")
+    axes.axhline(0, color=style.MUTED, linewidth=0.6, zorder=0)
+    norm = scale_depth(1 + max(layers))
+    axes.scatter(x, y, c=layers, cmap=style.DEPTH, norm=norm, s=11, linewidth=0.3, edgecolor="white")
     axes.margins(0.06)
     axes.locator_params(axis="x", nbins=5)
     usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
     if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
         axes.set_yscale("asinh", linear_width=2 * usual)
-        label_powers(axes.yaxis, 2 * usual)
+        style.label_powers(axes.yaxis, 2 * usual)
     axes.set_xlabel(clean(predictor.measure))
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
 
@@ -389,9 +372,8 @@ def _ranks_panel(plan: Plan) -> Panel:
     caption = (
         f"Ranks chosen to raise the {BUDGETED[plan.unit]} by at most {100 * plan.budget:g} %: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} on average. Query heads that share a key head share its rank."
-        + " Promised: on calibration text used neither to fit nor to choose them."
-        * (plan.promised is not None)
     )
+    caption += " Promised: on calibration text used neither to fit nor to choose them." * (plan.promised is not None)
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.4 * heads, 3.4, 8))
     title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
@@ -409,7 +391,7 @@ def draw_ranks(axes: Axes, plan: Plan) -> None:
     """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
     cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
     grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
-    colours = (SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")
+    colours = (style.SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")
     heat_map(axes, grid, colours, "rank r of head_dim")
     if max(grid.values.shape) <= MOST_WRITTEN:
         texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
@@ -429,10 +411,10 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
+    """Draw perplexity above and distance below over the number of tokens; if one is missing, draw only the other.
 
-    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
-    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
+    Separate axes, which need not begin at 0, keep the smaller quantity visible. Reports of versions that did not count
+    tokens are drawn over optimiser steps. Hollow: during attention transfer.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
@@ -448,27 +430,27 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
         places = [axes, figure.add_subplot(halves[1], sharex=axes)]
         figure.align_ylabels(places)
     if losses:
-        _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
+        _plot(places[0], losses, "perplexity", style.CATEGORIES[0], transfer)
         original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
         if original is not None:
-            places[0].axhline(math.exp(original), color=INK, **DASHED)
+            places[0].axhline(math.exp(original), color=style.INK, **DASHED)
     if distances:
         name = "held-out loss" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
-        _plot(places[-1], distances, name, CATEGORIES[2], transfer)
+        _plot(places[-1], distances, name, style.CATEGORIES[2], transfer)
     for place in places:
-        place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
+        place.axvline(position.get(healing.best, healing.best), color=style.MUTED, linewidth=0.8, linestyle=":")
     last = max(position.values(), default=healing.steps) or 1
     # the square root stretches the first steps, which have the largest effect
     axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
     axes.set_xlim(0, last * 1.03)
     round_steps = [float(digit * 10**power) for power in range(len(str(last))) for digit in (1, 2, 5)]
-    thin_ticks(axes.xaxis, [0, *(step for step in round_steps if step < last), last], STEP_GAP)
+    style.thin_ticks(axes.xaxis, [0, *(step for step in round_steps if step < last), last], STEP_GAP)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: big(int(step)) if last >= 20_000 else f"{step:g}"))
     places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale")
 
 
 def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
-    look: Style = {"color": colour, "markersize": 3, "clip_on": False}
+    look: style.Style = {"color": colour, "markersize": 3, "clip_on": False}
     axes.plot(*zip(*points, strict=True), "o-", linewidth=1.2, **look)
     inside = [point for point in points if point[0] in hollow]
     if inside:

@@ -47,8 +47,8 @@ def is_file(target: Path) -> bool:
         return False
     if suffix not in FORMATS:
         raise OutputError(
-            f"{target} can't be drawn: {suffix} is not offered.",
-            "End it in .png, .svg or .pdf, or name a folder without a dot.",
+            f"Cannot draw to {target}: the suffix {suffix} is not supported.",
+            "Use .png, .svg or .pdf, or the name of a folder without a dot.",
         )
     return True
 
@@ -84,15 +84,14 @@ def html(document: Document) -> str:
         f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    parts = {"head": document.head, "opening": document.opening, "sections": document.sections}
-    return _template().render(**parts, data=data, style=style, script=script, policy=policy)
+    return _template().render(vars(document), data=data, style=style, script=script, policy=policy)
 
 
 @cache
 def _template() -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    # clean every plain string; Markup that the template itself produced stays as it is
+    # clean every plain string, but not the Markup that the template itself produced
     page.finalize = lambda value: clean(value) if type(value) is str else value
     page.globals |= {"data_url": embed_picture, "sort_by_group": sort_by_group, "runs": _runs}
     return page.get_template("page.html.jinja")

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Report
-from attnlens.report.sections.checked import accusation, describe_check, document, worst
+from attnlens.report.sections.checked import describe_breach, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
 
@@ -62,33 +62,29 @@ def junit(report: Report) -> str:
         case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
         if not check.passed:
             failure = ElementTree.SubElement(case, "failure", message=describe_check(check), type="rule")
-            lines = [accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
+            lines = [describe_breach(check, breach) for breach in check.breaches[:MOST_HEADS]]
             more = len(check.breaches) - MOST_HEADS
             failure.text = "\n".join([describe_check(check), *lines, *([f"and {more} more"] if more > 0 else [])])
     ElementTree.indent(suites, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
 
-MOST_ANNOTATIONS = 10  # GitHub shows at most so many annotations of one kind per step
+MOST_ANNOTATIONS = 10  # largest number of annotations of one kind that GitHub shows per step
 IN_MESSAGES = {ord("%"): "%25", ord("\r"): "%0D", ord("\n"): "%0A"}
 IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(report: Report) -> list[str]:
-    """Return ten GitHub workflow commands at most: failed rules that no single head breaks, then the worst heads."""
+    """Return at most ten GitHub workflow commands: failed rules that no single head breaks, then the worst heads."""
     rule_errors = [(check, describe_check(check)) for check in report.checks if not check.passed and not check.breaches]
-    head_errors = [(check, accusation(check, breach)) for check, breach in worst(report.checks)]
+    head_errors = [(check, describe_breach(check, breach)) for check, breach in worst(report.checks)]
     lines = []
     for check, message in [*rule_errors, *head_errors][:MOST_ANNOTATIONS]:
         place = {} if check.file is None else {"file": uri(check.file)}
         properties = place | {"title": f"attnlens {check.subject}"}
-        options = ",".join(f"{name}={_encode(text, IN_PROPERTIES)}" for name, text in properties.items())
-        lines.append(f"::error {options}::{_encode(message, IN_MESSAGES)}")
+        options = ",".join(f"{name}={clean(text).translate(IN_PROPERTIES)}" for name, text in properties.items())
+        lines.append(f"::error {options}::{clean(message).translate(IN_MESSAGES)}")
     return lines
-
-
-def _encode(text: str, codes: dict[int, str]) -> str:
-    return clean(text).translate(codes)
 
 
 def uri(file: str) -> str:

@@ -57,8 +57,7 @@ def console(*, stderr: bool = False) -> Console:
     return _Page(stderr=stderr, highlight=False, width=width or PIPED, height=25)
 
 
-GAP = 2  # blanks between columns
-BETWEEN = 3  # blanks between columns whose cells are folded
+GAP, BETWEEN = 2, 3  # blanks between columns, and between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
 """Style of marked tokens; the signs in the text carry the meaning without colour."""
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
@@ -126,9 +125,7 @@ class FittedTable:
         while remaining:
             used = sum(_width(column) + GAP for column in names) - GAP
             ends = accumulate((GAP + _width(column) for column in remaining), initial=used)
-            count = max(
-                1, sum(end <= options.max_width for end in ends) - 1
-            )  # at least one, however narrow the page is
+            count = max(1, sum(end <= options.max_width for end in ends) - 1)  # at least 1, however narrow the page is
             yield from _block(names, sort_by_group(remaining[:count]), "-" if options.ascii_only else "─")
             remaining = remaining[count:]
             if self.table.fit == "first":

@@ -1,9 +1,9 @@
-"""Build the sections of a report: `Report` → `Document` (`documents.summary`, `documents.page`) or rows.
+"""Build the sections of a report: `Report` → `Document` (`export.summary`, `export.page`) or rows.
 
-Contents: `section` (the types that renderers draw, and the decorator `section`), `documents` (summary and page), and
-the sections of one subject with their sentences: `facts` (any report), `layers` (heads), `swaps`, `sweeps`, `plans`,
-`comparisons` (and studies), `experiments`, `checked` (rules and `doctor`), `explorer` (the interactive page),
-`reference` (`list`, `explain`). A new section is one decorated function in any of them, or in a new module.
-Inputs: a `Report`, or its `Shapes`. Outputs: `Document` and rows. Importers: the other parts of
-`report`, `cli` and the pytest plugin of `checks`.
+Contents: `section` (the types that renderers draw, and the decorator `section`), and the sections of one subject with
+their sentences: `facts` (any report), `layers` (heads), `swaps`, `plans` (also healing and sweeps), `comparisons` (and
+studies), `experiments`, `checked` (rules and `doctor`), `explorer` (the interactive page), `reference` (`list`,
+`explain`). A new section is one decorated function in any of them, or in a new module.
+Inputs: a `Report`, or its `Shapes`. Outputs: `Document` and rows. Importers: the other parts of `report`, `cli` and the
+pytest plugin of `checks`.
 """

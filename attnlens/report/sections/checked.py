@@ -23,7 +23,7 @@ def describe_check(check: Check) -> str:
     return clean(text)
 
 
-def accusation(check: Check, breach: Breach) -> str:
+def describe_breach(check: Check, breach: Breach) -> str:
     """Describe one head that breaks a rule."""
     place = f"layer {breach.layer} head {breach.head} ({breach.part})"
     return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
@@ -81,15 +81,13 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
-        items = tuple(accusation(check, breach) for check, breach in cases[:SHOWN])
+        items = tuple(describe_breach(check, breach) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
-    """List every head that breaks a rule: the worst of each rule, then the second worst of each, and so on.
-
-    Measures have different units, so heads of different rules cannot be ordered by size.
-    """
+    """List every head that breaks a rule: the worst of each rule, then the second worst of each, and so on."""
+    # measures have different units, so heads of different rules cannot be ordered by size
     ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
     return [pair for rank in ranks for pair in rank if pair is not None]
 
@@ -109,14 +107,18 @@ def rows(report: Report) -> list[Row]:
 def site_checks(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
     report = shapes.report
-    shared = _shared_path([clean(check.site) for check in report.doctor])
+    sites = [clean(check.site) for check in report.doctor]
+    shared = ""  # common beginning of all paths, up to a dot, left out unless all fit on a line of 100 columns
+    if len(sites) > 1 and max(map(len, sites)) > 24:
+        common = os.path.commonprefix(sites)  # noqa: RUF071  # dotted paths, compared character by character
+        shared = common[: common.rfind(".") + 1]
     notes = [f"… stands for {shared}"] if shared else []
     rows = []
-    for check in report.doctor:
+    for site, check in zip(sites, report.doctor, strict=True):
         tokens, weights = check.tokens_error, check.weights_error
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
         row = {
-            "site": f"{'…' * bool(shared)}{clean(check.site).removeprefix(shared)}",
+            "site": f"{'…' * bool(shared)}{site.removeprefix(shared)}",
             "part": check.part,
             "heads": str(check.heads),
             "route": check.route,
@@ -125,13 +127,5 @@ def site_checks(shapes: Shapes, _view: View) -> Iterator[Section]:
             "verdict": f"{verdict}\n{clean(check.reason)}" if check.reason else verdict,
         }
         rows.append(row)
-    table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded") if rows else None
+    table = build_table(rows, {"site"}, {"site", "part", "route", "verdict"}, fit="folded")
     yield Section(table=table, notes=(*notes, *report.settings.notes))
-
-
-def _shared_path(sites: Sequence[str]) -> str:
-    """Return the common beginning of all paths, up to a dot; empty if all fit on one line of 100 columns."""
-    if len(sites) < 2 or max(map(len, sites)) <= 24:
-        return ""
-    shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
-    return shared[: shared.rfind(".") + 1]

@@ -23,6 +23,7 @@ from attnlens.wording import (
     format_count,
     format_error,
     format_number,
+    group_pairs,
     join_items,
     short,
     source_of,
@@ -43,7 +44,7 @@ FEW_WORDS = 5  # BLEU below which a translation shares only single words with it
 
 @section(10, "studies")
 def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the sections of every study, each task by itself."""
+    """Yield the sections of each study, task by task."""
     for study in shapes.report.studies:
         options = {"classification": "classification (--series or --labelled)"}
         forms = join_items(options.get(form, form) for form in study.not_trained)
@@ -59,15 +60,14 @@ def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
             title = clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better")
-            yield Section(
-                title, lines=[*_task_lines(study, task, cells)], table=_cell_table(task, cells, compared), notes=notes
-            )
+            lines, table = [*_task_lines(study, task, cells)], _cell_table(task, cells, compared)
+            yield Section(title, lines=lines, table=table, notes=notes)
             if any(cell.heads for cell in cells):
                 yield Section(f"{clean(task.name)}: heads", table=_head_table(cells), notes=(HEADS,))
 
 
 def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
-    """Yield how the cells of a task were trained, how they compare, and what to be careful about."""
+    """Yield sentences on the training of a task's cells, their comparison, and caveats."""
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
     tried = sizes["rates"]
     rates = [rate for rate in tried if isinstance(rate, int | float)] if isinstance(tried, list) else []
@@ -96,7 +96,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
+    """Yield the number of pairs of cells ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -107,9 +107,8 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
         better = []
         for pair in _significant_pairs(study, task, order.measure):
             if pair.agrees is False:
-                first, second = pair.first, pair.second
-                if (pair.difference < 0) != (pair.measure == "loss"):  # a smaller loss is better, or a larger score
-                    first, second = second, first
+                second_better = (pair.difference < 0) != (pair.measure == "loss")  # of losses, the smaller is better
+                first, second = (pair.second, pair.first) if second_better else (pair.first, pair.second)
                 better.append(f"{first} better than {second} (p {pair.p_holm:.2g})")
         if better:
             yield f"Not as published: {join_items(better, 4, '; ')}."
@@ -137,7 +136,7 @@ def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Se
     return [pair for pair in of_measure if pair.p_holm is not None and pair.p_holm <= LEVEL]
 
 
-def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Table:
+def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Table | None:
     """Build a table with one row per cell, in the order of the paper; `compared`: with the published numbers."""
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
@@ -146,11 +145,16 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Ta
     for cell in cells:
         error = None if cell.se is None else cell.se * factor
         number = format_number(cell.published, decimals) if compared else None
+        scores = {}  # further scores: means over seeds with their standard errors
+        for name in ("loss", "chrF") if task.form == "translation" else ():
+            values = [run.scores[name] for run in cell.runs if name in run.scores and cell.mean is not None]
+            spread = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+            scores[name] = _with_error(mean(values), spread) if values else NO_VALUE
         row = {
             "cell": clean(cell.name),
             "ours": "did not converge" if cell.mean is None else _with_error(cell.mean * factor, error),
             "published": "did not converge" if cell.published_diverged else number,
-            **({name: _score(cell, name) for name in ("loss", "chrF")} if task.form == "translation" else {}),
+            **scores,
             "rate": f"{cell.rate:g}",
             "parameters\n(of kernels)": f"{big(cell.parameters)} ({big(cell.kernel_parameters)})",
             "tokens/s\n(× SDPA)": f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})",
@@ -171,14 +175,6 @@ def _head_table(cells: list[StudyCell]) -> Table:
     names = dict.fromkeys(name for cell in cells for name in cell.heads)
     columns = [Column(title_of(name), [format_change(cell, name) for cell in cells], source_of(name)) for name in names]
     return Table([Column("cell", [clean(cell.name) for cell in cells], words=True)], columns)
-
-
-def _score(cell: StudyCell, name: str) -> str:
-    """Format the mean of a further score over seeds, with its standard error."""
-    values = [run.scores[name] for run in cell.runs if name in run.scores]
-    if not values or cell.mean is None:
-        return NO_VALUE
-    return _with_error(mean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
 
 
 def _with_error(value: float, error: float | None) -> str:
@@ -218,18 +214,15 @@ def rank_distances(comparison: Comparison) -> list[str]:
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Return the interquartile range over the first model's heads, by measure, if above 0 and of ENOUGH_HEADS heads."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for row in comparison.rows:
-        if row.before is not None:
-            values[row.measure].append(row.before)
+    """Return each measure's interquartile range over ENOUGH_HEADS or more heads of the first model, if above 0."""
+    values = group_pairs((row.measure, row.before) for row in comparison.rows if row.before is not None)
     ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
     return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
 
 
 @section(10, "comparison", (*TEXTS, "opening"))
 def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield how the models as wholes differ, and how many heads changed."""
+    """Yield the number of changed heads and the differences between the predictions of the two models."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     changes = () if comparison.shifts else (*change_sentences(comparison), *_predictions(comparison))
@@ -238,7 +231,7 @@ def change_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield how many changes are significant, and which blocks and heads changed by their own weights or inputs."""
+    """Yield sentences on the significant changes, and on the blocks and heads that changed by weights or inputs."""
 
     def heads_of(rows: Iterable[MeasureChange]) -> set[tuple[int, int]]:
         return {(row.layer, row.head) for row in rows}
@@ -272,7 +265,7 @@ def change_sentences(comparison: Comparison) -> Iterator[str]:
         )
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
     if lone:
-        which = join_items([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
+        which = join_items(f"{row.measure} of {row.layer}.{row.head}" for row in lone)
         yield f"{format_count(len(lone), 'measure')} with a value in only one of the models: {which}."
     alike = heads_of(row for row in by_measure[OWN_ROWS] if row.beyond_rounding is False)
     inherited = (named[ROWS] & alike) - by_weights - forms
@@ -305,14 +298,11 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
-        rows = [
-            {
-                "measure": shift.measure,
-                "first model": _quartiles(shift.before.quartiles),
-                "second model": _quartiles(shift.after.quartiles),
-            }
-            for shift in comparison.shifts
-        ]
+        rows = []
+        for shift in comparison.shifts:
+            quartiles = [[short(number) for number in part.quartiles] for part in (shift.before, shift.after)]
+            first, second = (f"{middle} ({low} to {high})" for low, middle, high in quartiles)
+            rows.append({"measure": shift.measure, "first model": first, "second model": second})
         note = "Medians over heads, with quartiles. The heads do not correspond, so nothing is tested."
         yield Section("Distributions over heads", table=build_table(rows, {"measure"}, {"measure"}), notes=[note])
         return
@@ -322,13 +312,8 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
-def _quartiles(quartiles: Sequence[float]) -> str:
-    low, middle, high = map(short, quartiles)
-    return f"{middle} ({low} to {high})"
-
-
 def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield at most so many heads with a significant change, by `rank_distances`, largest first."""
+    """Yield a table of at most `most` heads with a significant change, largest first by `rank_distances`."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -368,20 +353,15 @@ def _distance(row: MeasureChange | None) -> str:
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
     """Format the largest significant change relative to its interquartile range over the first model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
-    if not rows:
-        return NO_VALUE
-    row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure])
-    return f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
+    row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
+    return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Yield (measure, text) on the smallest change of each tokens.* measure that would be significant."""
     sizes = effect_sizes(comparison)
-    by_measure: dict[str, list[float]] = defaultdict(list)
-    for row in comparison.rows:
-        if row.least is not None and row.se is not None and source_of(row.measure) == "tokens":
-            by_measure[row.measure].append(row.least)
-    for name, values in by_measure.items():
+    known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
+    for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
         if name in sizes:
             middle = float(np.median(values))
             yield name, f"{short(middle)}, {middle / sizes[name]:.1%} of the heads' interquartile range"
@@ -399,10 +379,8 @@ def comparison_rows(report: Report) -> list[Row]:
             cells |= dict(zip((f"{which}.q25", f"{which}.median", f"{which}.q75"), part.quartiles, strict=True))
             cells[f"{which}.median.se"] = part.median_se
         rows.append(cells)
-    if rows:
-        return rows
     partners = {(head.layer, head.head): head for head in comparison.heads}
-    for row in comparison.rows:
+    for row in () if rows else comparison.rows:
         head = partners[row.layer, row.head]
         where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
         values = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
@@ -413,33 +391,37 @@ def comparison_rows(report: Report) -> list[Row]:
 @section(30, ("inspection", "experiments"), ("markdown", "page"))
 @section(30, "inspection", ("terminal",))
 def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
+    """Yield a section on the adapter, its change of M, and the heads with the largest change; nothing without one."""
     report, record = shapes.report, shapes.report.model.adapter
     if record is None:
         return
     first, *others = (info.name for analyzer in select_adapter_analyzers("weights") for info in analyzer.measures)
-    measured = [head for head in report.heads if _value(head, first) is not None]
-    ranked = sorted(measured, key=lambda head: -(_value(head, first) or 0.0))
+    moves = [(value, head) for head in report.heads if (value := _value(head, first)) is not None]
+    moves.sort(key=lambda move: -move[0])
     replaced = f"; {format_count(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
     merged = (
         f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
         f"{format_count(record.modules, 'module')} of {report.model.id}{replaced}."
     )
     lines = [clean(merged)]
-    if ranked:
-        sizes = [_value(head, first) or 0.0 for head in ranked]
-        moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
+    if moves:
+        sizes = [size for size, _ in moves]
         lines.append(
-            f"It changed M in {moved} of {format_count(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
-            f"largest {short(sizes[0])}."
+            f"It changed M in {sum(size > 0 for size in sizes)} of {format_count(len(sizes), 'head')}; ‖M' − M‖/‖M‖: "
+            f"median {short(float(np.median(sizes)))}, largest {short(sizes[0])}."
         )
-    top = [head for head in ranked[:12] if _value(head, first)]
+    top = [head for size, head in moves[:12] if size]
     yield Section("Adapter", lines=lines, table=_adapter_table(shapes, top, (first, *others)) if top else None)
 
 
 def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
     """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
-    columns = [_number_column(title_of(name), [_value(head, name) for head in heads]) for name in names]
+
+    def build_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
+        decimals = decimals_for([value for value in values if value is not None])
+        return Column(heading, [format_number(value, decimals) for value in values], group)
+
+    columns = [build_column(title_of(name), [_value(head, name) for head in heads]) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
         base = [getattr(head.measures.get(name), "base", None) for head in heads]
         if shapes.info(name).headline and any(value is not None for value in base):
@@ -447,13 +429,8 @@ def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) 
             pairs = zip(base, adapted, strict=True)
             differences = [None if old is None or new is None else new - old for old, new in pairs]
             for heading, values in (("base", base), ("adapted", adapted), ("difference", differences)):
-                columns.append(_number_column(heading, values, title_of(name)))
+                columns.append(build_column(heading, values, title_of(name)))
     return Table(place_columns(heads), columns)
-
-
-def _number_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
-    decimals = decimals_for([value for value in values if value is not None])
-    return Column(heading, [format_number(value, decimals) for value in values], group)
 
 
 def _value(head: Head, name: str) -> float | None:

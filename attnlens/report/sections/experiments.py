@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.facts import null_cell
@@ -60,7 +62,7 @@ def _place(name: str) -> float:
 
 
 MOST_STEPS = 8
-"""Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
+"""Largest number of checkpoints shown as columns; of a longer series, so many evenly spaced checkpoints are shown."""
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
@@ -70,7 +72,7 @@ def _series_section(experiment: Experiment, *, whole: bool) -> Section:
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
     shown = measures if whole else [name for name in measures if _place(name) < math.inf] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
-    help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
+    help_ += f"; {MOST_STEPS} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
@@ -88,7 +90,7 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
             [format_number(curve.median[at], places) for curve, places in zip(curves, decimals, strict=True)],
             group=clean(experiment.axis),
         )
-        for at in _select_columns(len(steps))
+        for at in np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).round().astype(int).tolist()
     ]
     if heads_of(experiment) > 1:
         columns.append(Column("quartiles", [*map(_quartiles, curves, decimals)], "last"))
@@ -98,13 +100,6 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
         cells = ["" if mean is None or high is None else null_cell(mean, high - mean) for mean, high in ends]
         columns.append(Column("null", cells, "chance"))
     return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
-
-
-def _select_columns(count: int) -> list[int]:
-    """Return the indices of the columns to show: all, or MOST_STEPS evenly spaced ones from the first to the last."""
-    if count <= MOST_STEPS:
-        return list(range(count))
-    return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
 
 
 def _quartiles(curve: Curve, decimals: int) -> str:
@@ -133,7 +128,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
             for experiment in plain
             for place, figure in enumerate(experiment.final)
         ]
-        table = build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"}) if rows else None
+        table = build_table(rows, {"experiment", "figure"}, {"experiment", "figure", "verdict"})
         yield Section(table=table, notes=tuple(_figure_help(plain)))
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []

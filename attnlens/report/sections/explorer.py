@@ -166,7 +166,7 @@ def _curve(shapes: Shapes, name: str) -> dict[str, object]:
         "meaning": clean(info.meaning),
         "formula": clean(info.formula),
         "axis": "index k" if info.steps == "index" else clean(info.steps),
-        "steps": [int(step) + maps.first_step(info) for step in indices],  # those that are kept
+        "steps": [int(step) + maps.first_step(info) for step in indices],  # the selected steps
         "length": length,  # number of steps before the selection
         "logarithmic": maps.falls_far(np.concatenate([curve for _, curve in curves]), medians),
         "quartiles": {part.title: [_line(line, indices) for line in part.quartiles.tolist()] for part in parts},
@@ -179,7 +179,7 @@ def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
 
 
 def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
-    """Round to so many significant digits; NaN becomes None, and whole numbers become int, which is shorter in JSON."""
+    """Round to `digits` significant digits; NaN becomes None, and whole numbers int, which is shorter in JSON."""
     short_numbers = (None if number != number else float(f"{number:.{digits}g}") for number in numbers)
     return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]
 

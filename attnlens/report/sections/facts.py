@@ -12,7 +12,7 @@ from attnlens.wording import big, clean, decimals_for, format_count, format_numb
 
 
 def title(report: Report) -> str:
-    """Return the title: names of the models compared, of the studies, or of the model and others of experiments."""
+    """Return the title of the report: the names of the compared models, the studies, or the experiments' models."""
     if report.comparison is not None:
         return f"{report.comparison.base.title} → {report.model.title}"
     if report.studies:
@@ -22,16 +22,14 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return how much was read, or the verdict on studies or on experiments without a model; True if sound.
-
-    Cells of a study may fail to converge if those of the paper did too.
-    """
+    """Return the coverage, or the verdict on studies or experiments, and whether it is good."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
         names = join_items((cell.name for cell in failed), between="; ")
         verdict = f"did not converge: {names}" if failed else "all converged"
         trained = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+        # a cell that did not converge is acceptable if the paper's did not converge either
         return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
     if report.coverage.heads or report.kind != "experiments":
         return clean(report.coverage.sentence), report.coverage.complete
@@ -51,15 +49,12 @@ def null_cell(mean: float, sd: float) -> str:
 
 
 def no_errors(report: Report) -> str:
-    """State that errors and intervals are missing if only one window was read; else return an empty string."""
+    """State that there are no errors if only one window was read; otherwise return ""."""
     return f"no errors: only one {_unit(report)} was read" if report.settings.windows == 1 else ""
 
 
 def population(report: Report, counted: str = "") -> str:
-    """State the population that the errors refer to: windows of the named texts, or similar texts; empty without text.
-
-    Consecutive windows from the beginning do not represent the rest of their text.
-    """
+    """Name the population that the errors refer to: windows of the texts, or similar texts; return "" without text."""
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
         return f"errors are over the {len(settings.texts)} files and apply to similar files" if settings.texts else ""
@@ -67,7 +62,7 @@ def population(report: Report, counted: str = "") -> str:
     counts = [len(text.windows) for text in texts]
     if settings.intervals == "texts":
         scope = f"over {len(texts)} texts and apply to {'beginnings of ' * first}similar texts"
-    elif first:
+    elif first:  # consecutive windows from the beginning do not represent the rest of their text
         scope = f"over the first {sum(counts)} {unit}s and apply to similar {unit}s, not to all of {names}"
     else:
         scope = f"over {unit}s and apply to the {sum(text.available or 0 for text in texts)} {unit}s of {names}"
@@ -152,7 +147,7 @@ def state_unexpected(report: Report) -> list[str]:
 
 @section(60, views=(*TEXTS, "opening"))
 def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield what was skipped and which measures have no value, one line per reason."""
+    """Yield the list of skipped sites and the list of measures without a value, one line per reason."""
     places = []
     for entry in shapes.report.coverage.skipped:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
@@ -180,7 +175,7 @@ def without_value(shapes: Shapes) -> list[str]:
 @section(90, [kind for kind in KINDS if kind != "doctor"], ("verbose",))
 @section(95, views=("page",))
 def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield how a report was made: tool, environment, settings, checksums; on a terminal also notes and costs."""
+    """Yield the tool, environment, settings and checksums of a report; on a terminal also notes, times and memory."""
     report, versions, settings = shapes.report, shapes.report.environment, shapes.report.settings
     files = [("text", settings.text), ("noise", settings.noise), *(("file", file) for file in report.model.files)]
     items = [

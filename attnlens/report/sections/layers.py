@@ -48,7 +48,7 @@ READ_AS = (
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
     """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
 
-    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
+    Yield nothing unless the report is by `inspect` and covers all heads: the median of some is not the model's median.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -71,7 +71,7 @@ def place(reference: Reference, value: float) -> str:
     """Format `at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
     models = reference.models
     source = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
-    heads = f"{reference.heads} heads {source}"
+    heads = f"{sum(spread.heads for spread in reference.spreads)} heads {source}"
     percentage = reference.percentile(value) or 0.0
     if percentage in (0.0, 100.0):
         return f"{'below' if percentage == 0 else 'above'} all {heads}"
@@ -150,7 +150,7 @@ def _headlines(shapes: Shapes) -> Table | None:
             above, below = (distance > reach).sum(), (distance < -reach).sum()
             row |= {"chance": null_cell(*reading.null), "above": str(above), "below": str(below)}
         rows.append(row)
-    return build_table(rows, {"measure"}, {"measure"}) if rows else None
+    return build_table(rows, {"measure"}, {"measure"})
 
 
 @section(40, ("inspection", "swap", "doctor", "experiments"), ("opening",))
@@ -201,13 +201,10 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
     heads = shapes.report.heads
     cells = []
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
-    for head in heads:
-        at = shapes.cell(head.layer, head.head)
+    for at in (shapes.cell(head.layer, head.head) for head in heads):
         value, error = float(reading.values[at]), float(reading.errors[at])
-        if reading.labels and not np.isnan(value):
-            cells.append(clean(reading.labels[round(value)]))
-        else:
-            cells.append(_with_error(value, None if np.isnan(error) else error, decimals))
+        named = reading.labels and not np.isnan(value)
+        cells.append(clean(reading.labels[round(value)]) if named else _with_error(value, error, decimals))
     reasons = [missing_reason(head, reading.name) for head in heads]
     mean, _, sd = null_cell(*reading.null).partition(" ± ") if reading.null else ("", "", "")
     foot = (mean, f"±{sd}" if sd else "") if nulls else ()
@@ -295,9 +292,7 @@ def reading_help(shapes: Shapes) -> str:
 def _layer_column(reading: MeasureMap, shapes: Shapes) -> Column:
     summary, name, count = shapes.report.summary, reading.name, len(shapes.layers)
     title, group = title_of(name), group_of(reading.info)
-    rows = (
-        [*reading.values, reading.values] if count > 1 else [*reading.values]
-    )  # with the row of all heads, in the foot
+    rows = [*reading.values, *([reading.values] if count > 1 else [])]  # the last row, of all heads, is in the foot
     if reading.labels:
         texts = [_commonest(reading, values) for values in rows]
         return Column(title, texts[:count], group, texts[count:])
@@ -322,7 +317,7 @@ def _layer_column(reading: MeasureMap, shapes: Shapes) -> Column:
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
     number = format_number(median, decimals)
-    return number if error is None or np.isnan(median) else f"{number}±{format_error(error, decimals)}"
+    return number if error is None or np.isnan([median, error]).any() else f"{number}±{format_error(error, decimals)}"
 
 
 def _commonest(reading: MeasureMap, values: Float[np.ndarray, "*heads"]) -> str:

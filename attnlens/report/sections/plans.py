@@ -1,15 +1,16 @@
-"""Plans of ranks (estimated, promised and measured rises, savings) and healing (amount, rates, losses)."""
+"""Plans of ranks, healing, and heads or layers swapped alone: the harm of each, and the measures that predict it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 
-from attnlens.records import Healing, HealingTraining, KeyRank, Pair, Plan, Rise
+from attnlens.records import Effect, Healing, HealingTraining, KeyRank, Pair, Plan, Rise, Swap
 from attnlens.report.sections.section import Section, Table, View, build_table, section
-from attnlens.report.sections.swaps import UNITS, figures
+from attnlens.report.sections.swaps import DIVERGED, UNITS, effect_name, figures, interval
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, group_pairs
+from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}  # Name of each stage of healing
 SAVED = {  # Description of each cost that a plan saves or adds, by field
@@ -60,10 +61,10 @@ def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """List the lines on a plan: mean rank, form, estimated, promised, measured and healed rise, savings, reasons."""
+    """List the sentences on a plan: mean rank, form, each kind of rise, savings, and reasons for missing values."""
     what, calibration, text = BUDGETED[plan.unit], clean(plan.calibration), clean(plan.text)
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
-    lines += _form(plan)
+    lines += _describe_latents(plan)
     if plan.estimated is not None:
         lines.append(f"Estimated: {_rise(plan.estimated)} of {calibration}, used to choose the ranks")
     if (promised := plan.promised) is not None:
@@ -85,8 +86,8 @@ def plan_lines(plan: Plan) -> list[str]:
     return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
 
 
-def _form(plan: Plan) -> Iterator[str]:
-    """Yield the form of the latents, and the forms that it was compared with."""
+def _describe_latents(plan: Plan) -> Iterator[str]:
+    """Yield the form of the latents, and the other forms that were tried."""
     form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     group = form.get("group", "1")
     keys = "each key head has a latent of its own" if group == "1" else f"{group} key heads share a latent"
@@ -104,7 +105,7 @@ def _promise(plan: Plan, promised: Rise) -> str:
     beyond = [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]
     if beyond and max(promised.share, promised.high) <= plan.budget:
         return f"within the budget over all texts, but above it on {' and '.join(beyond)}: the budget is not guaranteed"
-    doubt = ": the budget is not guaranteed" if promised.share <= plan.budget < promised.high else ""
+    doubt = ": the budget is not guaranteed" * (promised.share <= plan.budget < promised.high)
     return f"{_place_in_budget(plan, promised)}{doubt}"
 
 
@@ -112,9 +113,8 @@ def _place_in_budget(plan: Plan, record: Rise) -> str:
     """State whether a rise and its interval are within the budget."""
     if record.share > plan.budget:
         return "beyond the budget"
-    if record.ci95 is None:
-        return "within the budget, without an interval"
-    return "within the budget" + (", though its interval is not" if record.high > plan.budget else "")
+    doubt = ", without an interval" if record.ci95 is None else ", though its interval is not"
+    return "within the budget" + doubt * (record.ci95 is None or record.high > plan.budget)
 
 
 def _format_savings(plan: Plan) -> Iterator[str]:
@@ -125,16 +125,12 @@ def _format_savings(plan: Plan) -> Iterator[str]:
             length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
             word = "Saving" if pair.after < pair.before else "Added" if pair.after > pair.before else "Unchanged"
             yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
-    if plan.rebuilding_flops:
-        yield (
-            f"Rebuilding keys from latents costs {plan.rebuilding_flops:,.0f} operations per cached token and new "
-            "token, unless the keys are cached too"
-        )
-    if plan.keys_to_gain is not None:
-        yield (
-            "Maps that are not merged into W_Q and W_K cost extra operations; they save compute only if a query sees "
-            f"more than {plan.keys_to_gain:,.0f} keys"
-        )
+    if flops := plan.rebuilding_flops:
+        cost = f"{flops:,.0f} operations per cached token and new token"
+        yield f"Rebuilding keys from latents costs {cost}, unless the keys are cached too"
+    if (keys := plan.keys_to_gain) is not None:
+        condition = f"they save compute only if a query sees more than {keys:,.0f} keys"
+        yield f"Maps that are not merged into W_Q and W_K cost extra operations; {condition}"
 
 
 def share(number: float, digits: int = 2) -> str:
@@ -150,7 +146,7 @@ def _rise(record: Rise) -> str:
     return f"{share(record.share)} ({bounds}{_count(record.sequences, 'sequence')})"
 
 
-def plan_rows(plan: Plan) -> Table:
+def plan_rows(plan: Plan) -> Table | None:
     """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
     shared = any(key.kv_heads for key in plan.ranks)
     title = "numbers kept" if shared else "rank by key head"
@@ -174,14 +170,14 @@ def numbers_kept(keys: Sequence[KeyRank]) -> str:
 
 @section(40, "swap")
 def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on healing, if there is one kernel."""
+    """Yield the section on healing if there is one kernel."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
         yield Section("Healing", items=healing_lines(swap.healing, UNITS[swap.task]))
 
 
 def healing_lines(record: Healing, unit: str) -> list[str]:
-    """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
+    """List the sentences on a healing: amount, stages, validation distance, evaluation losses, control."""
     distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     of_rank = f" as updates of rank {record.rank}" if record.rank else ""
     lines = [
@@ -201,7 +197,7 @@ def healing_lines(record: Healing, unit: str) -> list[str]:
         name = "Loss on held-out text" if record.goal == "text" else "Validation distance to the original"
         first, best = figures(distances[min(distances)]), figures(distances[record.best])
         lines.append(f"{name}: {first} at first, {best} at the best step")
-    return [*lines, *_losses(record, unit), *_control(record)]
+    return [*lines, *_losses(record, unit)]
 
 
 def _format_amount(record: Healing) -> str:
@@ -234,31 +230,148 @@ def _stage(stage: HealingTraining) -> str:
 
 
 def _losses(record: Healing, unit: str) -> Iterator[str]:
+    """Yield the losses on the evaluation text while the heads are trained, and those of the control."""
     drawn = [(step, step.loss) for step in record.curve if step.loss is not None]
-    by_tokens = [
-        f"{figures(math.exp(loss))} at {step.tokens:,}"
-        for step, loss in drawn
-        if step.tokens is not None and loss < 700  # exp overflows float64 above 709
-    ]
+    counted = [(step.tokens, loss) for step, loss in drawn if step.tokens is not None]
+    # exp overflows float64 above 709
+    by_tokens = [f"{figures(math.exp(loss))} at {tokens:,}" for tokens, loss in counted if loss < 700]
     if by_tokens:
         yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
     elif drawn:
         losses = ", ".join(f"{figures(loss, 4)} at step {step.step}" for step, loss in drawn)
         yield f"Loss on the evaluation text, in {unit}: {losses}"
 
-
-def _control(record: Healing) -> Iterator[str]:
-    if (control := record.control) is None:
-        return
-    ends = control.ratio_ci95
-    interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
-    yield (
-        f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
-        f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed model's "
-        f"is {control.ratio:.3f} times the latter{interval}"
-    )
+    if (control := record.control) is not None:
+        ends = f" (95 % interval {interval(control.ratio_ci95, 3)})" if control.ratio_ci95 else ""
+        yield (
+            f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
+            f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
+            f"model's is {control.ratio:.3f} times the latter{ends}"
+        )
 
 
 def _rate(value: float) -> str:
     """Format a learning rate: 1e-3."""
     return f"{value:.0e}".replace("e-0", "e-")
+
+
+MOST, FEW = 10, 3
+"""Number of most harmful units, and of least harmful ones, shown for a single kernel, and for each of several."""
+MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown for a single kernel, and for each of several kernels
+
+
+@section(44, "swap")
+def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the section on units swapped alone: the number of significant effects, and the extreme units."""
+    swaps = [swap for swap in shapes.report.swaps if swap.sweep]
+    effects = [effect for swap in swaps for effect in swap.sweep]
+    if not effects:
+        return
+    tested, several = swaps[0].judged_by == "loss", len(swaps) > 1  # a distance is never negative, so nothing is tested
+    heads, parts = any(effect.head is not None for effect in effects), len({effect.part for effect in effects}) > 1
+    sizes = [abs(effect.delta) for effect in effects if effect.delta]
+    middle = median(sizes) if sizes else 1.0
+    # two significant digits of the median size, from two to six decimals
+    decimals = 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
+    most = FEW if several else MOST
+    rows: list[dict[str, str | None]] = []
+    for swap in swaps:
+        cells: list[dict[str, str | None]] = [
+            {
+                "kernel": clean(swap.kernel) if several else None,
+                "layer": str(effect.layer),
+                "head": ("all" if effect.head is None else str(effect.head)) if heads else None,
+                "part": effect.part if parts else None,
+                "Δ": DIVERGED if effect.delta is None else format_number(effect.delta, decimals),
+                "95 % interval": interval(effect.ci95, decimals),
+                "p": _format_p(effect.p_value) if tested else None,
+                "FDR 5 %": "*" * effect.significant if tested else None,
+            }
+            for effect in swap.sweep
+        ]
+        if len(cells) > 2 * most:
+            cells[most:-most] = [{title: None if cell is None else "…" for title, cell in cells[0].items()}]
+        rows += cells
+    noun, windows = "head" if heads else "layer", shapes.report.settings.windows or 0
+    untested = ", a distance: never negative, and not tested."
+    test = "; * significant at a false discovery rate of 5 %." if tested else untested
+    note = f"Δ of the {effect_name(swaps[0])}{test}"
+    note += f" … omits all but the {most} most and {most} least harmful." * (len(rows) < len(effects))
+    kernels = [f"{clean(swap.kernel)}: " * several for swap in swaps]
+    lines = [name + _significant(swap.sweep, noun, windows) for name, swap in zip(kernels, swaps, strict=True)]
+    table = build_table(rows, {"kernel", "layer", "head", "part"}, {"kernel", "part", "FDR 5 %"})
+    yield Section(f"Each {noun} alone", lines=lines * tested, table=table, notes=[note])
+
+
+def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
+    """State how many units have a significant effect and in which direction, and which diverge."""
+    if all(effect.ci95 is None for effect in effects if effect.delta is not None):
+        return "With a single window nothing is tested."
+    significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
+    verdict = f"no {noun} has a significant effect on {format_count(windows, 'window')} (false discovery rate 5 %)"
+    if significant:
+        harm = sum(delta > 0 for delta in significant)
+        verb = "has a significant effect" if len(significant) == 1 else "have significant effects"
+        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} (false discovery rate 5 %)"
+        verdict += f": {harm} raise the loss, {len(significant) - harm} lower it"
+    diverged = [effect for effect in effects if effect.delta is None]
+    names = join_items((each.layer if each.head is None else f"{each.layer}.{each.head}" for each in diverged), 8)
+    return f"{verdict}.{f' Diverged: {noun} {names}.' if diverged else ''}"
+
+
+def _format_p(number: float | None) -> str:
+    """Format a p-value with two significant digits, or `–` for None."""
+    return NO_VALUE if number is None else "<0.0001" if number < 1e-4 else f"{number:.2g}"
+
+
+@section(46, "swap")
+def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
+    """Yield the section on the measures that best predict the harm of each kernel."""
+    swaps = [swap for swap in shapes.report.swaps if swap.sweep and swap.prediction is not None]
+    if not swaps:
+        return
+    several = len(swaps) > 1
+    most = FEW_PREDICTORS if several else MOST_PREDICTORS
+    rows = [
+        {
+            "kernel": clean(swap.kernel) if several else None,
+            "measure": clean(each.measure),
+            "ρ": format_number(each.rho, 2),
+            "over heads": interval(each.heads_ci95, 2),
+            "over layers": interval(each.layers_ci95, 2),
+            "over windows": interval(each.sequences_ci95, 2),
+            "p": _format_p(each.p_corrected),
+            "holds": "*" * each.holds,
+            "heads": str(each.heads),
+        }
+        for swap in swaps
+        for each in sorted(swap.predictors, key=lambda each: -abs(each.rho))[:most]
+    ]
+    table = build_table(rows, {"kernel", "measure"}, {"kernel", "measure", "holds"})
+    without = [clean(swap.kernel) for swap in swaps if not swap.predictors]
+    lines = [f"{join_items(without, 8)}: no measure differs between heads, or the harm has no value."] * bool(without)
+    notes = [_prediction_help(swaps)]
+    first = swaps[0].prediction
+    if first and first.left_out:
+        by_reason = group_pairs((reason, name) for name, reason in first.left_out.items())
+        groups = (f"{join_items(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
+        notes.append(f"Not compared: {'; '.join(groups)}.")
+    yield Section("What predicts harm", lines=lines, table=table, notes=notes)
+
+
+def _prediction_help(swaps: Sequence[Swap]) -> str:
+    """Explain the table of predictors and its limits."""
+    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
+    measures = " or ".join(dict.fromkeys(str(prediction.measures) for prediction in predictions))
+    text = (
+        "ρ: Spearman correlation over heads between Δ and a measure of the original model on the same windows. 95 % "
+        "intervals: bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, "
+        f"corrected for all {measures} measures (maxT). *: p < 0.05, and the interval over layers lies on one side of "
+        "0. Correlation is not causation"
+    )
+    ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
+    if ceilings:
+        least = " and ".join(dict.fromkeys(ceilings))
+        text += f"; noise in the windows limits a perfect measure to ρ ≈ {least} (split halves)"
+    diverged = sum(prediction.diverged for prediction in predictions)
+    return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")

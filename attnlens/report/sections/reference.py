@@ -28,14 +28,10 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
     """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
-    rows = [
-        {
-            "measure": info.name,
-            "range": range_of(info),
-            "meaning": _join_lines(info.meaning, info.formula, info.caution, info.paper),
-        }
-        for info in infos
-    ]
+    rows = []
+    for info in infos:
+        meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
+        rows.append({"measure": info.name, "range": range_of(info), "meaning": meaning})
     return Section(table=_folded_table(rows))
 
 
@@ -84,34 +80,23 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
-    rows = [
-        {
-            "model type": entry.model_type,
-            "read": entry.read,
-            "through": entry.route or NO_VALUE,
-            "positions": entry.positions or NO_VALUE,
-            "weights.*": entry.weights or NO_VALUE,
-            "doctor": entry.doctor or NO_VALUE,
-            "swap": entry.swap or NO_VALUE,
-        }
-        for entry in types
-    ]
+    columns = {"model type": "model_type", "through": "route", "weights.*": "weights"}  # title → field, if they differ
+    titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")
+    rows = [{title: getattr(entry, columns.get(title, title)) or NO_VALUE for title in titles} for entry in types]
     lines = (
         f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
         "A type is read in part if a part of it is not run, cannot be read or lacks weights.*, for the reason below.",
     )
-    reasons = [
-        {"model type": entry.model_type, "what is missing, and why": clean(entry.reason)}
-        for entry in types
-        if entry.reason
-    ]
+    reasons = [(entry.model_type, clean(entry.reason)) for entry in types if entry.reason]
+    missing = [{"model type": name, "what is missing, and why": reason} for name, reason in reasons]
     table = Section("Model types", lines=lines, table=_folded_table(rows))
-    return [table, Section("What is missing", table=_folded_table(reasons))]
+    return [table, Section("What is missing", table=_folded_table(missing))]
 
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
-    """Build a table of words, except for the columns of numbers; None without rows."""
-    return build_table(rows, {*rows[0]} & NAMED, {*rows[0]} - {*numbers}, fit="folded") if rows else None
+    """Build a table whose columns contain words except for those in `numbers`; return None without rows."""
+    titles = {title for row in rows for title in row}
+    return build_table(rows, NAMED, titles - {*numbers}, fit="folded")
 
 
 def _join_lines(first: str, *others: str) -> str:
@@ -162,10 +147,7 @@ def range_of(info: MeasureInfo) -> str:
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are not sampled"
 SAMPLED = "standard error of the mean over windows; over texts with five or more (intervals)"
-OWN_REASON = "the report states the reason"
 ONCE = "posed once over all windows: only means over windows have a standard error"
-CURVE = "none: a curve is the mean over windows"
-PAIRED = "over windows, which both models share (intervals='texts': over texts)"
 IDENTIFIED = {
     "weights": "in every head: independent of the head's basis",
     "tokens": "in every head: any scores that yield the same attention weights yield the same value",
@@ -182,9 +164,8 @@ def measure_pages() -> dict[str, Section]:
 
 def kernel_pages() -> dict[str, Section]:
     """Build the page of every kernel, tie, filter and hybrid, keyed by name."""
-    modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
-    modifiers |= {name: _modifier("filter", key_filter) for name, key_filter in FILTERS.items()}
-    modifiers |= {name: _modifier("hybrid", hybrid) for name, hybrid in HYBRIDS.items()}
+    kinds = {"tie": TIES, "filter": FILTERS, "hybrid": HYBRIDS}
+    modifiers = {name: _modifier(kind, each) for kind, entries in kinds.items() for name, each in entries.items()}
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 
@@ -201,7 +182,8 @@ def explanation(name: str) -> Section:
 
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
     error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
-    error = EXACT if analyzer.source == "weights" else CURVE if info.curve else error
+    error = "none: a curve is the mean over windows" if info.curve else error
+    error = EXACT if analyzer.source == "weights" else error
     wholes = [
         [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
         for whole in info.wholes
@@ -221,8 +203,9 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
 
 
 def _distance(info: MeasureInfo, source: str) -> Section:
+    paired = "over windows, which both models share (intervals='texts': over texts)"
     facts = {
-        "error": PAIRED if source == "tokens" else EXACT,
+        "error": paired if source == "tokens" else EXACT,
         "null": "0 for equal heads; changes count beyond the rounding error of the stored number type",
         "runs": "in compare",
     }
@@ -232,13 +215,13 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
     """Build the page of a measure or distance; `facts`: those that the two kinds do not share."""
     steps = f"; each {bounds(info)}" if info.curve else ""
-    apart = ", or for cross-attention" if info.self_only else ""
+    reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     first = {
         "formula": info.formula,
         "range": range_of(info) + steps,
         "read from": READ[source],
         "identified": info.caution or IDENTIFIED[source],
-        "no value": (f"if {info.missing}" if info.missing != MeasureInfo.missing else OWN_REASON) + apart,
+        "no value": reason + ", or for cross-attention" * info.self_only,
     }
     last = {"compare with": info.beside, "what to do": info.use, "source": info.paper}
     return _page(info.name, info.meaning, {**first, **facts, **last})
@@ -246,10 +229,8 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
 
 def _kernel(info: KernelInfo) -> Section:
     kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
-    typed = [
-        (each.name, next((word for word, _ in each.words), "…")) for each in info.parameters if each.default is None
-    ]
-    needed = ",".join(f"{name}={word}" for name, word in typed)
+    required = [each for each in info.parameters if each.default is None]
+    needed = ",".join(f"{each.name}={each.words[0][0] if each.words else '…'}" for each in required)
     facts = {
         "log k(q, k)": info.formula,
         "parameters": "; ".join(describe_parameters(info.parameters)),

@@ -61,8 +61,13 @@ def build_table(
     names: Collection[str],
     words: Collection[str] = (),
     fit: Literal["blocks", "first", "folded"] = "blocks",
-) -> Table:
-    """Build a table from rows of cells by title; those in `names` name the row, those in `words` are words."""
+) -> Table | None:
+    """Build a table from rows of cells by title: columns in `names` name the row, those in `words` are aligned left.
+
+    Return None without rows.
+    """
+    if not rows:
+        return None
     columns = build_columns(rows, words)
     first = [column for column in columns if column.title in names]
     return Table(first, [column for column in columns if column.title not in names], fit)
@@ -127,8 +132,8 @@ class Document:
 
 
 View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
-"""Where sections go: the summary on a terminal or as markdown; what --verbose and --table add to it; the first sections
-of the HTML page, above its interactive part; and those below it."""
+"""Places of sections: the summary on a terminal or as markdown; the additions by --verbose and --table; the HTML page
+above and below its interactive part."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views of the summary
 Builder = Callable[["Shapes", View], Iterable[Section]]
 """Function that yields sections of a report, whose arrays are computed once, for a view; none if they do not apply."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from attnlens.kernels import TIES
 from attnlens.records import Agreement, Change, Control, Effect, Outcome, Pair, Report, Swap, TextChange, TextCosine
 from attnlens.report.sections.facts import no_errors, population
 from attnlens.report.sections.section import Cell, Column, Section, Table, View, build_columns, build_table, section
@@ -77,16 +76,12 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change) -> tuple[str, str]:
-    """Format the rise of the perplexity, e^Δ − 1, `+5.6 %`, and its interval, `4.9 to 6.4 %`, empty without one.
-
-    They have at most two decimals, as many as the interval justifies.
-    """
+    """Format the rise of the perplexity, e^Δ − 1, `+5.6 %`, and its interval, `4.9 to 6.4 %`, empty if unknown."""
     rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
-    size = (ends[1] - ends[0]) / 2 if ends else abs(rise)
+    size = (ends[1] - ends[0]) / 2 if ends else abs(rise)  # the interval justifies at most two decimals
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
-    number = format_number(rise, decimals)
-    between = " to ".join(format_number(end, decimals) for end in ends)
-    return f"{'' if number.startswith('-') else '+'}{number} %", between + " %" * bool(ends)
+    number, *bounds = (format_number(each, decimals) for each in (rise, *ends))
+    return f"{'' if number.startswith('-') else '+'}{number} %", " to ".join(bounds) + " %" * bool(ends)
 
 
 def effect_name(swap: Swap) -> str:
@@ -95,7 +90,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect that a swap is judged by, and its 95 % interval; None if it diverged or has none.
+    """Return the effect that a swap is judged by, and its 95 % interval; None for a missing value.
 
     It is Δ of the loss; without a loss KL(original ‖ changed), and without predictions 1 − hidden cosine.
     """
@@ -120,12 +115,6 @@ def formula(swap: Swap) -> str:
     return f"{left}{clean(swap.formula)}{fitted}"
 
 
-def cautions(swaps: Sequence[Swap]) -> list[str]:
-    """List the cautions of the ties in these kernels, without repetitions."""
-    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
-    return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
-
-
 def measured_controls(swap: Swap) -> list[Control]:
     """Return the controls that were measured, that is, those with a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
@@ -148,12 +137,9 @@ def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         where = f"other windows of {text.name}" if text == report.settings.text else text.name
         lines.append(f"calibration text: {clean(where)}, not part of the evaluated text")
     yield Section(lines=lines)
-    sentences = [verdict(swap), _recovery(swap)] if single else []
-    sentences += map(_better_controls, swaps)
-    sentences += [_greedy(swap), _beyond(swap)] if single else []
-    help_ = [] if single and swap.diverged else [_reading_help(report)]
-    title = "Effect" if single else "Effects"
-    yield Section(title, lines=[*filter(None, sentences)], table=_outcome_table(swaps), notes=help_)
+    sentences = [*_effect_sentences(swap)] if single else [line for each in swaps for line in _cheaper_controls(each)]
+    notes = [] if single and swap.diverged else [_reading_help(report)]
+    yield Section("Effect" if single else "Effects", lines=sentences, table=_outcome_table(swaps), notes=notes)
     yield from _by_text(swaps)
 
 
@@ -179,34 +165,39 @@ def verdict(swap: Swap) -> str:
     return f"Mean cosine between the last hidden states and the original's: {swap.hidden_cosine:.3f}."
 
 
-def _recovery(swap: Swap) -> str:
-    """State which share of the rise in loss the later stages recover; empty if they recover nothing."""
+def _effect_sentences(swap: Swap) -> Iterator[str]:
+    """Yield the verdict, the recovery by later stages, cheaper controls, greedy agreement and long-range copying."""
+    yield verdict(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
-    if len(losses) < len(swap.stages) or not losses or losses[0].delta <= 0 or losses[-1].delta >= losses[0].delta:
-        return ""
-    share = percent(min(1.0, 1 - losses[-1].delta / losses[0].delta))
-    return f"Once {swap.stages[-1].name}, {share} of the swap's rise is recovered."
+    if len(losses) == len(swap.stages) > 0 and losses[0].delta > max(0, losses[-1].delta):
+        recovered = percent(min(1.0, 1 - losses[-1].delta / losses[0].delta))
+        yield f"Once {swap.stages[-1].name}, {recovered} of the swap's rise is recovered."
+    yield from _cheaper_controls(swap)
+    if (agreement := swap.agreement) is not None:
+        quartiles = " to ".join(_count_tokens(number, agreement) for number in agreement.quartiles)
+        what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
+        yield (
+            f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) match the original for "
+            f"{_count_tokens(agreement.median, agreement)} of {agreement.tokens} tokens (median; quartiles "
+            f"{quartiles}); {agreement.never} of {agreement.prompts} never differ."
+        )
+    if (record := swap.beyond_window) is not None:
+        change, decimals = record.change, loss_decimals([record.change])
+        ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
+        yield (
+            f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more "
+            f"than {format_count(record.window, 'token')} back, the loss changes by "
+            f"{format_number(change.delta, decimals)}{ends}."
+        )
 
 
-def _better_controls(swap: Swap) -> str:
-    """Name the controls with a lower loss than the kernel and disjoint intervals; empty if there are none."""
+def _cheaper_controls(swap: Swap) -> Iterator[str]:
+    """Name the controls whose loss interval lies below the kernel's; yield nothing if there are none."""
     start = swap.loss.ci95[0] if swap.loss is not None and swap.loss.ci95 else -math.inf
     costs = [(clean(control.kernel or ""), control.loss) for control in swap.controls if control.loss is not None]
     cheaper = [name for name, cost in costs if cost.ci95 is not None and cost.ci95[1] < start]
-    return f"Lower loss than {clean(swap.kernel)}, with disjoint intervals: {', '.join(cheaper)}." if cheaper else ""
-
-
-def _greedy(swap: Swap) -> str:
-    """State how many generated tokens agree with the original model's; empty if nothing was generated."""
-    if (agreement := swap.agreement) is None:
-        return ""
-    quartiles = " to ".join(_count_tokens(number, agreement) for number in agreement.quartiles)
-    what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
-    return (
-        f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) match the original for "
-        f"{_count_tokens(agreement.median, agreement)} of {agreement.tokens} tokens (median; quartiles {quartiles}); "
-        f"{agreement.never} of {agreement.prompts} never differ."
-    )
+    if cheaper:
+        yield f"Lower loss than {clean(swap.kernel)}, with disjoint intervals: {', '.join(cheaper)}."
 
 
 def _count_tokens(number: float, agreement: Agreement) -> str:
@@ -214,32 +205,17 @@ def _count_tokens(number: float, agreement: Agreement) -> str:
     return f"≥ {agreement.tokens}" if number >= agreement.tokens else f"{number:.0f}"
 
 
-def _beyond(swap: Swap) -> str:
-    """State the change in loss on tokens whose evidence lies beyond a window; empty if it was not measured."""
-    if (record := swap.beyond_window) is None:
-        return ""
-    change, decimals = record.change, loss_decimals([record.change])
-    ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
-    return (
-        f"Long-range copying: on the {format_count(record.tokens, 'token')} that repeat a bigram last seen more than "
-        f"{format_count(record.window, 'token')} back, the loss changes by "
-        f"{format_number(change.delta, decimals)}{ends}."
-    )
-
-
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls.
-
-    Controls common to all kernels come last. If the kernels' Δ beyond uses different windows, controls differ between
-    kernels and are listed under each.
-    """
+    """List (name, outcome) pairs: one per stage, or per kernel if there are several, each followed by its controls."""
+    # controls common to all kernels come last, unless they differ because the kernels' Δ beyond has several windows
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     records = [control.beyond_window for swap in swaps for control in measured_controls(swap)]
     sharing = len(swaps) > 1 and len({record.window for record in records if record is not None}) < 2
     for swap in swaps:
-        stages: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
-        rows += stages if stages and len(swaps) == 1 else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
+        stages = swap.stages if len(swaps) == 1 else []
+        rows += [(stage.name, stage) for stage in stages]
+        rows += [] if stages else [(clean(swap.kernel) + " (fitted)" * bool(swap.fitted), swap)]
         for control in measured_controls(swap):
             name = f"vs {clean(control.kernel or '')}{' (healed)' * (control.role == 'far part, healed')}"
             if sharing and control.role in SHARED:
@@ -332,9 +308,8 @@ def _reading_help(report: Report) -> str:
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
     """Yield a table of the loss on each text, or of the hidden cosine if the model has no loss."""
     hidden = swaps[0].judged_by == "hidden"
-    records: list[Sequence[TextChange | TextCosine]] = [
-        swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps
-    ]
+    records: list[Sequence[TextChange | TextCosine]]
+    records = [swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps]
     texts = next(filter(None, records), ())
     if not texts:
         return
@@ -367,40 +342,37 @@ def check_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         errors: list[float] = [error for swap in swaps if (error := getattr(swap, f"{name}_error")) is not None]
         facts.append(f"{name} error {f'{max(errors):.1e}' if any(errors) else '0' if errors else NO_VALUE}")
     items = [f"Verification: {', '.join(facts)}{' (worst of all kernels)' * (not single)}"]
-    items += filter(None, [format_cost(swaps[0]), _off_simplex(swaps[0])] if single else [])
+    if single:
+        items += [format_cost(swaps[0]), *_off_simplex(swaps[0])]
     yield Section("Checks and cost" if single else "Checks", items=items)
 
 
 def format_cost(swap: Swap) -> str:
     """Format tokens per second and peak memory of the original and of the changed model."""
     texts = []
-    for pair, size, unit in (
-        (swap.tokens_per_second, 1.0, "tokens per second"),
-        (swap.peak_memory_bytes, 2.0**20, "MiB peak"),
-    ):
-        before, after = (
-            NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after)
-        )
+    for name, size, unit in (("tokens_per_second", 1, "tokens per second"), ("peak_memory_bytes", 2**20, "MiB peak")):
+        pair: Pair = getattr(swap, name)
+        ends = (NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after))
         times = ratio(pair)
-        texts.append(f"{before} → {after} {unit}{'' if times is None else f' (× {format_number(times, 2)})'}")
+        texts.append(f"{' → '.join(ends)} {unit}{'' if times is None else f' (× {format_number(times, 2)})'}")
     return f"Cost: {'; '.join(texts)}"
 
 
-def _off_simplex(swap: Swap) -> str:
-    """State the share of the attention's mass that is negative; empty if there is none."""
+def _off_simplex(swap: Swap) -> list[str]:
+    """State the share of the attention's mass that is negative; return no sentence if there is none."""
     if not (share := swap.off_simplex):
-        return ""
+        return []
     text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
-    return f"{text} of the attention weight is negative, outside the simplex."
+    return [f"{text} of the attention weight is negative, outside the simplex."]
 
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes of all swaps, after the kernels they apply to unless that is all, and what has no value."""
+    """Yield the notes of the swaps, each with its kernels unless it applies to all, and the missing values."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
-    pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, _off_simplex(swap) * several))
-    about = group_pairs((clean(note), kernel) for note, kernel in pairs if note)
+    pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))
+    about = group_pairs((clean(note), kernel) for note, kernel in pairs)
     notes = [note if len(names) == len(swaps) else f"{join_items(names, 8)}: {note}" for note, names in about.items()]
     for title, items in (("Notes", notes), ("No value", _without_value(swaps))):
         if items:
@@ -416,16 +388,15 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
         # the fields that only the swap has come after those of its stages
         fields = type(swap.stages[0]).model_fields if swap.stages else {}
         places.append((kernel, {name: why for name, why in swap.reasons.items() if name.split(".")[0] not in fields}))
-    labels: dict[tuple[str, str], dict[str, None]] = {}  # (fields, reason) → kernels and stages, in order
+    entries = []  # ((fields, reason), kernel and stage)
     for place, reasons in places:
         by_reason = group_pairs(
             (reason, WORDS.get(name, name.replace("_", " ")))
             for name, reason in reasons.items()  # without a number, its missing interval needs no mention
             if not (name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason)
         )
-        for reason, names in by_reason.items():
-            labels.setdefault((join_items(names, 8), clean(reason)), {})[place] = None
-    where = {key: join_items(filter(None, places), 8) for key, places in labels.items()}
+        entries += [((join_items(names, 8), clean(reason)), place) for reason, names in by_reason.items()]
+    where = {key: join_items(filter(None, dict.fromkeys(of)), 8) for key, of in group_pairs(entries).items()}
     return [f"{fields}{f' ({place})' if place else ''}: {reason}" for (fields, reason), place in where.items()]
 
 
@@ -452,30 +423,21 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         yield Section(f"Sites{name}", table=table, notes=(error,))
         if swap.loss_by_position:
             decimals = loss_decimals([part.change for part in swap.loss_by_position])
-            rows = [
-                {
-                    "tokens": f"{part.first}–{part.last}",
-                    "count": str(part.tokens),
-                    "before": format_number(part.change.before, decimals),
-                    "after": format_number(part.change.after, decimals),
-                    "Δ": format_number(part.change.delta, decimals),
-                    "95 % interval": interval(part.change.ci95, decimals),
-                }
-                for part in swap.loss_by_position
-            ]
+            rows = []
+            for part in swap.loss_by_position:
+                row = {"tokens": f"{part.first}–{part.last}", "count": str(part.tokens)}
+                for when, title in (("before", "before"), ("after", "after"), ("delta", "Δ")):
+                    row[title] = format_number(getattr(part.change, when), decimals)
+                rows.append(row | {"95 % interval": interval(part.change.ci95, decimals)})
             note = f"loss in {UNITS[swap.task]} by position in the sequence, counted from 1; Δ with a paired interval."
             yield Section(f"By position{name}", table=build_table(rows, {"tokens"}), notes=(note,))
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format numbers with consecutive ones as a range: `0–7`, `0, 3–5`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    """Format numbers, with consecutive ones as a range: `0–7`, `0, 3–5`."""
+    # consecutive numbers have the same distance from their position in the sorted list
+    runs = group_pairs((number - place, number) for place, number in enumerate(sorted(set(numbers))))
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs.values())
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
@@ -486,9 +448,7 @@ def swap_rows(report: Report) -> list[dict[str, Cell]]:
     rows = []
     for swap in swaps:
         rows += [_outcome_row(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
-        rows += [
-            _outcome_row(swap, "", control.kernel or control.role, control.state, control) for control in swap.controls
-        ]
+        rows += [_outcome_row(swap, "", each.kernel or each.role, each.state, each) for each in swap.controls]
     return rows
 
 
