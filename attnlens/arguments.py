@@ -29,7 +29,6 @@ LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset instead of a file
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
-RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # old names of options
 _ONE_AT_A_TIME = RLock()
 """Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
 differentiation supports one level per process."""
@@ -43,16 +42,15 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     import difflib
 
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
-    near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
+    near = difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise UsageError(f"There is no {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: check its arguments, and let one thread at a time into any of these functions.
+    """Wrap a public function: invalid arguments raise UsageError, and one thread at a time runs any of these functions.
 
-    The wrapper raises UsageError, never TypeError, for arguments that the function does not take. The command line
-    passes the request that `requests.takes` otherwise builds from keywords.
+    The command line passes the request that `requests.takes` otherwise builds from keywords.
     """
     expected = signature(function)
     request = getattr(function, "options", ())
@@ -98,11 +96,10 @@ def _plain_torch() -> Iterator[None]:
 
 def word(what: str, value: object) -> str:
     """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
-    if not isinstance(value, str):
-        raise UsageError(f"{what}={format_argument(value)} is not a string.", f"Give {what} as a string.")
-    if "\0" in value or not value.strip():
-        raise UsageError(f"{what}={format_argument(value)} is not a name.", f"Give {what} as a non-empty string.")
-    return value
+    if isinstance(value, str) and "\0" not in value and value.strip():
+        return value
+    kind = "a name" if isinstance(value, str) else "a string"
+    raise UsageError(f"{what}={format_argument(value)} is not {kind}.", f"Give {what} as a non-empty string.")
 
 
 def path(what: str, value: object) -> str:
@@ -166,8 +163,7 @@ def budget(words: str) -> Budget:
         raise UsageError(f"Cannot parse the budget {words!r}.", "Write, e.g., --budget loss:1% or --budget ppl:2%.")
     share = float(match[2]) / 100
     if not 0 < share < math.inf:
-        limit = "is not finite" if share > 0 else "is not positive"
-        raise UsageError(f"The budget {words!r} {limit}.", "Give a value above 0, e.g. --budget loss:1%.")
+        raise UsageError(f"The budget {words!r} is not positive and finite.", "Write, e.g., --budget loss:1%.")
     return Budget("ppl" if match[1] == "ppl" else "loss", share)
 
 
@@ -181,7 +177,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file's name. Raise UsageError if invalid."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file name. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
@@ -213,7 +209,7 @@ def format_argument(value: object) -> str:
 
 @cache
 def load_plugins(group: str) -> None:
-    """Import the modules that installed packages offer under an entry-point group, once per process."""
+    """Import the plug-ins that installed packages register under an entry-point group, once per process."""
     for entry in metadata.entry_points(group=group):
         entry.load()
 

@@ -17,34 +17,18 @@ import typer
 from attnlens.cli import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.commands import app
 from attnlens.cli.outputs import guard_stdout
+from attnlens.cli.parameters import parameter_of
 from attnlens.cli.show import complain, interrupt, report_failure
 from attnlens.errors import UsageError
+from attnlens.requests import Request, details
 
 TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # its class in click
 """Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000  # Maximum number of columns or lines of a terminal; tables are filled up to the width
-PYTHON_ONLY = (
-    "max-cpu-memory intervals select prompts path allow-signed lr loss "
-    "parameterisation n t d m head-function attention start image audio heal-batch heal-rank heal-checkpointing eta "
-    "ksvd-convention"
-)
-REMOVED = {  # Options and commands of earlier versions, with their replacements
-    **{f"--{name}": "Use it in Python: it is a keyword of the function." for name in PYTHON_ONLY.split()},
-    **{f"--no-{name}": f"Use {name}=False in Python." for name in ("resume", "predictors", "controls")},
-    **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
-    **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
-    "--heal-control": "Use attnlens heal --control.",
-    **{"verify": "Use: attnlens reproduce claims", "study": "Use: attnlens reproduce TABLE"},
-    **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets their position."},
-    **{"--all-heads": "Use --table.", "--png": "Use --figure.", "--pairs": "Use --text with a file that ends in .tsv."},
-    **{"--device-map": "Use --device spread.", "--from-files": "Use --device files.", "--address": "Set RAY_ADDRESS."},
+REPLACED = {  # Names that options have in Python or in other tools, with their replacements
+    **{"--device-map": "Use --device spread.", "--from-files": "Use --device files.", "--png": "Use --figure."},
     "--revision": "Append it to the model's name: org/name@revision.",
-    **dict.fromkeys(("--models", "--reports"), "Run the command once per model in a shell loop."),
-    "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
-    "--sarif": "Use --junit or --annotations.",
-    "--allow-other-model": "Omit it: baselines are compared by content.",
-    "merge": "Run the shards' command again without --shard: it uses the shards' units and writes the report.",
 }
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
 """Pattern of the suffix that click appends to an option's name, even if the variable is not set."""
@@ -76,11 +60,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
         problem = UNSET_VARIABLE.sub(lambda match: match[0] * (match[1] in os.environ), error.format_message())
-        unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
-        removed = REMOVED.get(unknown[1]) if unknown else None
-        if "'--windows'" in problem and "integer" in problem:
-            removed = "Give the number of windows; --placement sets their position."
-        complain(problem, removed or f"Run: {command} --help")
+        complain(problem, _find_replacement(problem) or f"Run: {command} --help")
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
@@ -88,6 +68,22 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return READER_LEFT
     except BaseException as error:
         return report_failure(error)
+
+
+def _find_replacement(problem: str) -> str | None:
+    """Return what to use instead of an option that only Python offers, or that has another name; None for others."""
+    if "'--windows'" in problem and "integer" in problem:
+        return "Give the number of windows; --placement sets their position."
+    unknown = re.match(r"No such option:? '?(--[\w-]+)", problem)
+    flag = unknown[1] if unknown else "--"
+    only_python = parameter_of(flag).removeprefix("no_") in _keywords(Request)
+    return REPLACED.get(flag, "Use it in Python: it is a keyword of the function." if only_python else None)
+
+
+def _keywords(kind: type[Request]) -> set[str]:
+    """Return the options of these requests that only Python offers."""
+    names = {name for name, field in kind.model_fields.items() if details(field).get("python_only")}
+    return names.union(*map(_keywords, kind.__subclasses__()))
 
 
 def _prepare() -> None:

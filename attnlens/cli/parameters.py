@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from attnlens import requests
 from attnlens.arguments import checked_name
+from attnlens.cli.show import guard
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes
 from attnlens.requests import OUTPUT, Request, details
@@ -226,12 +227,13 @@ PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
-    """Give a command the options of these groups; it finds their values in `context.params`."""
+    """Guard a command, and give it the options of these groups; it finds their values in `context.params`."""
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = {name: each for group in groups for name, each in group.items()}
 
     def extend(command: Callable[[typer.Context], None]) -> Callable[..., None]:
         @functools.wraps(command)
+        @guard
         def run(context: typer.Context, **_options: object) -> None:
             command(context)
 

@@ -10,9 +10,8 @@ import typer
 
 import attnlens
 from attnlens.cli import UNUSABLE
-from attnlens.cli.commands.change import heal, ranks, swap_kernel
 from attnlens.cli.commands.check import check
-from attnlens.cli.commands.look import compare, doctor, inspect
+from attnlens.cli.commands.models import compare, doctor, heal, inspect, ranks, swap_kernel
 from attnlens.cli.commands.papers import converge, reproduce
 from attnlens.cli.commands.reference import explain, list_, report
 from attnlens.cli.outputs import check_place

@@ -27,7 +27,7 @@ from attnlens.cli.outputs import (
     working,
 )
 from attnlens.cli.parameters import FILES
-from attnlens.cli.show import complain, guard, say
+from attnlens.cli.show import complain, say
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path
 from attnlens.requests.run_options import CheckRequest, SharedRequest
@@ -53,7 +53,6 @@ OUTPUTS = {
 }
 
 
-@guard
 @opt.with_options(ARGUMENTS | OUTPUTS, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
 def check(context: typer.Context) -> None:
     """Check a report or model against rules and a baseline; exit 1 if a check fails.

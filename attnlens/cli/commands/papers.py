@@ -14,7 +14,7 @@ from attnlens.choices import CLAIMS, STUDIES
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, option_name, run_command, start_workers
-from attnlens.cli.show import ReportProgress, complain, guard, say
+from attnlens.cli.show import ReportProgress, complain, say
 from attnlens.errors import UsageError
 from attnlens.requests import Request
 from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_table
@@ -70,7 +70,6 @@ CHOICES = {
 }
 
 
-@guard
 @opt.with_options(MODELS | CHOICES | opt.STRICT, SYNTHETIC | FOLLOWED, opt.OUTPUT_OPTIONS)
 def converge(context: typer.Context) -> None:
     """Test whether training selects tokens like a max-margin classifier: on synthetic data, for one head, or across
@@ -143,7 +142,6 @@ TABLE = opt.argument(
 QUICK = opt.option("--quick", bool, "Run fewer trials with wider tolerances (under half a minute).")
 
 
-@guard
 @opt.with_options(TABLE | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
 def reproduce(context: typer.Context) -> None:
     """Reproduce the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""

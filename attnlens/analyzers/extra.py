@@ -1,4 +1,4 @@
-"""How many features of the exponential kernel a head's attention needs on real text: Taylor orders and ranks."""
+"""Analyzers that run only on request: change by an adapter, scores of hidden pairs, features of the kernel on text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,79 @@ from functools import partial
 
 from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
+
+adapter_measure = partial(
+    MeasureInfo,
+    low=0,
+    self_only=False,
+    missing="no adapter was given, or the matrix is zero without it",
+    has_null=False,
+)
+ADAPTER = (
+    adapter_measure(
+        "adapter.change",
+        "relative change of M due to the adapter; under RoPE M is that of equal positions",
+        "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
+        headline=True,
+        ends="largest",
+        use="The largest values are in the heads that fine-tuning changed; near 0, a head does not need the adapter.",
+    ),
+    adapter_measure(
+        "adapter.change_rank",
+        "rank of the change of M due to the adapter; at most 2r if queries and keys are adapted",
+        "number of σ(M' − M) above eps·n·max(‖M‖_F, ‖M' − M‖_F)",
+        use="Below 2r, the adapter does not use its full rank r.",
+    ),
+)
+
+
+@analyzer("adaptation", source="weights", measures=ADAPTER, by_default=False, needs_base=True)
+def compare_with_base(query_key: QueryKey) -> Readings:
+    """How much did an adapter change a head's bilinear form, and in how many directions?
+
+    M = s·W_Q W_Kᵀ of the base and M' with the adapter (LoRA of rank r) merged; σ are singular values.
+    """
+    if query_key.base is None:
+        nothing = query_key.query.new_full(query_key.query.shape[:-2], float("nan")).double()
+        return {info.name: nothing for info in ADAPTER}
+    size, rank = linalg.change(query_key, query_key.base)
+    return {"adapter.change": size, "adapter.change_rank": rank}
+
+
+SHARES = {  # Meaning and formula of the shares of a bilinear form, by part
+    "positive": ("is a positive definite kernel", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
+    "negative": ("is the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
+    "skew": ("is asymmetric and cannot be removed by a gate", "‖JAJ‖²/‖LJ‖²"),
+    "key": ("depends on the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
+}
+EXTENDED = tuple(
+    MeasureInfo(
+        f"extended.share_{part}",
+        f"share of the bilinear form extended to pairs that the model never compares that {meaning} (not identified)",
+        f"{formula}, L of all pairs",
+        low=0,
+        high=1,
+        missing="the scores of all pairs depend on the query alone",
+        identified="nowhere",
+        wholes=("kernel_shares",),
+        use="It describes these queries and keys, not the model's attention: do not compare models by it.",
+    )
+    for part, (meaning, formula) in SHARES.items()
+)
+
+
+@analyzer("extended", source="tokens", measures=EXTENDED, by_default=False)
+def split_all_pairs(query_key: QueryKey) -> Readings:
+    """Which kernel are a head's scores if extended to pairs that the model never compares? Not identified.
+
+    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row
+    means, and S and A are the symmetric and skew part of L.
+    """
+    if query_key.site.part == "cross":
+        return {}
+    parts = linalg.anatomy(query_key.content)
+    return {f"extended.share_{part}": getattr(parts, part) for part in SHARES}
+
 
 ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
 LARGEST = 64  # last order that the kernel taylor:N accepts
@@ -64,11 +137,11 @@ HEAD_MEASURES = (
         use="If small, a polynomial of that degree in the centred scores could replace the exponential.",
     ),
 )
-MEASURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_chance(measure)))
+FEATURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_chance(measure)))
 
 
-@analyzer("features", source="tokens", measures=MEASURES, by_default=False)
-def of_tokens(query_key: QueryKey) -> Readings:
+@analyzer("features", source="tokens", measures=FEATURES, by_default=False)
+def count_features(query_key: QueryKey) -> Readings:
     """How many features, and which Taylor order, does a head's kernel need to reproduce its attention?
 
     p_ij are the attention weights of a window, s⟨q_i, k_j⟩ the scores, b_ij the model's position bias. The mean is
