@@ -29,9 +29,7 @@ LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset instead of a file
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
-_ONE_AT_A_TIME = RLock()
-"""Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
-differentiation supports one level per process."""
+_ONE_AT_A_TIME = RLock()  # Attention is replaced in the model itself, and torch has one level of forward-mode
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:

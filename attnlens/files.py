@@ -18,15 +18,11 @@ from typing import Any, BinaryIO
 
 from attnlens.errors import AttnlensError, OutputError, UsageError
 
-LARGEST = 2**28
-"""Largest file that is read as a whole, in bytes; tokenizers, the largest such files, reach a tenth of it."""
+LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizers have a tenth of it
 PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
-DEEPEST = 100
-"""Maximum nesting depth of JSON: configs have five levels, and parsers exceed their recursion limit near 300."""
-WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)
-"""Flag for opening a file without blocking; 0 on Windows, which lacks it and has no named pipes among its files."""
-OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
-"""Path prefixes of files that this process has open already; a shell passes `<(…)` in this way."""
+DEEPEST = 100  # Maximum nesting of JSON: configs have five levels, and parsers fail near 300
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Opens named pipes without blocking; 0 on Windows, which has none
+OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Files that are open already, such as a shell's `<(…)`
 
 
 def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:

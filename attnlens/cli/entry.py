@@ -30,8 +30,7 @@ REPLACED = {  # Names that options have in Python or in other tools, with their 
     **{"--device-map": "Use --device spread.", "--from-files": "Use --device files.", "--png": "Use --figure."},
     "--revision": "Append it to the model's name: org/name@revision.",
 }
-UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
-"""Pattern of the suffix that click appends to an option's name, even if the variable is not set."""
+UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")  # Suffix that click adds even if the variable is not set
 
 
 def run() -> None:

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from attnlens.requests.run_options import SeriesRequest
 
 Cleanup = Callable[[], None]  # Function to call once the report is written: it removes the stored units
-Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Cleanup]"]
-"""Work of a command: a function of `attnlens.cli.analyses` and progress."""
+Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Cleanup]"]  # Takes `cli.analyses` and progress
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -131,18 +130,14 @@ def start_workers(engine: str, jobs: int) -> None:
         start_server(jobs, "attnlens.cli.analyses")
 
 
-DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
-"""Options that name a file to write."""
+DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Options on files
 STDIN = STDOUT = "-"
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
-"""Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")
-"""Options that name texts; `text` and `calibration` accept rows of a dataset too."""
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub model, unless it ends like a file or is a local folder
+TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also rows of a dataset
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
-Inputs = dict[str, str]
-"""Description of each file that a command reads, and of the files in the folder of a model, by its resolved path."""
+Inputs = dict[str, str]  # Description of each file of the input, and of files in a model's folder, by its real path
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:

@@ -22,11 +22,9 @@ from attnlens.requests import OUTPUT, Request, details
 from attnlens.requests.fields import CallOnly, Details
 
 R = TypeVar("R", bound=Request)
-FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
-"""Files that can set options, the first one with any wins, and the path of their table."""
+FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files with options, and their tables
 RULES = "check"  # Table in these files with the rules of `check` instead of options
-NEGATED = {"no_pack": "pack"}
-"""Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
+NEGATED = {"no_pack": "pack"}  # Negative flags of switches, for which typer reads no environment variable
 LARGEST, REMEDY = 2**20, "Make the file readable, or run in another folder."
 WANTED = {  # Description and example of the values of each type in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
-LONGEST_LINE = 600
-"""Maximum length of a message line; its middle is left out, since untrusted files may fill it with megabytes."""
+LONGEST_LINE = 600  # Maximum length of a message line; untrusted files may fill it with megabytes
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -161,8 +161,7 @@ class Head(HeadId):
         return row
 
 
-OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
-"""Words that begin a sentence; any other capital belongs to a name."""
+OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # Sentence openers; other capitals are names
 
 
 def _clause(sentence: str) -> str:
@@ -223,8 +222,7 @@ class Pick(Record):
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     query: Count  # Position of the query among its sequence's tokens
-    selected: list[Count]
-    """Positions of the selected tokens: one, or those that together have the requested share of the weight."""
+    selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
     margin: Number  # Smallest margin of the query over the best possible, 1/‖W_mm‖; at least 1 if the head is the SVM

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class Windows:
     """Values of every window, unit by unit: heads (`inspect`), or kernels and stages (`swap-kernel`)."""
 
-    windows: Sequence[tuple[str, int]]
-    """The name of each window's text, and its number there; in the order of the sequences."""
+    windows: Sequence[tuple[str, int]]  # Name of each sequence's text, and number of its window there
     units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
@@ -96,8 +95,7 @@ class Summary(Record):
     model_config = ConfigDict(populate_by_name=True)
 
     medians: dict[str, Number] = {}  # Median over heads of each measure
-    median_errors: dict[str, Number] = {}
-    """Standard error of that median: bootstrap over windows (or texts), all heads together."""
+    median_errors: dict[str, Number] = {}  # Their standard errors: bootstrap over windows (or texts)
     median_nulls: dict[str, Null] = {}  # Median of so many heads expected by chance
     layers: list[dict[str, Number]] = []
     layer_errors: list[dict[str, Number]] = []
@@ -108,8 +106,7 @@ class Summary(Record):
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads at the ends of the measures, the furthest from the median first
-    identity_error: Number | None = None
-    """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
+    identity_error: Number | None = None  # Relative change of the model's outputs if attnlens recomputes attention
     reasons: Reasons = {}
     verdict: Verdict | None = None  # Verdict of `doctor`: `agrees` if everything was checked and nothing differs
 
@@ -121,21 +118,18 @@ class SiteCheck(Record):
     part: Part
     heads: Count
     route: str  # How its weights were read
-    tokens_error: Number | None
-    """‖P − P_model‖ / ‖P_model‖ of the attention matrices from the captured queries and keys."""
+    tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
     weights_error: Number | None  # The same from the weights times the module's inputs
     reason: str | None = None
     passed: bool  # True if no error exceeds the tolerance
-    verdict: Verdict | None = None
-    """`differs` if an error does, `partly checked` if one is missing, `not checked` if both are; None in version 1."""
+    verdict: Verdict | None = None  # Verdict; None in version 1
 
 
 class InspectionBody(Record):
     """Body of kind `inspection`: details of single heads, if they were requested; its measures are in `heads`."""
 
     selections: list[Selection] = []  # Selected tokens per head (`inspect --show selection`)
-    attention: list[AttentionRows] = []
-    """Attention of the tokens of one sequence, per head (`inspect --show attention`)."""
+    attention: list[AttentionRows] = []  # Attention on one sequence, per head (`inspect --show attention`)
 
 
 class SwapBody(Swap):

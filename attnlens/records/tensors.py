@@ -23,25 +23,18 @@ class Call:
     key: Float[Tensor, "batch kv_heads keys head_dim"]  # Keys, not repeated under GQA
     value: Float[Tensor, "batch kv_heads keys value_dim"]  # Values, not repeated under GQA
     scale: float
-    allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None
-    """Keys that a query can see; None means all, or those up to itself if `causal`."""
+    allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None  # Visible keys; None: all, or 0 … i if `causal`
     causal: bool = False  # True if query i sees the keys 0 … i and `allowed` is None
-    bias: Float[Tensor, "#batch #heads queries keys"] | None = None
-    """Terms that the model adds to the scores before the mask (T5's position bias)."""
+    bias: Float[Tensor, "#batch #heads queries keys"] | None = None  # Terms added to the scores before the mask (T5)
     softcap: float | None = None  # Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)
-    sinks: Float[Tensor, " heads"] | None = None
-    """A logit per head that takes part in the softmax and has no value (gpt-oss)."""
+    sinks: Float[Tensor, " heads"] | None = None  # One more logit per head in the softmax, without a value (gpt-oss)
     dropout: float = 0.0  # Dropout probability of the attention weights; 0 if the module is not in training
-    cross: bool = False
-    """True if queries and keys belong to different sequences, so that no query has a place among the keys."""
+    cross: bool = False  # True if queries and keys are of different sequences, so that no query has a place among keys
     module: nn.Module | None = None  # The attention module; None outside a model
     traced: bool = False  # True if the module computes it with its own code
-    places: Int[Tensor, "#batch queries"] | None = None
-    """Position of each query's token, if the model passes it to its attention."""
-    selected: tuple[int, ...] | None = None
-    """Key heads of the query heads, if some heads were selected; None: h // group."""
-    relative: bool = False
-    """True if `bias` contains products of queries or keys with positions (DeBERTa's content–position terms)."""
+    places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token, if the model passes it
+    selected: tuple[int, ...] | None = None  # Key heads of the query heads if some were selected; None: h // group
+    relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
 
     @property
     def group(self) -> int:
@@ -139,8 +132,7 @@ class Site:
     """Index of the call of that module in one forward pass, and of the site in the order of execution, from 0."""
     part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
     repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
-    traced: bool = False
-    """True if the module computes attention with its own code, so that it is traced in a running pass."""
+    traced: bool = False  # True if the module's own code computes attention, so that it is traced
 
     @property
     def name(self) -> str:
@@ -197,28 +189,21 @@ class QueryKey:
     are kept by every analyzer.
     """
 
-    query: Float[Tensor, "*batch heads n head_dim"]
-    """Queries as the model uses them (after bias, QK-norm and rotation), or W_Q."""
-    key: Float[Tensor, "*batch kv_heads m head_dim"]
-    """Keys, one for each *key* head: under GQA several query heads share one."""
+    query: Float[Tensor, "*batch heads n head_dim"]  # Queries after bias, QK-norm and rotation; or W_Q
+    key: Float[Tensor, "*batch kv_heads m head_dim"]  # Keys (or W_K), one per *key* head, shared under GQA
     scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)
     source: Source
     site: Site
     heads: tuple[int, ...]  # number of each query head in the model
     key_of: tuple[int, ...]  # index of each query head's key head in `key`
-    rotation: Rotation | None = None
-    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
-    allowed: Bool[Tensor, "*batch #heads n m"] | None = None
-    """Tokens: keys that a query can see; None means all."""
+    rotation: Rotation | None = None  # Weights under RoPE: x at position i has the query x W_Q R(i) and key x W_K R(i)
+    allowed: Bool[Tensor, "*batch #heads n m"] | None = None  # Tokens: keys that a query can see; None means all
     bias: Float[Tensor, "*batch #heads n m"] | None = None  # tokens: terms added to the scores, as in `Call`
     softcap: float | None = None  # tokens: bound of the scores, as in `Call`
     sinks: Float[Tensor, " heads"] | None = None  # tokens: a further logit per head, as in `Call`
-    value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
-    """Tokens: values, one for each *key* head; None if only queries and keys are known."""
-    inputs: Float[Tensor, "*batch n d_model"] | None = None
-    """Tokens: inputs of the attention module, for analyzers that declare the need (self-attention only)."""
-    base: QueryKey | None = None
-    """Weights: the site without the adapter merged into the model, for analyzers that declare the need."""
+    value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None  # Tokens: values, one per *key* head, if known
+    inputs: Float[Tensor, "*batch n d_model"] | None = None  # Tokens: module's inputs, for analyzers that need them
+    base: QueryKey | None = None  # Weights: the site without its adapter, for analyzers that need it
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:

@@ -95,8 +95,7 @@ def option(help: str, default: object = None, **about: Unpack[Details]) -> Any: 
     return Field(default, description=help, ge=least, le=most, json_schema_extra=cast("JsonDict", about))
 
 
-keyword = partial(option, python_only=True)
-"""Create the field of a keyword of the Python function that no command offers."""
+keyword = partial(option, python_only=True)  # Create the field of a keyword that only the Python function offers
 switch = partial(option, default=False)  # Create the field of an option that is off by default
 
 

@@ -37,16 +37,13 @@ from attnlens.requests.fields import (
     switch,
 )
 
-INPUT, OUTPUT, WORK, BASELINE, DANGEROUS = "Input", "Output", "Work", "Baseline", "Dangerous options"
-"""Panels of the help, besides the default one."""
+INPUT, OUTPUT, WORK, BASELINE, DANGEROUS = "Input", "Output", "Work", "Baseline", "Dangerous options"  # Help panels
 input_option, work_option, baseline_option = (partial(option, panel=panel) for panel in (INPUT, WORK, BASELINE))
 dangerous_switch = partial(switch, panel=DANGEROUS, call_only="dangerous")
 one_file = partial(option, panel=INPUT, metavar="FILE", call_only="read")  # Create an option that names a file
 # as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
-several_files = partial(one_file, default=(), typed=list[Path] | None)
-"""Create an option that names one file each time and can be repeated."""
-new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
-"""Create an option that names a folder to write."""
+several_files = partial(one_file, default=(), typed=list[Path] | None)  # Create a repeatable option that names a file
+new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  # Create an option for a folder to write
 
 
 def is_recorded(field: FieldInfo) -> bool:

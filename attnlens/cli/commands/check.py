@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Report
 
-READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))
-"""Options for reading a model."""
+READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # For reading a model
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
 """Those of them that a report can't contain, and that --recompute takes."""
 

@@ -61,8 +61,7 @@ def compare(context: typer.Context) -> None:
     )
 
 
-UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")
-"""Options without effect on `doctor`, which compares two sequences of any content in one pass."""
+UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Options without effect on `doctor`
 
 
 @opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.REPORT_OPTIONS)
