@@ -10,7 +10,7 @@ import secrets
 import shlex
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -72,6 +72,26 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
     if _exceeds_depth(value, DEEPEST):
         raise error(f"{path} is nested more than {DEEPEST} levels deep.", remedy)
     return value
+
+
+def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
+    """Return the first of these tables of an untrusted TOML file that has entries, or {}. UsageError if invalid."""
+    import tomllib
+
+    try:
+        document = tomllib.loads(read_bytes(path, UsageError, remedy, most=PART).decode())
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of thousands of digits
+        raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
+    for names in tables:
+        table: object = document
+        for depth, name in enumerate(names, 1):
+            table = table.get(name, {}) if isinstance(table, dict) else table
+            if not isinstance(table, dict):
+                where = ".".join(names[:depth])
+                raise UsageError(f"{path}: {where} must be a table.", f"Write [{where}].")
+        if table:
+            return table
+    return {}
 
 
 def open_file(path: Path) -> BinaryIO:

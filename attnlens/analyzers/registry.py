@@ -228,14 +228,11 @@ def analyzer(
     return register
 
 
-def gathering(
-    name: str, source: Source, measures: Iterable[MeasureInfo], **options: bool
-) -> Callable[[Function], Function]:
-    """Register a function GatheringPlace → Gatherer, one question over several sequences, as the analyzer `name`.
+gathering = partial(analyzer, kind=Gathering)
+"""Register a function GatheringPlace → Gatherer, one question over several sequences, like `analyzer`.
 
-    `needs_inputs`: it needs the modules' inputs. `by_default` and `replace` are those of `analyzer`.
-    """
-    return analyzer(name, source, measures, kind=Gathering, **options)
+`needs_inputs=True`: it needs the modules' inputs.
+"""
 
 
 def list_analyzers() -> list[Analyzer | Gathering]:

@@ -14,14 +14,13 @@ from attnlens.analyzers.registry import MeasureInfo
 from attnlens.arguments import listed_numbers
 from attnlens.choices import FDR, RELATIVE, Part
 from attnlens.errors import UsageError
-from attnlens.files import format_value, read_bytes
+from attnlens.files import format_value, read_toml
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from attnlens.records import Head
 
 DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
-LARGEST = 2**20  # size limit of a file of rules, in bytes
 LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
 TABLES = (("check",), ("tool", "attnlens", "check"))  # with rules in attnlens.toml, and in pyproject.toml
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
@@ -33,7 +32,7 @@ SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
 FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    **{"==": operator.eq, "!=": operator.ne},
+    **{"==": operator.eq, "!=": operator.ne, "in": operator.ge},
 }
 
 
@@ -47,9 +46,7 @@ class Criterion:
 
     def holds(self, number: float) -> bool:
         """Return whether the number satisfies the comparison."""
-        if self.operator == "in":
-            return self.low <= number <= self.high
-        return OPERATORS[self.operator](number, self.low)
+        return OPERATORS[self.operator](number, self.low) and (self.operator != "in" or number <= self.high)
 
     def excess(self, number: float) -> float:
         """Compute the distance between the number and the allowed values; larger is worse."""
@@ -218,25 +215,11 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
     `named`: the user named the file, so that a file without rules is an error.
     """
-    import tomllib
-
     remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
-    content = read_bytes(path, UsageError, remedy, most=LARGEST)
-    try:
-        document = tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
-    for names in TABLES:
-        table: object = document
-        for name in names:
-            table = table.get(name, {}) if isinstance(table, Mapping) else {}
-        if not isinstance(table, Mapping):
-            raise UsageError(f"{path}: {'.'.join(names)} must be a table.", f"Write it as [{'.'.join(names)}].")
-        if table:
-            return parse_table(table, str(path))
-    if named:
+    table = read_toml(path, TABLES, remedy)
+    if named and not table:
         raise UsageError(f"{path} has no rules.", remedy)
-    return []
+    return parse_table(table, str(path))
 
 
 def rules_of(source: object) -> list[Rule]:

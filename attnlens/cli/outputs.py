@@ -204,9 +204,7 @@ def check_place() -> None:
     try:
         os.getcwd()  # noqa: PTH109  # like pathlib
     except OSError as error:
-        raise UsageError(
-            f"The current folder can't be read: {error.strerror}.", "Change to another folder with cd."
-        ) from None
+        raise UsageError(f"The current folder can't be read: {error.strerror}.", "cd to another folder.") from None
 
 
 def _readable(path: Path) -> Path:
@@ -294,10 +292,8 @@ class Outputs:
             from attnlens.report.render.html import is_file
 
             if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
-                raise OutputError(
-                    f"{target} exists, but is neither a folder nor a picture.",
-                    "Give a path that ends in .png, .svg or .pdf, or a folder.",
-                )
+                problem = f"{target} exists, but is neither a folder nor a picture."
+                raise OutputError(problem, "Give a path that ends in .png, .svg or .pdf, or a folder.")
 
 
 def option_name(option: str) -> str:
@@ -428,10 +424,8 @@ def _draw(path: Path, draw: Callable[[], bytes]) -> None:
     except AttnlensError:
         raise
     except Exception as error:
-        raise OutputError(
-            f"{path} can't be drawn: {type(error).__name__}: {error}.",
-            "The other results were written; run the command again with --debug and report the output.",
-        ) from error
+        remedy = "The other results were written; run the command again with --debug and report the output."
+        raise OutputError(f"{path} can't be drawn: {type(error).__name__}: {error}.", remedy) from error
     new = not path.parent.exists()
     make_folder(path.parent)
     try:

@@ -17,7 +17,7 @@ from attnlens import requests
 from attnlens.arguments import checked_name
 from attnlens.cli.show import guard
 from attnlens.errors import TextError, UsageError
-from attnlens.files import read_bytes
+from attnlens.files import read_toml
 from attnlens.requests import OUTPUT, Request, details
 from attnlens.requests.fields import CallOnly, Details
 
@@ -25,7 +25,7 @@ R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files with options, and their tables
 RULES = "check"  # Table in these files with the rules of `check` instead of options
 NEGATED = {"no_pack": "pack"}  # Negative flags of switches, for which typer reads no environment variable
-LARGEST, REMEDY = 2**20, "Make the file readable, or run in another folder."
+REMEDY = "Correct the file, or run in another folder."
 WANTED = {  # Description and example of the values of each type in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
@@ -45,42 +45,15 @@ def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
     typer reads every other ATTNLENS_<OPTION>. Raise UsageError if a file can't be read, is not TOML, or sets an
     option that does not exist, is dangerous, names a file to read or write, or has a value of another type.
     """
-    options = _from_files(folder, known)
-    for negated, name in NEGATED.items():
-        variable = f"ATTNLENS_{negated.upper()}"
-        word = os.environ.get(variable, "").lower()
-        if word and word not in YES + NO:
-            raise UsageError(f"{variable}={word} is neither yes nor no.", f"Write {variable}=1 or {variable}=0.")
-        if word:
-            options[name] = word in NO
-    return options
-
-
-def _from_files(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
+    options: dict[str, object] = {}
     for name, path in FILES.items():
-        if not (folder / name).is_file():
-            continue
-        table = _toml(folder / name)
-        for depth, key in enumerate(path, 1):
-            inner = table.get(key, {})
-            if not isinstance(inner, dict):
-                raise UsageError(f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write [{'.'.join(path)}].")
-            table = inner
-        options = {key: value for key, value in table.items() if key != RULES}
-        if options:
-            return dict(_parse_entry(name, key, value, known) for key, value in options.items())
-    return {}
-
-
-def _toml(file: Path) -> dict[str, object]:
-    import tomllib
-
-    try:
-        return tomllib.loads(read_bytes(file, UsageError, REMEDY, most=LARGEST).decode())
-    except RecursionError:
-        raise UsageError(f"{file} is nested too deeply.", "Correct the file, or run in another folder.") from None
-    except ValueError as error:  # TOML's own errors, bytes that are not UTF-8, numbers of thousands of digits
-        raise UsageError(f"{file} is not valid TOML: {error}.", "Correct the file, or run in another folder.") from None
+        if not options and (folder / name).is_file():
+            table = read_toml(folder / name, [path], REMEDY)
+            options = dict(_parse_entry(name, key, value, known) for key, value in table.items() if key != RULES)
+    word = os.environ.get("ATTNLENS_NO_PACK", "").lower()
+    if word not in (*YES, *NO, ""):
+        raise UsageError(f"ATTNLENS_NO_PACK={word} is neither yes nor no.", "Set it to 1 or 0.")
+    return options | ({"pack": word in NO} if word else {})
 
 
 def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]) -> tuple[str, object]:
@@ -93,10 +66,8 @@ def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]
         raise UsageError(f"{file} must not enable {key}.", "Pass it on the command line if this is intended.")
     if why:
         variable = f" or in ATTNLENS_{name.upper()}" if hasattr(declared, "call_only") else ""
-        raise UsageError(
-            f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source.",
-            f"Remove {key} from {file}, and set it on the command line{variable}.",
-        )
+        problem = f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source."
+        raise UsageError(problem, f"Remove {key} from {file}, and set it on the command line{variable}.")
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(each) is list for each in kinds)
     plain = next((each for each in (bool, int, float) if each in kinds), str)
@@ -206,18 +177,11 @@ JSON = output("--json", "Write the report as JSON (`-`: stdout).")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
-OUTPUT_OPTIONS = {  # Options on the report's destinations and on messages
-    **JSON,
-    **output("--csv", "Write one row per head as CSV."),
-    **output(
-        "--figure", "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder.", "FILE|DIR"
-    ),
-    **output("--html", "Write a self-contained HTML page."),
-    **MARKDOWN,
-    **QUIET,
-    **option("-v --verbose", bool, "Also show timings and the model's positions, biases and norms.", panel=OUTPUT),
-    **REPORT_OPTIONS,
-}
+FIGURE = "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder."
+VERBOSE = "Also show timings and the model's positions, biases and norms."
+OUTPUT_OPTIONS = JSON | output("--csv", "Write one row per head as CSV.") | output("--figure", FIGURE, "FILE|DIR")
+OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET
+OUTPUT_OPTIONS |= option("-v --verbose", bool, VERBOSE, panel=OUTPUT) | REPORT_OPTIONS
 _printed = typer.Option("--markdown", help="Print Markdown.")
 _printed.call_only = "written"  # like the option of that name that writes a file
 PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)

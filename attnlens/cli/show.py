@@ -102,10 +102,8 @@ def report_failure(error: BaseException) -> int:
         complain("Not enough memory.", "Use a smaller --batch-size or --length, fewer --layers, or a smaller model.")
         return UNUSABLE
     if (name := type(error).__name__) == "PanicException":
-        complain(
-            f"A library crashed on a file of the model or on the text: {error}",
-            "Check that these files are complete, for example by downloading them again.",
-        )
+        problem = f"A library crashed on a file of the model or on the text: {error}"
+        complain(problem, "Check that these files are complete, for example by downloading them again.")
         return UNUSABLE
     say(f"Internal error: {name}: {error}")
     say("Run the command again with --debug and report the output.")

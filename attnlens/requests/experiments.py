@@ -36,9 +36,7 @@ def checked_table(name: str) -> str:
 def _series(_name: str, value: object) -> tuple[str, str]:
     two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
     if len(two) != 2:
-        raise UsageError(
-            f"series={format_argument(value)} is not a pair of files.", "Give a training file and a test file."
-        )
+        raise UsageError(f"series={format_argument(value)} is not a pair of files.", "Give a training and a test file.")
     return path("series", two[0]), path("series", two[1])
 
 
@@ -141,10 +139,7 @@ class SyntheticRequest(SizesRequest):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.m is not None and self.parameterisation == "W":
-            raise UsageError(
-                "m is the number of columns of K and Q, so it does not apply when W is trained directly.",
-                "Leave out m.",
-            )
+            raise UsageError("m, the columns of K and Q, has no effect if W is trained.", "Leave out m.")
         if self.start == "zero" and self.parameterisation == "KQ":
             raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
         for name in self.overrides():

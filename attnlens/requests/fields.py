@@ -61,9 +61,7 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
         checked_name(details(field).get("noun", name), value, words)
     types = alternatives(field.annotation)
     if bool in types:
-        return UsageError(
-            f"{name}={format_argument(value)} is neither True nor False.", f"Set {name} to True or False."
-        )
+        return UsageError(f"{name}={format_argument(value)} is neither True nor False.", "Give True or False.")
     least, most = details(field).get("least"), details(field).get("most")
     what = "a whole number" if int in types else "a number" if float in types else "a string"
     if least is not None:
@@ -180,9 +178,8 @@ def words(what: str, value: object) -> tuple[str, ...]:
     items = [value] if alone else several(what, cast("Iterable[object]", value))
     for item in items:
         if not isinstance(item, str | os.PathLike):
-            raise UsageError(
-                f"{what}={format_argument(value)} contains {format_argument(item)}.", "Give strings or paths."
-            )
+            problem = f"{what}={format_argument(value)} contains {format_argument(item)}."
+            raise UsageError(problem, "Give strings or paths.")
     return tuple(path(what, item) for item in items)
 
 
@@ -195,28 +192,20 @@ def numbers(what: str, value: object) -> list[int] | None:
         return None
     if isinstance(value, str):
         return sorted(listed_numbers(f"--{what}", value))
-    remedy = f"Give a list of whole numbers, such as {what}=[0, 1], or omit it to select all."
-    items = several(what, value) if isinstance(value, Iterable) else [None]
-    integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
-    if len(integers) < len(items):
-        raise UsageError(f"{what}={format_argument(value)} is not a list of whole numbers.", remedy)
+    integers = _integers(what, value)
     if not integers:
-        raise UsageError(f"{what}=[] is empty.", remedy)
+        problem = f"{what}={format_argument(value)} is not a list of whole numbers."
+        raise UsageError(problem, f"Give a list such as {what}=[0, 1], or omit it to select all.")
     return list(dict.fromkeys(integers))
 
 
 def head(value: object) -> tuple[int, int]:
     """Parse (layer, head), or `3.7`, into two integers of at least 0. Raise UsageError for anything else."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value)
-        parts: list[object] = [int(part) for part in match.groups()] if match else []
-    else:
-        parts = several("head", value) if isinstance(value, Iterable) else []
-    integers = [number for part in parts if (number := _integer(part)) is not None and 0 <= number <= LARGEST]
-    if len(parts) != 2 or len(integers) != 2:
-        raise UsageError(
-            f"head={format_argument(value)} is not a valid head.", "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7)."
-        )
+    match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value) if isinstance(value, str) else None
+    integers = [int(part) for part in match.groups()] if match else _integers("head", value)
+    if len(integers) != 2:
+        problem = f"head={format_argument(value)} is not a valid head."
+        raise UsageError(problem, "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7).")
     return integers[0], integers[1]
 
 
@@ -228,6 +217,13 @@ def one_head(value: object, layers: object, heads: object) -> dict[str, list[int
         raise UsageError("--head cannot be combined with --layers or --heads.", "Give --head, or --layers and --heads.")
     layer, number = head(value)
     return {"layers": [layer], "heads": [number]}
+
+
+def _integers(what: str, value: object) -> list[int]:
+    """Return the items of an iterable as integers; an empty list if any of them is not an integer of at least 0."""
+    items = several(what, value) if isinstance(value, Iterable) else []
+    integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
+    return integers if len(integers) == len(items) else []
 
 
 def _integer(value: object) -> int | None:

@@ -265,10 +265,7 @@ class Feeding(Loading):
         if not any(isinstance(name, str | os.PathLike) and str(name).endswith(PAIRS) for name in names):
             return options
         if len(names) > 1 or options.get("pairs") is not None:
-            raise UsageError(
-                "A file of text pairs cannot be combined with other texts.",
-                f"Give a single file, whose name ends in {PAIRS}.",
-            )
+            raise UsageError("A file of text pairs cannot be combined with other texts.", "Give this file alone.")
         return {name: value for name, value in options.items() if name != "text"} | {"pairs": names[0]}
 
 

@@ -41,18 +41,15 @@ READING = opt.parameters(requests.InspectRequest, without=("show", *SharedReques
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
 """Those of them that a report can't contain, and that --recompute takes."""
 
-ARGUMENTS = {
-    **opt.argument("subject", "A report from --json, or a model to inspect first.", str, "REPORT|MODEL"),
-    **opt.argument("model", "With --recompute: the report's model.", metavar="MODEL"),
-}
-OUTPUTS = {
-    **opt.output("--junit", "Write one test case per rule as JUnit XML."),
-    **opt.output("--csv", "Write one row per head that breaks a rule as CSV."),
-    **opt.MARKDOWN,
-}
+SUBJECT = opt.argument("subject", "A report from --json, or a model to inspect first.", str, "REPORT|MODEL")
+MODEL = opt.argument("model", "With --recompute: the report's model.", metavar="MODEL")
+JUNIT = opt.output("--junit", "Write one test case per rule as JUnit XML.")
+CSV = opt.output("--csv", "Write one row per head that breaks a rule as CSV.")
 
 
-@opt.with_options(ARGUMENTS | OUTPUTS, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
+@opt.with_options(
+    SUBJECT | MODEL | JUNIT | CSV | opt.MARKDOWN, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS
+)
 def check(context: typer.Context) -> None:
     """Check a report or model against rules and a baseline; exit 1 if a check fails.
 
@@ -70,7 +67,9 @@ def check(context: typer.Context) -> None:
     inputs = find_inputs(params, [model or subject] if model or not names_report(subject) else [])
     _check_places(subject, request, outputs, inputs, rules)
     reading = opt.build(requests.InspectRequest, params)
-    report = _load_report(subject, request, reading, outputs, rules, stored)
+    if not (names_report(subject) or reading.analyzers or request.update_baseline) and reading.source == "both":
+        reading = reading.with_options(**judging.options_for(rules, stored))
+    report = _load_report(subject, reading, outputs)
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
     if request.update_baseline and request.baseline is not None:  # first, before anything can fail
@@ -93,10 +92,8 @@ def check(context: typer.Context) -> None:
     deliver(outputs, judged, writers, checked.document, annotate=annotate)
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
-        complain(
-            f"{len(failed)} of {format_count(len(judged.checks), 'rule')} failed: {join_items(failed, 3)}.",
-            "The table shows the measured values; --json, --csv and --junit contain them too.",
-        )
+        total = format_count(len(judged.checks), "rule")
+        complain(f"{len(failed)} of {total} failed: {join_items(failed, 3)}.", "The table shows the measured values.")
         raise typer.Exit(FAILED)
 
 
@@ -127,10 +124,8 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
     places = (Path(name) for name in FILES if not rules and Path(name).is_file())
     rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
     if not rules and request.baseline is None and request.recompute is None:
-        raise UsageError(
-            "No rules to check.",
-            "Add --rule 'tokens.entropy: min > 0.05' or --baseline FILE, or a table [check] to attnlens.toml.",
-        )
+        remedy = "Add --rule 'tokens.entropy: min > 0.05' or --baseline FILE, or a table [check] to attnlens.toml."
+        raise UsageError("No rules to check.", remedy)
     return rules
 
 
@@ -140,14 +135,12 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 
     if request.baseline is None:
         return None
-    local_path(request.baseline, "--baseline")
+    path = local_path(request.baseline, "--baseline")
     if request.update_baseline:
         return None
     if os.path.realpath(request.baseline) == os.path.realpath(subject):
-        raise UsageError(
-            f"The report and its baseline are the same file, {request.baseline}.", "Give two different files."
-        )
-    return read_baseline(Path(request.baseline))
+        raise UsageError(f"Report and baseline are the same file, {request.baseline}.", "Give two different files.")
+    return read_baseline(path)
 
 
 def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
@@ -158,31 +151,17 @@ def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs:
         if request.update_baseline:
             check_writable(Path(request.baseline))
             if what := describe_input(inputs, Path(request.baseline)):
-                raise UsageError(
-                    f"--update-baseline would replace {request.baseline}, {what}.",
-                    "Choose another path for --baseline.",
-                )
+                raise UsageError(f"--baseline would replace {request.baseline}, {what}.", "Choose another path.")
         inputs[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 
 
-def _load_report(
-    subject: str,
-    request: CheckRequest,
-    reading: requests.InspectRequest,
-    outputs: Outputs,
-    rules: list[Rule],
-    baseline: Baseline | None,
-) -> Report:
+def _load_report(subject: str, reading: requests.InspectRequest, outputs: Outputs) -> Report:
     """Read the report, or make it from a model."""
     if names_report(subject):
         from attnlens.report.report import read_report
 
         return read_report(subject)
-    from attnlens.checks.judging import options_for
-
-    if not reading.analyzers and reading.source == "both" and not request.update_baseline:
-        reading = reading.with_options(**options_for(rules, baseline))
     with working(outputs) as (analyses, tell):
         report: Report = analyses.inspect(checked_model(subject), progress=tell, request=reading)
     return report
@@ -195,8 +174,7 @@ def _annotate(report: Report, *, stderr: bool) -> None:
     with guard_stdout():
         for line in workflow_commands(report):
             typer.echo(line, err=stderr)
-    place = os.environ.get("GITHUB_STEP_SUMMARY")
-    if place:
+    if place := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
             with Path(place).open("a", encoding="utf-8") as file:
                 file.write(step_summary(report))

@@ -90,11 +90,8 @@ def failure(report: Report) -> IdentityError:
         problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
     else:
         problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
-    return IdentityError(
-        problem,
-        f"Do not trust numbers from these sites; `attnlens doctor {quote(report.model.id)} --json FILE` saves all "
-        "errors for a bug report.",
-    )
+    save = f"`attnlens doctor {quote(report.model.id)} --json FILE`"
+    return IdentityError(problem, f"Do not trust numbers from these sites; {save} saves all errors for a bug report.")
 
 
 def _kernel_option(more: str) -> opt.Parameters:

@@ -114,10 +114,8 @@ def kind_of(params: Mapping[str, Sequence[str]]) -> str:
     if params["head"] is not None:
         return HEAD_RUN
     if params["models"]:
-        raise UsageError(
-            f"`converge {params['models'][0]}` needs --head, --checkpoints or --revisions.",
-            "Add one of them, or omit the model to run the synthetic experiments.",
-        )
+        problem = f"`converge {params['models'][0]}` needs --head, --checkpoints or --revisions."
+        raise UsageError(problem, "Add one of them, or omit the model to run the synthetic experiments.")
     return SYNTHETIC_RUN
 
 
@@ -164,8 +162,5 @@ def reproduce(context: typer.Context) -> None:
     report = run_command(params, (), request, work)
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
-        complain(
-            f"Results that differ from the published ones: {join_items(failed, 12)}.",
-            "The table shows the measured values; --json contains all of them.",
-        )
+        complain(f"Results differ from the published ones: {join_items(failed, 12)}.", "The table shows both.")
         raise typer.Exit(FAILED)
