@@ -46,10 +46,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: invalid arguments raise UsageError, and one thread at a time runs any of these functions.
-
-    The command line passes the request that `requests.takes` otherwise builds from keywords.
-    """
+    """Wrap a public function: invalid arguments raise UsageError, and only one thread at a time runs any of them."""
     expected = signature(function)
     request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -219,10 +216,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if `present`, which already has the name, belongs to another module.
-
-    A module may define its own functions again: a notebook does, and so does a script that is also imported.
-    """
+    """Raise UsageError if `present` has the name and is of another module; a notebook may define its own again."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

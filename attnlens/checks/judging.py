@@ -113,10 +113,7 @@ def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); −1 if no p-value is to be rejected.
-
-    `statistics.false_discovery` computes the same with torch.
-    """
+    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), else −1; `statistics` has it with torch."""
     ordered = sorted(p_values)
     # not strict: the procedure rejects at equality
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
@@ -152,10 +149,7 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Find the number of every head that the rule covers; empty if it is about a field of the report.
-
-    Raise UsageError if no head has a number: such a rule would never fail.
-    """
+    """Find the numbers of the heads a rule covers; [] for a field. Raise UsageError if none has a number."""
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"

@@ -211,10 +211,7 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file, from [check] or [tool.attnlens.check]; raise UsageError if it is invalid.
-
-    `named`: the user named the file, so that a file without rules is an error.
-    """
+    """Read the rules of a TOML file. Raise UsageError if it is invalid, or lacks rules although it was `named`."""
     remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
     if named and not table:

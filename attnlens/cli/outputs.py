@@ -87,8 +87,7 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
 def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
-    After the report is delivered, raise OutputError if the changed model could not be saved. With --strict, exit with
-    PARTLY if something was not analysed, or if the files contain tensors that the model does not use.
+    Then raise OutputError if a changed model was not saved. With --strict, exit with PARTLY for missing parts.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -141,11 +140,7 @@ Inputs = dict[str, str]  # Description of each file of the input, and of files i
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
-    """Return the inputs of a command's parameters, and of these models.
-
-    Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
-    UsageError for a plan that can't be read.
-    """
+    """Return the inputs that the options and models name. Raise AttnlensError for a missing text, model or plan."""
     inputs: Inputs = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
@@ -326,10 +321,9 @@ def deliver(
 ) -> None:
     """Write the data, show the tables, draw the plots, and print which files exist.
 
-    `writers` (by option) and `summary` default to those of any report; `annotate` is called after the summary is shown.
-    Failures are reported after everything else: raised as an AttnlensError, or as Exit if the reader of stdout left.
-    `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
-    `saved` is printed as written too.
+    `writers` (by option) and `summary` default to those of any report. `annotate` runs after the summary; `saved` is
+    printed as written too. Raise failures after all other work: AttnlensError, or Exit if the reader of stdout left or
+    the run was `interrupted`.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records

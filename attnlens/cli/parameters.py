@@ -40,11 +40,7 @@ def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
 
 
 def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
-    """Read options by parameter name from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
-
-    typer reads every other ATTNLENS_<OPTION>. Raise UsageError if a file can't be read, is not TOML, or sets an
-    option that does not exist, is dangerous, names a file to read or write, or has a value of another type.
-    """
+    """Read options from ATTNLENS_NO_PACK and FILES; typer reads other variables. Raise UsageError if invalid."""
     options: dict[str, object] = {}
     for name, path in FILES.items():
         if not options and (folder / name).is_file():
@@ -207,10 +203,7 @@ def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], Non
 
 
 def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
-    """Build a request from a command's parameters and `more` options; options at their defaults are not set.
-
-    Raise UsageError for an invalid value, TextError for a text from stdin without a stdin.
-    """
+    """Build a request from a command's parameters and `more` options. Raise UsageError or TextError if invalid."""
     options = dict(more)
     for name, field in kind.model_fields.items():
         value = values.get(parameter_of(_flag(name, field)))

@@ -69,11 +69,7 @@ def read_record(
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
-    """Read a record from an untrusted JSON file, validating every field; `convert` converts one of version 1.
-
-    Raise UsageError with `remedy` if the file is missing, is not JSON, or is `otherwise` (`not a report`), and for an
-    unknown schema version.
-    """
+    """Read a record from an untrusted JSON file; `convert` converts version 1. Raise UsageError if invalid."""
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
         try:
@@ -95,9 +91,7 @@ def read_record(
 
 
 class Null(Record):
-    """Value expected by chance: independent Gaussian factors of the same shape; selection.*: the head's own
-    form in the measure's space, turned by random rotations on both sides.
-    """
+    """Value expected by chance, from random factors; for selection.*, from random rotations of the head's own form."""
 
     mean: Number
     sd: Number

@@ -81,9 +81,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """The cheapest ranks found whose estimated rise of the loss stays well within the budget, or what those of another
-    plan do here (`ranks`).
-    """
+    """Ranks whose estimated rise of the loss is within the budget, or those of a given plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool

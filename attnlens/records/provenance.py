@@ -173,10 +173,7 @@ CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1, which lacked `schema_version`, to version 2.
-
-    Before plans had an estimate, the promise was measured on the text used to choose ranks: it becomes the estimate.
-    """
+    """Convert a plan of version 1; its promise, if measured on the text used to choose ranks, becomes the estimate."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}

@@ -76,11 +76,7 @@ class PositionChange(Record):
 
 
 class BeyondWindow(Record):
-    """Change of the loss on tokens that depend on context beyond a window.
-
-    These are the tokens whose bigram (previous token, token) occurred earlier in the sequence, most recently more than
-    `window` tokens back.
-    """
+    """Change of the loss on tokens whose bigram (previous token, token) last occurred over `window` tokens back."""
 
     window: int
     """Keys in the window, including that of the query: the window of the kernel, else of its sink-window control,
@@ -138,10 +134,7 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple, untrained alternative to a kernel at the same sites and heads.
-
-    Exception: `far part, healed` is trained as part of its hybrid.
-    """
+    """Effect of a simple alternative at the same sites and heads, untrained except for `far part, healed`."""
 
     role: ControlRole
     kernel: str | None  # Its spelling; if sites differ, with ranges: `sink-window:4,68–80 by layer`, `4,68–all`

@@ -117,8 +117,7 @@ def literals(field: FieldInfo) -> tuple[str, ...]:
 def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Let a function take the options of a request as keywords; it receives the request as its keyword `request`.
 
-    The command line passes the request itself. The options are added to the function's signature, with their types and
-    defaults, and to its docstring.
+    The command line passes the request itself. The function's signature and docstring list the options.
     """
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
@@ -184,10 +183,7 @@ def words(what: str, value: object) -> tuple[str, ...]:
 
 
 def numbers(what: str, value: object) -> list[int] | None:
-    """Return distinct layer or head numbers from a list or a string such as `0-3,7` (None: all).
-
-    Raise UsageError for an empty list and non-integers.
-    """
+    """Return distinct numbers from a list or a string such as `0-3,7` (None: all). Raise UsageError otherwise."""
     if value is None:
         return None
     if isinstance(value, str):

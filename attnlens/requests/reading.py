@@ -30,9 +30,8 @@ def choose_analyzers(
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with their names and the selection rule.
 
-    `adapted`: the model has an adapter, so the analyzers that compare it with the base model run too.
-    Raise UsageError for unknown names, analyzers that read nothing from the requested source, a `select` that would be
-    ignored, and a `show` that can't be satisfied.
+    `adapted`: the model has an adapter, so the analyzers that compare it with the base model run too. Raise UsageError
+    for unknown names, and for a source, `select` or `show` that the analyzers do not support.
     """
     posed = show == SHOWN
     if show == ATTENTION and requested.source == "weights":
