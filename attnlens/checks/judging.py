@@ -22,8 +22,7 @@ def baseline_of(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        problem = "The report contains no measures to store in a baseline."
-        raise UsageError(problem, "Create a report with attnlens inspect.")
+        raise UsageError("The report contains no measures for a baseline.", "Create a report with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
@@ -142,10 +141,9 @@ def verdict(
 
 
 COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
+# Possible first parts of a dotted path into the report, and paths that are suggested for similar ones
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
-"""Possible first parts of a dotted path into the report."""
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
-"""Paths that are suggested for similar ones."""
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
@@ -173,20 +171,19 @@ def _match_field(report: Report, rule: Rule) -> float:
         number = _value_at(report, rule.stem if rule.stem.partition(".")[0] in FIELDS else "")
     except LookupError:
         curve = any(rule.stem in head.curves for head in report.heads)
-        why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
+        why = f"{rule.subject} is a curve, but rules compare numbers" if curve else f"the report has no {rule.subject}"
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
-        problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
-        raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.comparison}"].')
+        problem = f"{rule.place}{rule.subject} is a single number, but {rule.wanted} needs several."
+        raise UsageError(problem, f'Write "{rule.subject}" = ["value {rule.comparison}"].')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
-        raise _no_match(rule, f"{rule.named} {what} in this report")
+        raise _no_match(rule, f"{rule.subject} {what} in this report")
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(rule: Rule, why: str) -> UsageError:
-    problem = f"{rule.place}{rule.spelling} matches nothing: {clean(why)}."
-    return UsageError(problem, "Correct or remove the rule: a rule that matches nothing would never fail.")
+def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule, which would never fail.") -> UsageError:
+    return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 
 def _value_at(value: object, path: str) -> object:
@@ -210,7 +207,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
     near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
     known = join_items(names, 40) or "no measures; use fields such as swap.loss.delta"
-    return UsageError(f"{rule.place}{rule.spelling} matches nothing: {why}.", f"{hint}Choose from: {known}.")
+    return _no_match(rule, why, f"{hint}Choose from: {known}.")
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
@@ -247,10 +244,10 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
 def aggregate(values: Iterable[float], rule: Rule) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
     numbers = sorted(values)
-    if rule.quantile is not None:
+    if rule.aggregate == "median" or rule.aggregate[0] == "q":
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
         # which may overflow
-        place = rule.quantile * (len(numbers) - 1)
+        place = (0.5 if rule.aggregate == "median" else float(rule.aggregate[1:]) / 100) * (len(numbers) - 1)
         below, above = math.floor(place), math.ceil(place)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
     if rule.share is not None:
@@ -294,7 +291,7 @@ def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, o
     for rule in rules:
         measured = any(f"{rule.stem}.".startswith(f"{name}.") for name in known)
         if not measured and rule.stem.partition(".")[0] not in FIELDS:
-            raise _unknown_subject(rule, known, f"no analyzer computes {rule.named}")
+            raise _unknown_subject(rule, known, f"no analyzer computes {rule.subject}")
     subjects = " ".join(rule.subject for rule in rules)
     read = [each for each in list_analyzers() if any(info.name in subjects for info in each.measures)]
     if not read:

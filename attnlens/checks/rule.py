@@ -71,12 +71,7 @@ class Rule:
     @property
     def spelling(self) -> str:
         """Rule on one line."""
-        return f"{self.named}: {self.wanted}"
-
-    @property
-    def named(self) -> str:
-        """The rule's subject, folded to one line."""
-        return clean(self.subject)
+        return f"{self.subject}: {self.wanted}"
 
     @property
     def absolute(self) -> bool:
@@ -96,19 +91,8 @@ class Rule:
     @property
     def id(self) -> str:
         """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
-        return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
-
-    @property
-    def quantile(self) -> float | None:
-        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
-        if self.aggregate == "median":
-            return 0.5
-        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
-
-    @property
-    def measured(self) -> str:
-        """Name of the compared number: `share(> 0.9)`."""
-        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
+        share = "" if self.share is None else f"({self.share})"
+        return f"{self.subject}: {self.aggregate}{share} {self.comparison.operator}{self.filters}"
 
     @property
     def filters(self) -> str:
@@ -176,7 +160,7 @@ def _parse_error(text: object, why: str) -> UsageError:
 def _build_rule(subject: str, text: object) -> Rule:
     if not subject.strip("| "):
         raise UsageError(f"The rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}.")
-    return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)))
+    return replace(condition(text), subject=clean(subject), wanted=clean(str(text)))
 
 
 def parse_rule(text: object) -> Rule:
