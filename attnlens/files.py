@@ -48,6 +48,18 @@ def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensEr
         raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
 
 
+def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: str) -> None:
+    """Raise `error` with `remedy` unless `path` is a regular file that can be read, or is open already."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as problem:
+        raise error(f"{name} can't be read: {getattr(problem, 'strerror', problem)}.", remedy) from None
+    if not os.access(path, os.R_OK):
+        raise error(f"{name} can't be read: Permission denied.", remedy)
+    if not str(path).startswith(OPEN_FILES):
+        refuse_other_kinds(status, name, error, remedy)
+
+
 def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
     """Read the rest of `file`, at most `most` bytes. Raise `error` with `remedy` if there is more."""
     content = bytearray()

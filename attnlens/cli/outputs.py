@@ -19,17 +19,10 @@ import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
+from attnlens.cli.parameters import option_name
 from attnlens.cli.show import ReportProgress, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
-from attnlens.files import (
-    OPEN_FILES,
-    check_writable,
-    local_path,
-    make_folder,
-    refuse_other_kinds,
-    with_home,
-    write_atomically,
-)
+from attnlens.files import check_readable, check_writable, local_path, make_folder, with_home, write_atomically
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest
@@ -40,8 +33,8 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Cleanup = Callable[[], None]  # Function to call once the report is written: it removes the stored units
-Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Cleanup]"]  # Takes `cli.analyses` and progress
+Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Callable[[], None]]"]
+"""Function of `cli.analyses` and progress; with the report, it may return a function that removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -55,10 +48,9 @@ def named_model(params: Mapping[str, str | None]) -> str:
 
 def checked_model(name: str) -> str:
     """Return the name. Raise UsageError if it is empty, or means stdin."""
-    if not name.strip() or "\0" in name:
-        raise UsageError("The model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
-    if name == "-":
-        raise UsageError("A model can't be read from stdin.", "Name a folder, a file, a hub id, or `demo`.")
+    if not name.strip() or "\0" in name or name == "-":
+        problem = "A model can't be read from stdin." if name == "-" else "The model's name is empty."
+        raise UsageError(problem, "Name a folder, a file, a hub id, or `demo`.")
     return name
 
 
@@ -103,8 +95,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
         except analyses.UnsavedError as error:
             report, unsaved = error.report, error
     changed = isinstance(request, KernelRequest) and request.save is not None and unsaved is None
-    saved = [f"the changed model to {outputs.save}"] if changed else []
-    deliver(outputs, report, interrupted=stopped, saved=saved)
+    deliver(outputs, report, interrupted=stopped, saved=[f"the changed model to {outputs.save}"] * changed)
     if unsaved is not None:
         raise unsaved
     if written is not None:
@@ -136,20 +127,18 @@ TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`,
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
-Inputs = dict[str, str]  # Description of each file of the input, and of files in a model's folder, by its real path
-
-
-def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
-    """Return the inputs that the options and models name. Raise AttnlensError for a missing text, model or plan."""
-    inputs: Inputs = {}
+def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
+    """Describe the files and folders that will be read, by real path. Raise AttnlensError if one is missing."""
+    inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
         for path in map(Path, [named] if isinstance(named, str) else named):
             dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
             if dataset is not None:
-                inputs[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
+                inputs[os.path.realpath(with_home(dataset.name))] = f"a file of the dataset that --{option} reads"
             elif str(path) != STDIN:
-                inputs[os.path.realpath(_readable(path))] = f"which --{option} reads"
+                check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, SAY_TEXT)
+                inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
         from attnlens.records import read_plan
 
@@ -165,11 +154,11 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
         for file in _local_files(name, options):
             inputs[os.path.realpath(file)] = f"a file of the model {name}"
     if options.get("adapter") is not None:
-        inputs[_resolved(options["adapter"])] = "a file of the adapter"
+        inputs[os.path.realpath(with_home(options["adapter"]))] = "a file of the adapter"
     return inputs
 
 
-def describe_input(inputs: Inputs, output: Path) -> str:
+def describe_input(inputs: dict[str, str], output: Path) -> str:
     """Return the description of the input that `output` would replace; empty if there is none."""
     real = Path(os.path.realpath(output))
     inside = (what for folder, what in inputs.items() if real.is_file() and real.is_relative_to(folder))
@@ -177,8 +166,8 @@ def describe_input(inputs: Inputs, output: Path) -> str:
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return a local model's folder with its files (links can point elsewhere), or its single file."""
-    path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
+    """Return a local model's folder with its files (links may lead elsewhere), or its single file."""
+    path = with_home(name)  # tested with os.path, which never raises, whatever the name
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
         return []
@@ -190,30 +179,12 @@ def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
     return [place.folder, *place.folder.iterdir()]
 
 
-def _resolved(folder: str) -> str:
-    return os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111  # never raises
-
-
 def check_place() -> None:
     """Raise UsageError if the current folder was removed: paths can't be resolved, and torch's MKL ends the process."""
     try:
         os.getcwd()  # noqa: PTH109  # like pathlib
     except OSError as error:
         raise UsageError(f"The current folder can't be read: {error.strerror}.", "cd to another folder.") from None
-
-
-def _readable(path: Path) -> Path:
-    """Return the path of a text. Raise TextError if it can't be read."""
-    resolved = with_home(str(path))
-    try:
-        kind = resolved.stat()
-    except (OSError, ValueError) as error:
-        raise TextError(f"The text {path} can't be read: {getattr(error, 'strerror', error)}.", SAY_TEXT) from None
-    if not os.access(resolved, os.R_OK):
-        raise TextError(f"The text {path} can't be read: Permission denied.", SAY_TEXT)
-    if not str(path).startswith(OPEN_FILES):
-        refuse_other_kinds(kind, f"The text {path}", TextError, SAY_TEXT)
-    return resolved
 
 
 @contextmanager
@@ -263,7 +234,7 @@ class Outputs:
             if name is not None and (option, name) != ("json", STDOUT)
         }
 
-    def check(self, inputs: Inputs) -> None:
+    def check(self, inputs: dict[str, str]) -> None:
         """Check before the work that every file can be written or drawn, and that none is an input."""
         for option in (*DATA, *PICTURES):
             _check_name(option, getattr(self, option))
@@ -289,11 +260,6 @@ class Outputs:
             if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
                 problem = f"{target} exists, but is neither a folder nor a picture."
                 raise OutputError(problem, "Give a path that ends in .png, .svg or .pdf, or a folder.")
-
-
-def option_name(option: str) -> str:
-    """Return the option as it is typed: `--windows-csv`."""
-    return f"--{option.replace('_', '-')}"
 
 
 def _check_name(option: str, name: str | None) -> None:

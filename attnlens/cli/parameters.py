@@ -18,8 +18,9 @@ from attnlens.arguments import checked_name
 from attnlens.cli.show import guard
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_toml
-from attnlens.requests import OUTPUT, Request, details
+from attnlens.requests import Request, details
 from attnlens.requests.fields import CallOnly, Details
+from attnlens.requests.run_options import OUTPUT, ModelRequest
 
 R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files with options, and their tables
@@ -137,7 +138,7 @@ def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Paramet
         for name, field in kind.model_fields.items()
         if name not in without and not details(field).get("python_only")
     }
-    shared = [base.model_fields for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
+    shared = [base.model_fields for base in (requests.Loading, requests.Feeding, ModelRequest)]
     result: Parameters = {}
     for name in sorted(fields, key=lambda name: sum(name in base for base in shared)):
         field, about = fields[name], details(fields[name])
@@ -157,6 +158,11 @@ def _flag(name: str, field: FieldInfo) -> str:
 def parameter_of(flag: str) -> str:
     """Return the parameter name of a flag: `analyzer` for --analyzer, although it sets `analyzers`."""
     return flag.split()[-1].split("/")[0].removeprefix("--").replace("-", "_")
+
+
+def option_name(option: str) -> str:
+    """Return the option as it is typed: `--windows-csv`."""
+    return f"--{option.replace('_', '-')}"
 
 
 MODEL = argument(

@@ -11,18 +11,7 @@ from pydantic import model_validator
 from attnlens.arguments import LARGEST, checked_name, format_argument, path
 from attnlens.choices import CLAIMS, STUDIES
 from attnlens.errors import UsageError
-from attnlens.requests.fields import (
-    FilePlace,
-    FolderPlace,
-    Request,
-    Whole,
-    Words,
-    checks,
-    keyword,
-    option,
-    positive,
-    words,
-)
+from attnlens.requests.fields import FilePlace, FolderPlace, Rate, Request, Whole, Words, checks, keyword, option, words
 from attnlens.requests.run_options import INPUT, EngineRequest, new_folder, one_file, several_files
 
 ALL = "all"
@@ -101,7 +90,7 @@ synthetic_option = partial(option, panel="Synthetic experiments")
 class DescentRequest(Request):
     """Options of gradient descent on a selection problem."""
 
-    lr: Annotated[float, checks(positive)] | None = keyword("Step size of normalised gradient descent.")
+    lr: Rate | None = keyword("Step size of normalised gradient descent.")
     loss: Literal["logistic", "exponential"] | None = keyword("Loss function: `logistic` or `exponential`.")
     parameterisation: Literal["both", "W", "KQ"] | None = keyword("Parametrisation to train: `W`, `KQ` or `both`.")
     iterations: Whole | None = synthetic_option("Number of gradient-descent steps.", least=1, most=10_000_000)

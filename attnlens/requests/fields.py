@@ -296,4 +296,5 @@ Device = Annotated[
 ]
 SelectionRule = Annotated[str, _valid(arguments.selection_share)]
 BudgetText = Annotated[str, _valid(arguments.budget)]
+Rate = Annotated[float, checks(positive)]
 Share = Annotated[float, checks(partial(positive, below=1))]

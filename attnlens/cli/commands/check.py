@@ -14,18 +14,7 @@ from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import (
-    STDOUT,
-    Inputs,
-    Outputs,
-    checked_model,
-    deliver,
-    describe_input,
-    find_inputs,
-    guard_stdout,
-    option_name,
-    working,
-)
+from attnlens.cli.outputs import Outputs, checked_model, deliver, describe_input, find_inputs, guard_stdout, working
 from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, say
 from attnlens.errors import OutputError, UsageError
@@ -65,7 +54,8 @@ def check(context: typer.Context) -> None:
     outputs, rules = Outputs.of(params), _load_rules(request)
     stored = _load_baseline(subject, request)
     inputs = find_inputs(params, [model or subject] if model or not names_report(subject) else [])
-    _check_places(subject, request, outputs, inputs, rules)
+    _add_inputs(subject, request, inputs, rules)
+    outputs.check(inputs)
     reading = opt.build(requests.InspectRequest, params)
     if not (names_report(subject) or reading.analyzers or request.update_baseline) and reading.source == "both":
         reading = reading.with_options(**judging.options_for(rules, stored))
@@ -82,7 +72,7 @@ def check(context: typer.Context) -> None:
             again = analyses.recompute(report, checked_model(model), request.recompute, progress=tell, **options)
         judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
     annotated = request.annotations or os.environ.get("GITHUB_ACTIONS") == "true"
-    annotate = partial(_annotate, judged, stderr=outputs.json == STDOUT) if annotated else None
+    annotate = partial(_annotate, judged, stderr=outputs.json == "-") if annotated else None
     writers: dict[str, Callable[[Report], str]] = {
         "json": lambda report: report.to_json(),
         "csv": lambda report: spreadsheet(checked.rows(report)),
@@ -111,7 +101,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
             raise UsageError(f"{subject} is not a report that can be recomputed.", "Give a report, then its model.")
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
-    for flag in (option_name(name) for name in names if name in ignored):
+    for flag in (opt.option_name(name) for name in names if name in ignored):
         raise UsageError(f"{flag} applies to models, but {subject} is a report.", f"Omit {flag}, or name a model.")
 
 
@@ -143,7 +133,9 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
     return read_baseline(path)
 
 
-def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
+def _check_places(
+    subject: str, request: CheckRequest, outputs: Outputs, inputs: dict[str, str], rules: list[Rule]
+) -> None:
     """Raise before the work if an output can't be written or would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
@@ -153,7 +145,6 @@ def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs:
             if what := describe_input(inputs, Path(request.baseline)):
                 raise UsageError(f"--baseline would replace {request.baseline}, {what}.", "Choose another path.")
         inputs[os.path.realpath(request.baseline)] = "the baseline"
-    outputs.check(inputs)
 
 
 def _load_report(subject: str, reading: requests.InspectRequest, outputs: Outputs) -> Report:

@@ -13,7 +13,7 @@ from attnlens import requests
 from attnlens.choices import CLAIMS, STUDIES
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, option_name, run_command, start_workers
+from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, run_command, start_workers
 from attnlens.cli.show import ReportProgress, complain, say
 from attnlens.errors import UsageError
 from attnlens.requests import Request
@@ -124,7 +124,7 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
     for name in opt.command_line_options(context):
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:
-            option = option_name(name)
+            option = opt.option_name(name)
             raise UsageError(f"{option} applies to {' and '.join(others)}, not to {kind}.", f"Leave out {option}.")
 
 
