@@ -133,10 +133,8 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
     return read_baseline(path)
 
 
-def _check_places(
-    subject: str, request: CheckRequest, outputs: Outputs, inputs: dict[str, str], rules: list[Rule]
-) -> None:
-    """Raise before the work if an output can't be written or would replace an input."""
+def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rules: list[Rule]) -> None:
+    """Add report, rules and baseline to the inputs. Raise if a new baseline can't be written or would replace one."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:
