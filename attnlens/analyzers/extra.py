@@ -8,13 +8,8 @@ from functools import partial
 from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
-adapter_measure = partial(
-    MeasureInfo,
-    low=0,
-    self_only=False,
-    missing="no adapter was given, or the matrix is zero without it",
-    has_null=False,
-)
+NO_ADAPTER = "no adapter was given, or the matrix is zero without it"
+adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTER, has_null=False)
 ADAPTER = (
     adapter_measure(
         "adapter.change",
@@ -87,13 +82,10 @@ WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
 WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
-GAUSSIAN = "normal queries and keys with the head's own mean and covariance"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
 RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
-DRAWN = "q_i, k_j drawn"
 CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
-PLAIN = f"{ORDER}, x_ij = s⟨q_i, k_j⟩"
 feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, paper=WRIGHT)
 taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, paper=WRIGHT)
 
@@ -103,8 +95,9 @@ def _by_chance(info: MeasureInfo) -> MeasureInfo:
     return replace(
         info,
         name=f"{info.name}_by_chance",
-        meaning=f"{info.name} of {GAUSSIAN} over a window (not identified)",
-        formula=f"{info.formula}, {DRAWN}",
+        meaning=f"{info.name} of normal queries and keys with the head's own mean and covariance over a window "
+        "(not identified)",
+        formula=f"{info.formula}, q_i, k_j drawn",
         headline=False,
         ends="",
         identified="nowhere",
@@ -125,7 +118,7 @@ HEAD_MEASURES = (
     taylor_order(
         "features.taylor_order",
         f"order at which the exponential series gives attention {WITHIN}; 0: uniform suffices (not identified)",
-        PLAIN,
+        f"{ORDER}, x_ij = s⟨q_i, k_j⟩",
         identified="nowhere",
         use="If 4, swap-kernel --kernel taylor:4 nearly preserves the head; compare models by features.centred_order.",
     ),

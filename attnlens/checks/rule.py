@@ -236,8 +236,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         """Raise UsageError for invalid bounds."""
-        bounds = {"relative": self.relative, "absolute": self.absolute, "fdr": self.fdr}
-        for name, number in bounds.items():
+        for name, number in vars(self).items():
             most = 1.0 if name == "fdr" else math.inf
             valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
             if not valid and not (name == "absolute" and number is None):

@@ -226,18 +226,13 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Return the paths of those of these options that name a file; stdout is left out."""
-        named = {option: getattr(self, option) for option in options}
-        return {
-            option: local_path(name, option_name(option))
-            for option, name in named.items()
-            if name is not None and (option, name) != ("json", STDOUT)
-        }
+        """Return the checked paths of those of these options that name a file or folder; stdout is left out."""
+        named = [(option, getattr(self, option)) for option in options]
+        written = [(option, name) for option, name in named if name is not None and (option, name) != ("json", STDOUT)]
+        return {option: _path(option, name) for option, name in written}
 
     def check(self, inputs: dict[str, str]) -> None:
         """Check before the work that every file can be written or drawn, and that none is an input."""
-        for option in (*DATA, *PICTURES):
-            _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
@@ -262,17 +257,16 @@ class Outputs:
                 raise OutputError(problem, "Give a path that ends in .png, .svg or .pdf, or a folder.")
 
 
-def _check_name(option: str, name: str | None) -> None:
-    """Raise UsageError for a name that can't be the path of a file (or of a folder, for plots)."""
-    typed = option_name(option)
-    if name is None or (option, name) == ("json", STDOUT):
-        return
-    if not name.strip() or "\0" in name or (option != "figure" and name.endswith(("/", os.sep))):
+def _path(option: str, name: str) -> Path:
+    """Return the path that an option names. Raise UsageError for a name that can't be that of its file or folder."""
+    typed, is_file = option_name(option), option not in ("figure", "save")
+    if not name.strip() or "\0" in name or (is_file and name.endswith(("/", os.sep))):
         raise UsageError(f"{typed} does not name a file.", f"Give a path after {typed}, or leave it out.")
     if name.startswith("--"):
         raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
     if name == STDOUT:
         raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, e.g. /dev/stdout.")
+    return local_path(name, typed)
 
 
 def deliver(

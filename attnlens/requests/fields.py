@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import Parameter, signature
 from operator import index
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar, Union, Unpack, cast, get_args, get_origin
@@ -24,6 +24,7 @@ from attnlens.errors import UsageError
 from attnlens.files import local_path
 
 R = TypeVar("R")
+INDENT = " " * 8  # Of an option's help in a docstring
 CallOnly = Literal["", "dangerous", "read", "written"]
 
 
@@ -121,31 +122,24 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
     """
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
-        signature = inspect.signature(function)
-        parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
-        added = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_accepted_type(field)
-            )
-            for name, field in kind.model_fields.items()
-        ]
+        parameters = [each for each in signature(function).parameters.values() if each.name != "request"]
+        lines = [f"{function.__doc__}\n    Options\n    -------"]
+        for name, field in kind.model_fields.items():
+            accepted, default = _accepted_type(field), field.default
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=accepted))
+            lines.append(f"    {name} : {accepted}, default {default!r}")
+            lines.append(textwrap.fill(field.description or "", 116, initial_indent=INDENT, subsequent_indent=INDENT))
 
         @functools.wraps(function)
         def call(*args: object, **keywords: object) -> R:
             if not isinstance(keywords.get("request"), kind):
-                keywords["request"] = kind(
-                    **{name: keywords.pop(name) for name in kind.model_fields if name in keywords}
-                )
+                options = {name: keywords.pop(name) for name in kind.model_fields if name in keywords}
+                keywords["request"] = kind(**options)
             return function(*args, **keywords)
 
         call.__dict__["options"] = kind  # for the stub file of the package
-        call.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
-        lines = [
-            f"    {name} : {_accepted_type(field)}, default {field.default!r}\n"
-            + textwrap.fill(field.description or "", 116, initial_indent=" " * 8, subsequent_indent=" " * 8)
-            for name, field in kind.model_fields.items()
-        ]
-        call.__doc__ = f"{function.__doc__}\n    Options\n    -------\n" + "\n".join(lines) + "\n    "
+        call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__doc__ = "\n".join([*lines, "    "])
         return call
 
     return extend
