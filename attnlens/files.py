@@ -81,7 +81,11 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
         value = None
     if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
-    if _exceeds_depth(value, DEEPEST):
+    level: list[object] = [value]  # by level, since a recursive function has a limit
+    for _ in range(DEEPEST + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = list(chain.from_iterable(inner))
+    if level:
         raise error(f"{path} is nested more than {DEEPEST} levels deep.", remedy)
     return value
 
@@ -213,15 +217,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _exceeds_depth(value: object, most: int) -> bool:
-    """Return whether lists and maps are nested more than `most` deep; iterative, since recursion has a limit."""
-    level: list[object] = [value]
-    for _ in range(most + 1):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = list(chain.from_iterable(inner))
-    return bool(level)
 
 
 def _is_stream(status: os.stat_result) -> bool:

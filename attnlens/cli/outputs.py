@@ -179,14 +179,6 @@ def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
     return [place.folder, *place.folder.iterdir()]
 
 
-def check_place() -> None:
-    """Raise UsageError if the current folder was removed: paths can't be resolved, and torch's MKL ends the process."""
-    try:
-        os.getcwd()  # noqa: PTH109  # like pathlib
-    except OSError as error:
-        raise UsageError(f"The current folder can't be read: {error.strerror}.", "cd to another folder.") from None
-
-
 @contextmanager
 def guard_stdout() -> Iterator[None]:
     """Guard writing to stdout inside the block. Raise OutputError if it fails, Exit if its reader has left."""

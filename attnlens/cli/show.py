@@ -113,35 +113,27 @@ def report_failure(error: BaseException) -> int:
 @contextmanager
 def progress(*, shown: bool) -> Iterator[ReportProgress]:
     """Show a progress bar with ETA on a terminal, else occasional plain lines; print the library's warnings."""
-    with _warnings():
-        if not shown:
-            yield lambda _stage, _done, _total: None
-            return
-        plain = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
-        if plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
-            yield _plain()
-            return
-        with _bars(talk) as tell:
-            yield tell
-
-
-@contextmanager
-def _warnings() -> Iterator[None]:
-    """Context manager: print the library's log messages on stderr."""
     import logging  # late, like everything that only the work needs
 
-    handler = logging.Handler()
+    handler, log = logging.Handler(), logging.getLogger("attnlens")
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("attnlens")
     log.addHandler(handler)
+    plain = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
     try:
-        yield
+        if not shown:
+            yield lambda _stage, _done, _total: None
+        elif plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
+            yield _plain()
+        else:
+            with _bars(talk) as tell:
+                yield tell
     finally:
         log.removeHandler(handler)
 
 
 @contextmanager
 def _bars(talk: Console) -> Iterator[ReportProgress]:
+    """Show a bar for each stage."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

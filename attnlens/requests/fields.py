@@ -58,9 +58,9 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
     field = kind.model_fields[name]
-    if words := literals(field):
-        checked_name(details(field).get("noun", name), value, words)
     types = alternatives(field.annotation)
+    for words in (get_args(part) for part in types if get_origin(part) is Literal):
+        checked_name(details(field).get("noun", name), value, words)
     if bool in types:
         return UsageError(f"{name}={format_argument(value)} is neither True nor False.", "Give True or False.")
     least, most = details(field).get("least"), details(field).get("most")
@@ -107,12 +107,6 @@ def alternatives(hint: object) -> tuple[type, ...]:
     """Return the members of a union type without their validators; a tuple of the type itself for any other."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
-
-
-def literals(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that an option allows; empty if it allows others too."""
-    listed = next((part for part in alternatives(field.annotation) if get_origin(part) is Literal), None)
-    return get_args(listed)
 
 
 def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:

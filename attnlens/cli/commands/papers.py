@@ -128,9 +128,6 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
             raise UsageError(f"{option} applies to {' and '.join(others)}, not to {kind}.", f"Leave out {option}.")
 
 
-CLAIMS_RUN, TABLE_RUN = "claims", "a table"
-REPRODUCE_KINDS = {CLAIMS_RUN: {"table", "quick"}, TABLE_RUN: {"table", *StudyRequest.model_fields}}
-"""Options of each kind of run, in addition to the common ones."""
 TABLE = opt.argument(
     "table",
     f"`{CLAIMS}` (small experiments with published values), {', '.join(f'`{name}`' for name in STUDIES)} or `all`.",
@@ -146,7 +143,7 @@ def reproduce(context: typer.Context) -> None:
     params = context.params
     request, table = opt.build(StudyRequest, params), checked_table(params["table"])
     if table == CLAIMS:
-        refuse_other(CLAIMS_RUN, context, REPRODUCE_KINDS)
+        refuse_other(CLAIMS, context, {CLAIMS: {"table", "quick"}, "a table": {*StudyRequest.model_fields}})
     else:
         start_workers(request.engine, request.jobs or os.cpu_count() or 1)
 
