@@ -106,7 +106,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return whether a name is a report's: a file that is not a model's, an open file, or a name ending in .json."""
+    """Return whether a name means a report: it ends in .json, or is an open file or a file that is not a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -151,7 +151,7 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, and for a budget that is not positive."""
+    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, such as a budget that is not positive."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
@@ -192,7 +192,7 @@ def several(what: str, values: Iterable[object]) -> list[object]:
 
 
 def format_argument(value: object) -> str:
-    """Format a value as it would be written, on one line of at most 60 characters."""
+    """Format a value as Python code, on one line of at most 60 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length()} bits"  # Python refuses to write the digits of very large numbers
     try:
@@ -216,7 +216,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if `present` has the name and is of another module; a notebook may define its own again."""
+    """Raise UsageError if another module defined `present` under this name; a module may redefine its functions."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

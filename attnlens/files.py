@@ -41,7 +41,7 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
 
 
 def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error` with `remedy` for anything but a regular file."""
+    """Raise `error` with `remedy` unless `status` is that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
@@ -91,7 +91,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 
 def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
-    """Return the first of these tables of an untrusted TOML file that has entries, or {}. UsageError if invalid."""
+    """Return the first non-empty table of those named in an untrusted TOML file, or {}. Raise UsageError if invalid."""
     import tomllib
 
     try:
@@ -195,8 +195,8 @@ def make_folder(path: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary file in the same folder and rename it, so that a killed run leaves no partial one.
 
-    A link is followed and stays. An existing file keeps its mode, and a new one gets the umask's. A device, a pipe or
-    this process's stdout under any name is written into instead of being replaced.
+    A symbolic link is followed and kept. An existing file keeps its mode; a new file gets the umask's. A device, a pipe
+    or this process's stdout is written to, not replaced.
     Raise OutputError if the folder does not exist or can't be written.
     """
     with _as_output_error(path):
@@ -220,7 +220,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _is_stream(status: os.stat_result) -> bool:
-    """Return whether a file is written as a stream: a device, a pipe, or our own stdout or stderr."""
+    """Return whether a file is written as a stream: a device, a pipe, or this process's stdout or stderr."""
     return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or _own_stream(status) is not None
 
 

@@ -26,7 +26,7 @@ def import_submodules(
 
 
 class LazyModule:
-    """Stand-in for a module, which is imported when one of its attributes is first read.
+    """Placeholder for a module that is imported when one of its attributes is first read.
 
     The module is kept, since torch cannot compile a function that imports.
     """

@@ -25,7 +25,7 @@ def clean(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return `text` with its spaces and line ends; replace every other character that controls a terminal by �."""
+    """Replace every character of `text` that is not printable, except line ends, by �."""
     return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
@@ -59,7 +59,7 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
 
 
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
-    """Return the decimals for numbers with an error: to its second digit at most, and to its first if 3 suffice."""
+    """Return the decimals for numbers with an error: to its second digit at most, to its first if 3 suffice."""
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
         return decimals

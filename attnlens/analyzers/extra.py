@@ -91,7 +91,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Build the MeasureInfo of a measure's null: drawn queries and keys give it, so attention does not determine it."""
+    """Return the MeasureInfo of a measure's null, of drawn queries and keys; attention does not determine it."""
     return replace(
         info,
         name=f"{info.name}_by_chance",

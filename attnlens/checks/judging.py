@@ -44,7 +44,7 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
 
 
 def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
-    """Yield what a report and its baseline must have in common; names and paths of models and texts are ignored."""
+    """Yield the properties that a report and its baseline must share; names and paths of inputs may differ."""
     yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
         yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
@@ -112,7 +112,7 @@ def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), else −1; `statistics` has it with torch."""
+    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1; `maths.statistics` needs torch for it."""
     ordered = sorted(p_values)
     # not strict: the procedure rejects at equality
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
@@ -147,7 +147,7 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Find the numbers of the heads a rule covers; [] for a field. Raise UsageError if none has a number."""
+    """Return the heads that a rule covers, with their numbers; [] for a field. Raise UsageError if no head has one."""
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"
@@ -258,7 +258,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 
 
 def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
-    """Return the heads that break the rule, the worst first; none if the rule only concerns all heads together."""
+    """Return the heads that break the rule, worst first; none if no single head makes its aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -284,7 +284,7 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
 
 
 def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` with which a run measures only what the rules require."""
+    """Return the options `analyzers` and `source` that limit a run to the measures that the rules require."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = list(measure_infos())

@@ -85,7 +85,7 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
+        """Prefix of messages about the rule, `attnlens.toml: `; empty if the rule is not from a file."""
         return "" if self.file is None else f"{clean(self.file)}: "
 
     @property
@@ -96,7 +96,7 @@ class Rule:
 
     @property
     def filters(self) -> str:
-        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
+        """Selection of heads as typed: ` @layers 0,1,2 @part decoder`; empty for all heads."""
         chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
         return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
 
@@ -195,7 +195,7 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file. Raise UsageError if it is invalid, or lacks rules although it was `named`."""
+    """Read the rules of a TOML file. Raise UsageError if it is invalid, or `named` by the user but without rules."""
     remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
     if named and not table:
@@ -220,7 +220,7 @@ def rules_of(source: object) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds for changes: a head has moved if it exceeds both the larger bound and chance."""
+    """Bounds for changes: a head fails if its change exceeds the larger bound and is unlikely by chance."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
     absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one

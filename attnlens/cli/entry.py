@@ -70,7 +70,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return what to use instead of an option that only Python offers, or that has another name; None for others."""
+    """Return a remedy for an option that only Python offers or that has another name; None for other problems."""
     if "'--windows'" in problem and "integer" in problem:
         return "Give the number of windows; --placement sets their position."
     unknown = re.match(r"No such option:? '?(--[\w-]+)", problem)
@@ -86,7 +86,7 @@ def _keywords(kind: type[Request]) -> set[str]:
 
 
 def _prepare() -> None:
-    """Prepare streams, page size and libraries. Raise UsageError if stdout or transformers can't be used."""
+    """Prepare streams, terminal size and libraries. Raise UsageError if stdout or transformers can't be used."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, interrupt)  # from here on, finished work is kept
     if sys.stderr is None:

@@ -39,7 +39,7 @@ NO_MODEL = "No model named: using demo, the small model that ships with attnlens
 
 
 def named_model(params: Mapping[str, str | None]) -> str:
-    """Return the requested model, else demo, with a message. Raise UsageError for an invalid name."""
+    """Return the requested model, or demo with a message. Raise UsageError for an invalid name."""
     name = params["model"]
     if name is None and not params["quiet"]:
         say(NO_MODEL)
@@ -47,7 +47,7 @@ def named_model(params: Mapping[str, str | None]) -> str:
 
 
 def checked_model(name: str) -> str:
-    """Return the name. Raise UsageError if it is empty, or means stdin."""
+    """Return the model's name. Raise UsageError if the name is empty, or `-` for stdin."""
     if not name.strip() or "\0" in name or name == "-":
         problem = "A model can't be read from stdin." if name == "-" else "The model's name is empty."
         raise UsageError(problem, "Name a folder, a file, a hub id, or `demo`.")
@@ -65,7 +65,7 @@ def check_reading(request: SeriesRequest) -> None:
 
 @contextmanager
 def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
-    """Import `attnlens.cli.analyses`, show progress and silence transformers during the one call of a command."""
+    """Import `attnlens.cli.analyses`; inside the block, show progress and silence transformers."""
     with interruptible_at_once():
         from attnlens.cli import analyses
         from attnlens.models.loading.building import silence_logging
@@ -113,7 +113,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that --jobs are forked from; it imports the library in parallel with this process."""
+    """Start the server process that forks the workers of --jobs; it imports torch in parallel with this process."""
     if engine == "local":
         from attnlens.runs.work import start_server
 
@@ -181,7 +181,7 @@ def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
 
 @contextmanager
 def guard_stdout() -> Iterator[None]:
-    """Guard writing to stdout inside the block. Raise OutputError if it fails, Exit if its reader has left."""
+    """Raise OutputError if writing to stdout fails inside the block, and Exit if the reader of stdout has left."""
     try:
         yield
         sys.stdout.flush()
@@ -218,7 +218,7 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Return the checked paths of those of these options that name a file or folder; stdout is left out."""
+        """Return the checked paths of these options, without those that are not set or name stdout."""
         named = [(option, getattr(self, option)) for option in options]
         written = [(option, name) for option, name in named if name is not None and (option, name) != ("json", STDOUT)]
         return {option: _path(option, name) for option, name in written}
@@ -250,7 +250,7 @@ class Outputs:
 
 
 def _path(option: str, name: str) -> Path:
-    """Return the path that an option names. Raise UsageError for a name that can't be that of its file or folder."""
+    """Return the path that an option names. Raise UsageError if the option can't write there."""
     typed, is_file = option_name(option), option not in ("figure", "save")
     if not name.strip() or "\0" in name or (is_file and name.endswith(("/", os.sep))):
         raise UsageError(f"{typed} does not name a file.", f"Give a path after {typed}, or leave it out.")
@@ -364,7 +364,7 @@ def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError
 
 
 def _draw(path: Path, draw: Callable[[], bytes]) -> None:
-    """Draw a picture or page and write it. Raise OutputError for any error, since other files are unaffected."""
+    """Draw a picture or page and write it. Raise OutputError for any error, so that other files are still written."""
     try:
         content = draw()
     except AttnlensError:

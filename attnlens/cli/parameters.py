@@ -54,7 +54,7 @@ def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
 
 
 def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]) -> tuple[str, object]:
-    """Check one line of a file and return parameter and value; the file may belong to an untrusted model."""
+    """Check one line of a possibly untrusted file, and return its parameter and value."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
@@ -132,7 +132,7 @@ def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: 
 
 
 def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
-    """Return the options of a request, its own ones before those shared with other requests."""
+    """Return the options of a request; those shared with other requests come last."""
     fields = {
         name: field
         for name, field in kind.model_fields.items()
@@ -161,7 +161,7 @@ def parameter_of(flag: str) -> str:
 
 
 def option_name(option: str) -> str:
-    """Return the option as it is typed: `--windows-csv`."""
+    """Return an option as typed on the command line: `--windows-csv` for `windows_csv`."""
     return f"--{option.replace('_', '-')}"
 
 
@@ -191,7 +191,7 @@ PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
-    """Guard a command, and give it the options of these groups; it finds their values in `context.params`."""
+    """Guard a command and add the options of these groups; the command reads their values from `context.params`."""
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = {name: each for group in groups for name, each in group.items()}
 

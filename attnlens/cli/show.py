@@ -28,7 +28,7 @@ LONGEST_LINE = 600  # Maximum length of a message line; untrusted files may fill
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console for tables and bars; imported late, because some commands need neither."""
+    """Return the console for tables and bars; rich is imported late, because some commands do not need it."""
     from attnlens.report.render.terminal import console
 
     return console(stderr=stderr)
@@ -48,7 +48,7 @@ def complain(problem: str, remedy: str) -> None:
 
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
-    """Let an interruption exit immediately inside the block: imports may swallow it, or report it as an error."""
+    """Exit at once on an interruption inside the block, because imports may swallow KeyboardInterrupt."""
     before = signal.getsignal(signal.SIGINT)
     if before not in (interrupt, signal.default_int_handler):  # the caller ignores or handles it
         yield
@@ -61,7 +61,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that it fails with a message and an exit code; with --debug, after a traceback."""
+    """Wrap a command: on an error, print a message (with --debug after a traceback) and exit with its code."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -149,7 +149,7 @@ def _bars(talk: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every few seconds, with the time left at its recent rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left at its recent rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}
 

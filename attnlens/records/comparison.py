@@ -114,7 +114,7 @@ class HeadChange(HeadId):
 
 
 class BlockChange(Record):
-    """Outputs of one block of both models for the same hidden states, those of the first model."""
+    """Change of one block's output if both models receive the first model's hidden states."""
 
     path: str
     layers: list[Count]
@@ -134,7 +134,7 @@ class Spread(Record):
 
 
 class Shift(Record):
-    """A measure's distribution over heads in both models, where no head of one is a head of the other."""
+    """Distribution of a measure over heads in both models, whose heads do not correspond."""
 
     measure: str
     before: Spread

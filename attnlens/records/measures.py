@@ -43,7 +43,7 @@ Reasons = dict[str, str]  # Reason for each null or empty field of the record, b
 
 
 class Record(BaseModel):
-    """A frozen noun of the report; fields that a newer attnlens added are ignored when reading."""
+    """Frozen part of a report; reading ignores fields that a newer attnlens added."""
 
     # validators are built at first use: a command that reads one kind of record must not wait for all
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
@@ -139,7 +139,7 @@ class HeadId(Record):
 
 
 class Head(HeadId):
-    """All that was measured of one head."""
+    """Measures and curves of one head."""
 
     measures: dict[str, Measure] = {}  # Scalars by qualified name (`weights.symmetry`)
     curves: dict[str, list[Number]] = {}
@@ -211,7 +211,7 @@ class Coverage(Record):
 
 
 class Pick(Record):
-    """One posed query and what its head selects for it."""
+    """One posed query and the tokens that its head selects."""
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     query: Count  # Position of the query among its sequence's tokens
@@ -222,7 +222,7 @@ class Pick(Record):
 
 
 class Sentence(Record):
-    """The tokens of a sequence that a pick points at."""
+    """Tokens of a sequence that picks refer to."""
 
     sequence: Count
     keys: list[str]
@@ -230,7 +230,7 @@ class Sentence(Record):
 
 
 class Selection(HeadId):
-    """A head's own selection problem, as it was posed and solved."""
+    """A head's selection problem and its solution."""
 
     space: Space
     picks: list[Pick]

@@ -73,7 +73,7 @@ class FormTried(Record):
 
 
 class PlanStep(Record):
-    """One of the nested plans that were measured on the way."""
+    """One of the nested plans that were measured during the search."""
 
     mean_rank: Number  # Mean over query heads
     predicted: Number  # Sum of the latents' sensitivities, as a share of the loss, or of perplexity

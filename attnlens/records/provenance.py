@@ -173,7 +173,7 @@ CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1; its promise, if measured on the text used to choose ranks, becomes the estimate."""
+    """Convert a plan of version 1. Without an estimate, its promise was measured on the choosing text: swap them."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}
@@ -185,7 +185,7 @@ def convert_plan(plan: object) -> object:
 
 
 def convert_settings_in(record: Fields) -> dict[str, object]:
-    """Return the record with its settings under their new names."""
+    """Rename a record's settings from version 1 to version 2."""
     settings = record.get("settings")
     if not isinstance(settings, Mapping):
         return {**record}

@@ -79,7 +79,7 @@ class Extreme(Record):
 
 
 class TextSummary(Record):
-    """The heads on one text's own windows."""
+    """Medians over heads of tokens.* measures on the windows of one text."""
 
     name: str
     sequences: Count

@@ -112,7 +112,7 @@ class StudyRun(Record):
 
 
 class StudyCell(Record):
-    """One way to attend on one task."""
+    """One attention variant trained on one task."""
 
     name: str
     task: str
@@ -160,7 +160,7 @@ class StudyPair(Record):
 
 
 class StudyOrdering(Record):
-    """How the order of a task's cells agrees with the published one."""
+    """Agreement between the order of a task's cells and the published order."""
 
     task: str
     measure: str
@@ -174,7 +174,7 @@ class StudyOrdering(Record):
 
 
 class StudyTable(Record):
-    """One table of a paper, trained again."""
+    """One table of a paper, reproduced by training."""
 
     name: str
     question: str

@@ -67,7 +67,7 @@ class TextChange(Record):
 
 
 class PositionChange(Record):
-    """How the loss changed on the tokens at some places of their sequences."""
+    """Change of the loss on the tokens at a range of positions in their sequences."""
 
     first: int
     last: int  # The first and the last of these positions, counted from 1 over a sequence's predicted tokens
@@ -108,7 +108,7 @@ class TextCosine(Record):
 
 
 class Outcome(Record):
-    """How a changed model's predictions and hidden states differ from the original's."""
+    """Differences between the predictions and hidden states of a changed model and the original."""
 
     loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
     loss_by_text: list[TextChange] = []
@@ -185,7 +185,7 @@ class HealingControl(Record):
 
 
 class Healing(Record):
-    """How W_Q and W_K were fine-tuned towards the original model."""
+    """Training of W_Q and W_K towards the original model."""
 
     steps: int  # Requested steps, or the steps done if tokens or a time were requested
     best: int  # The step whose weights were kept: the least validation distance

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """One attention computation, as the model asks for it: softmax(log k(q, k) + bias, over the keys allowed) v."""
+    """Inputs of one attention computation, softmax(log k(q, k) + bias) v, where the softmax is over allowed keys."""
 
     query: Float[Tensor, "batch heads queries head_dim"]  # Queries after projection, QK-norm and rotation
     key: Float[Tensor, "batch kv_heads keys head_dim"]  # Keys, not repeated under GQA
@@ -124,7 +124,7 @@ Source = Literal["weights", "tokens"]
 
 @dataclass(frozen=True)
 class Site:
-    """One attention computation of a model: a module, and which of its calls in one forward pass."""
+    """One attention computation of a model: a module and the number of its call in a forward pass."""
 
     path: str  # Dotted path of the attention module in the model
     ordinal: int
@@ -170,7 +170,7 @@ class Rotation:
         return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(coordinates))
 
     def rotate(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
-        """Compute x_i R(i), for the first positions if x has fewer."""
+        """Compute x_i R(i); x may have fewer positions than the rotation."""
         first, second = self.pairs.unbind(-1)
         angles = self.angles[: x.shape[-2]]
         cos, sin = angles.cos(), angles.sin()
@@ -207,7 +207,7 @@ class QueryKey:
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:
-        """Keys, repeated so that head h is paired with its own key head (h // group, never h mod kv_heads)."""
+        """Keys, repeated so that head h is paired with its key head (h // group, never h mod kv_heads)."""
         if self.key_of == tuple(range(self.key.shape[-3])):
             return self.key
         return self.key[..., list(self.key_of), :, :]
@@ -219,7 +219,7 @@ class QueryKey:
 
     @cached_property
     def content(self) -> QueryKey:
-        """QueryKey without the terms added to the scores: softcap(scale · q kᵀ) alone, the head's own kernel."""
+        """QueryKey without terms added to the scores: its logits are softcap(scale · q kᵀ), the head's kernel."""
         return self if self.bias is None else replace(self, bias=None)
 
     @cached_property
@@ -250,7 +250,7 @@ class QueryKey:
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:
-        """Return the site with only the heads at these indices; keys and values stay, as `key_of` refers to them."""
+        """Return the site with only the heads at these indices; `key_of` still refers to all keys and values."""
         index = list(heads)
         if index == list(range(len(self.heads))):
             return self  # indexing by a list copies

@@ -18,7 +18,7 @@ ALL = "all"
 
 
 def checked_table(name: str) -> str:
-    """Return the name of a table, `claims` or `all`. Raise UsageError for an unknown one."""
+    """Return the name if it is a table, `claims` or `all`. Raise UsageError otherwise."""
     return checked_name("table", name, (CLAIMS, *STUDIES, ALL))
 
 
@@ -122,7 +122,7 @@ class SyntheticRequest(SizesRequest):
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the experiments to run, each once; all of them if none is named."""
+        """Names of the experiments to run, without duplicates; all experiments if none is named."""
         return list(dict.fromkeys(self.experiments or USES))
 
     @model_validator(mode="after")

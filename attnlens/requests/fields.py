@@ -53,7 +53,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Describe the first invalid option in the words of attnlens. Raise UsageError for unknown names and words."""
+    """Return a UsageError for the first invalid option; raise it for an unknown option or word."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -140,7 +140,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
 
 
 def _accepted_type(field: FieldInfo) -> str:
-    """Return the type of an option's values as a reader of the signature needs it."""
+    """Return the type of an option's values for a signature, without validators."""
     names = []
     for part in alternatives(field.annotation):
         if part == tuple[str, ...]:
@@ -160,7 +160,7 @@ def checks(check: Callable[[str, object], object]) -> BeforeValidator:
 
 
 def words(what: str, value: object) -> tuple[str, ...]:
-    """Convert a name or path, or several, to a list of strings. Raise UsageError for other types and empty names."""
+    """Convert one or several names or paths to strings. Raise UsageError for other types and empty names."""
     alone = isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)
     items = [value] if alone else several(what, cast("Iterable[object]", value))
     for item in items:
@@ -194,7 +194,7 @@ def head(value: object) -> tuple[int, int]:
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int]]:
-    """Return the head as layers and heads, {} for None. Raise UsageError if layers or heads are given too."""
+    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if layers or heads are set."""
     if value is None:
         return {}
     if layers is not None or heads is not None:

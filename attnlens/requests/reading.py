@@ -52,7 +52,7 @@ def choose_analyzers(
 
 
 def files(request: Feeding) -> list[str]:
-    """Return the named text files. Raise UsageError for texts and pairs of texts at once."""
+    """Return the named text files. Raise UsageError if both texts and pairs are set."""
     if request.pairs is None:
         return list(request.text)
     if request.text:
@@ -61,7 +61,7 @@ def files(request: Feeding) -> list[str]:
 
 
 def refuse_unread(request: Feeding, source: str) -> None:
-    """Raise UsageError for inputs if only weights are read, and from_files unless only weights are read."""
+    """Raise UsageError for inputs that `source` does not read, and for from_files unless it is `weights`."""
     if getattr(request, "from_files", False) and source != "weights":
         problem = "With --device files the model's weights are read from disk, so it cannot run on a text."
         raise UsageError(problem, "Add --source weights, or leave out --device files.")

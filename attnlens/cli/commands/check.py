@@ -106,7 +106,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules of the call, else those of the first default file that has any."""
+    """Return the rules from the command line, or else those of the first default file that has any."""
     from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))
@@ -120,7 +120,7 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
 
 
 def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
-    """Return the baseline to compare with; None if there is none, or if it is to be written."""
+    """Return the baseline to compare with; None without --baseline, and with --update-baseline, which writes it."""
     from attnlens.records import read_baseline
 
     if request.baseline is None:
@@ -134,7 +134,7 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 
 
 def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rules: list[Rule]) -> None:
-    """Add report, rules and baseline to the inputs. Raise if a new baseline can't be written or would replace one."""
+    """Add report, rules and baseline to the inputs. Raise AttnlensError if a new baseline would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:
@@ -146,7 +146,7 @@ def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rul
 
 
 def _load_report(subject: str, reading: requests.InspectRequest, outputs: Outputs) -> Report:
-    """Read the report, or make it from a model."""
+    """Read the report from its file, or inspect the model."""
     if names_report(subject):
         from attnlens.report.report import read_report
 
@@ -157,7 +157,7 @@ def _load_report(subject: str, reading: requests.InspectRequest, outputs: Output
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:
-    """Print workflow commands, and append the verdict to the step's summary if there is one."""
+    """Print GitHub workflow commands, and append the verdict to the step summary if GitHub requests it."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
     with guard_stdout():

@@ -108,7 +108,7 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
-    """Return the kind of run that the parameters request. Raise UsageError for models that no option uses."""
+    """Return the kind of run that the parameters request. Raise UsageError if a model is named that no option uses."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN
     if params["head"] is not None:
@@ -120,7 +120,7 @@ def kind_of(params: Mapping[str, Sequence[str]]) -> str:
 
 
 def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]]) -> None:
-    """Raise UsageError for an option of another of the `kinds` of run that this kind would ignore."""
+    """Raise UsageError for an option on the command line that only other kinds of run use."""
     for name in opt.command_line_options(context):
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:
