@@ -1,7 +1,9 @@
 """Values that options choose from, each defined once; imports nothing, so that every module can use them."""
 
-from typing import Literal
+from typing import Literal, get_args
 
+Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
+KINDS: tuple[Kind, ...] = get_args(Kind)  # Kinds of reports; a report's body is in the field of that name
 Sources = Literal["weights", "tokens", "both"]  # Source that a run reads
 Placement = Literal["spread", "first", "random"]  # Position of the windows in a text: evenly spread, first, or drawn
 Intervals = Literal["windows", "texts"]  # Population of errors and intervals: windows of these texts, or similar texts

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from attnlens.choices import Part
+from attnlens.choices import KINDS, Kind, Part
 from attnlens.errors import UsageError
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
 from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Reasons, Record, Selection
@@ -137,11 +137,6 @@ class SwapBody(Swap):
 
     others: list[Swap] = []
     plan: Plan | None = None  # The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)
-
-
-Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
-"""Kind of a report; its body is in the field of the same name."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Report(Record):
