@@ -32,7 +32,10 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
     """
     name = shorten_text(str(path))
     try:
-        with open_file(Path(path)) as file:
+        # opening a named pipe must not wait for a writer
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | WITHOUT_WAITING)) as file:
+            if WITHOUT_WAITING:
+                os.set_blocking(file.fileno(), True)
             if not str(path).startswith(OPEN_FILES):
                 refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
             return read_stream(file, name, error, remedy, most=most)
@@ -108,14 +111,6 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
         if table:
             return table
     return {}
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading; opening a named pipe does not wait for a writer."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
-    if WITHOUT_WAITING:
-        os.set_blocking(file.fileno(), True)
-    return file
 
 
 def local_path(path: object, name: str = "path") -> Path:
