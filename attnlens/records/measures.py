@@ -83,9 +83,8 @@ def read_record(
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
             problem = f"{path} has schema_version {format_value(first['input'])}; this version reads '1' and '2'."
-            raise UsageError(
-                problem, "Create it again with this version, or read it with that which wrote it."
-            ) from None
+            remedy = "Create it again with this version, or read it with the version that wrote it."
+            raise UsageError(problem, remedy) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
 

@@ -89,7 +89,7 @@ class Agreement(Record):
     """Number of tokens for which the greedy continuations of two models agree."""
 
     prompts: int
-    source: str  # What they are: `windows` (the first halves of evaluated ones), or the name of their file
+    source: str  # Origin of the prompts: `windows` (first halves of evaluated windows), or a file name
     prompt_tokens: int
     tokens: int  # Maximum number of generated tokens
     until: list[int]  # Tokens of each prompt until the first that differs; `tokens` if none does
@@ -112,8 +112,10 @@ class Outcome(Record):
 
     loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
     loss_by_text: list[TextChange] = []
-    loss_by_position: list[PositionChange] = []  # The same by place in the sequence, from the front, of causal models
-    beyond_window: BeyondWindow | None = None  # The same on tokens whose evidence no window reaches, of causal models
+    loss_by_position: list[PositionChange] = []  # The same by position in the sequence; causal models only
+    beyond_window: BeyondWindow | None = (
+        None  # The same on tokens that depend on context beyond a window; causal models only
+    )
     perplexity: Change | None = None
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
@@ -161,7 +163,7 @@ class HealingRate(Record):
 class HealingTraining(Record):
     """One training stage of `heal`."""
 
-    stage: HealingStage  # transfer: each site's output against its own; whole: the models' predictions, or the text
+    stage: HealingStage  # transfer: outputs of each site; whole: predictions of the models, or the text
     steps: int
     tokens: int  # Tokens trained on, without those of the range test: up to eight steps at each of its rates
     seconds: Number  # Duration of the steps, without range test and checks
@@ -228,7 +230,7 @@ class Effect(Record):
     """Effect on the loss of swapping a single head or layer (`--sweep`)."""
 
     layer: int
-    head: int | None = None  # The query head; None for the whole layer
+    head: int | None = None  # Query head; None for the whole layer
     part: Part
     delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged
     ci95: Interval | None = None
@@ -262,7 +264,7 @@ class Swap(Outcome):
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
     predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, surest first
     prediction: Prediction | None = None
-    notes: list[str] = []  # What a reader must know: what a softcap, a bias, a QK-norm does to this kernel
+    notes: list[str] = []  # Caveats, such as the effect of a softcap, a bias or QK-norm on this kernel
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:

@@ -194,8 +194,8 @@ class QueryKey:
     scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)
     source: Source
     site: Site
-    heads: tuple[int, ...]  # number of each query head in the model
-    key_of: tuple[int, ...]  # index of each query head's key head in `key`
+    heads: tuple[int, ...]  # Number of each query head in the model
+    key_of: tuple[int, ...]  # Index of each query head's key head in `key`
     rotation: Rotation | None = None  # Weights under RoPE: x at position i has the query x W_Q R(i) and key x W_K R(i)
     allowed: Bool[Tensor, "*batch #heads n m"] | None = None  # Tokens: keys that a query can see; None means all
     bias: Float[Tensor, "*batch #heads n m"] | None = None  # tokens: terms added to the scores, as in `Call`

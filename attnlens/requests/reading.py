@@ -63,7 +63,7 @@ def files(request: Feeding) -> list[str]:
 def refuse_unread(request: Feeding, source: str) -> None:
     """Raise UsageError for inputs that `source` does not read, and for from_files unless it is `weights`."""
     if getattr(request, "from_files", False) and source != "weights":
-        problem = "With --device files the model's weights are read from disk, so it cannot run on a text."
+        problem = "With --device files the weights are read from disk, so the model cannot run on a text."
         raise UsageError(problem, "Add --source weights, or leave out --device files.")
     named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
