@@ -10,17 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError
+from pydantic.functional_serializers import PlainSerializer, model_serializer
+from pydantic.functional_validators import model_validator
 
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
