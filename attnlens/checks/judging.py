@@ -171,14 +171,14 @@ def _match_field(report: Report, rule: Rule) -> float:
         number = _value_at(report, rule.stem if rule.stem.partition(".")[0] in FIELDS else "")
     except LookupError:
         curve = any(rule.stem in head.curves for head in report.heads)
-        why = f"{rule.subject} is a curve, but rules compare numbers" if curve else f"the report has no {rule.subject}"
+        why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
-        problem = f"{rule.place}{rule.subject} is a single number, but {rule.wanted} needs several."
-        raise UsageError(problem, f'Write "{rule.subject}" = ["value {rule.comparison}"].')
+        problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
+        raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.comparison}"].')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
-        raise _no_match(rule, f"{rule.subject} {what} in this report")
+        raise _no_match(rule, f"{rule.named} {what} in this report")
     return float(abs(number) if rule.absolute else number)
 
 
@@ -291,7 +291,7 @@ def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, o
     for rule in rules:
         measured = any(f"{rule.stem}.".startswith(f"{name}.") for name in known)
         if not measured and rule.stem.partition(".")[0] not in FIELDS:
-            raise _unknown_subject(rule, known, f"no analyzer computes {rule.subject}")
+            raise _unknown_subject(rule, known, f"no analyzer computes {rule.named}")
     subjects = " ".join(rule.subject for rule in rules)
     read = [each for each in list_analyzers() if any(info.name in subjects for info in each.measures)]
     if not read:

@@ -71,7 +71,12 @@ class Rule:
     @property
     def spelling(self) -> str:
         """Rule on one line."""
-        return f"{self.subject}: {self.wanted}"
+        return f"{self.named}: {self.wanted}"
+
+    @property
+    def named(self) -> str:
+        """Subject on one line; the subject itself may contain control characters, as measures of a hostile report do."""
+        return clean(self.subject)
 
     @property
     def absolute(self) -> bool:
@@ -91,8 +96,12 @@ class Rule:
     @property
     def id(self) -> str:
         """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
-        share = "" if self.share is None else f"({self.share})"
-        return f"{self.subject}: {self.aggregate}{share} {self.comparison.operator}{self.filters}"
+        return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
+
+    @property
+    def measured(self) -> str:
+        """Name of the compared number: `share(> 0.9)`."""
+        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
 
     @property
     def filters(self) -> str:
@@ -160,7 +169,7 @@ def _parse_error(text: object, why: str) -> UsageError:
 def _build_rule(subject: str, text: object) -> Rule:
     if not subject.strip("| "):
         raise UsageError(f"The rule {format_value(text)} does not name a measure.", f"Write, e.g., {EXAMPLE}.")
-    return replace(condition(text), subject=clean(subject), wanted=clean(str(text)))
+    return replace(condition(text), subject=subject.strip(), wanted=clean(str(text)))
 
 
 def parse_rule(text: object) -> Rule:
