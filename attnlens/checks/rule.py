@@ -75,7 +75,7 @@ class Rule:
 
     @property
     def named(self) -> str:
-        """Subject on one line; the subject itself may contain control characters, as measures of a hostile report do."""
+        """Subject on one line; the subject itself may contain control characters, as a hostile report does."""
         return clean(self.subject)
 
     @property
