@@ -102,12 +102,13 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of thousands of digits
         raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
     for names in tables:
-        table: object = document
+        table: dict[str, object] = document
         for depth, name in enumerate(names, 1):
-            table = table.get(name, {}) if isinstance(table, dict) else table
-            if not isinstance(table, dict):
+            inner = table.get(name, {})
+            if not isinstance(inner, dict):
                 where = ".".join(names[:depth])
                 raise UsageError(f"{path}: {where} must be a table.", f"Write [{where}].")
+            table = inner
         if table:
             return table
     return {}
