@@ -29,10 +29,8 @@ LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset instead of a file
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
-RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # old names of options
-_ONE_AT_A_TIME = RLock()
-"""Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
-differentiation supports one level per process."""
+RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # Old names of options
+_ONE_AT_A_TIME = RLock()  # Attention is replaced in the model itself, and torch has one level of forward-mode
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -49,11 +47,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: check its arguments, and let one thread at a time into any of these functions.
-
-    The wrapper raises UsageError, never TypeError, for arguments that the function does not take. The command line
-    passes the request that `requests.takes` otherwise builds from keywords.
-    """
+    """Wrap a public function: invalid arguments raise UsageError, and only one thread at a time runs any of them."""
     expected = signature(function)
     request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -98,11 +92,10 @@ def _plain_torch() -> Iterator[None]:
 
 def word(what: str, value: object) -> str:
     """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
-    if not isinstance(value, str):
-        raise UsageError(f"{what}={format_argument(value)} is not a string.", f"Give {what} as a string.")
-    if "\0" in value or not value.strip():
-        raise UsageError(f"{what}={format_argument(value)} is not a name.", f"Give {what} as a non-empty string.")
-    return value
+    if isinstance(value, str) and "\0" not in value and value.strip():
+        return value
+    kind = "a name" if isinstance(value, str) else "a string"
+    raise UsageError(f"{what}={format_argument(value)} is not {kind}.", f"Give {what} as a non-empty string.")
 
 
 def path(what: str, value: object) -> str:
@@ -114,7 +107,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return whether a name is a report's: a file that is not a model's, an open file, or a name ending in .json."""
+    """Return whether a name means a report: it ends in .json, or is an open file or a file that is not a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -159,15 +152,14 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, and for a budget that is not positive."""
+    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, such as a budget that is not positive."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
         raise UsageError(f"Cannot parse the budget {words!r}.", "Write, e.g., --budget loss:1% or --budget ppl:2%.")
     share = float(match[2]) / 100
     if not 0 < share < math.inf:
-        limit = "is not finite" if share > 0 else "is not positive"
-        raise UsageError(f"The budget {words!r} {limit}.", "Give a value above 0, e.g. --budget loss:1%.")
+        raise UsageError(f"The budget {words!r} is not positive and finite.", "Write, e.g., --budget loss:1%.")
     return Budget("ppl" if match[1] == "ppl" else "loss", share)
 
 
@@ -181,7 +173,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file's name. Raise UsageError if invalid."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file name. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
@@ -201,7 +193,7 @@ def several(what: str, values: Iterable[object]) -> list[object]:
 
 
 def format_argument(value: object) -> str:
-    """Format a value as it would be written, on one line of at most 60 characters."""
+    """Format a value as Python code, on one line of at most 60 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length()} bits"  # Python refuses to write the digits of very large numbers
     try:
@@ -213,7 +205,7 @@ def format_argument(value: object) -> str:
 
 @cache
 def load_plugins(group: str) -> None:
-    """Import the modules that installed packages offer under an entry-point group, once per process."""
+    """Import the plug-ins that installed packages register under an entry-point group, once per process."""
     for entry in metadata.entry_points(group=group):
         entry.load()
 
@@ -225,10 +217,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if `present`, which already has the name, belongs to another module.
-
-    A module may define its own functions again: a notebook does, and so does a script that is also imported.
-    """
+    """Raise UsageError if another module defined `present` under this name; a module may redefine its functions."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

@@ -1,23 +1,19 @@
 """Values that options choose from, each defined once; imports nothing, so that every module can use them."""
 
-from typing import Literal
+from typing import Literal, get_args
 
+Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
+KINDS: tuple[Kind, ...] = get_args(Kind)  # Kinds of reports; a report's body is in the field of that name
 Sources = Literal["weights", "tokens", "both"]  # Source that a run reads
-Placement = Literal["spread", "first", "random"]
-"""Position of the windows in each text: evenly spread over it, the first ones, or drawn at random."""
-Intervals = Literal["windows", "texts"]
-"""Population that errors and intervals refer to: windows of the given texts, or texts like these."""
+Placement = Literal["spread", "first", "random"]  # Position of the windows in a text: evenly spread, first, or drawn
+Intervals = Literal["windows", "texts"]  # Population of errors and intervals: windows of these texts, or similar texts
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
 Sweep = Literal["heads", "layers"]  # Units that are swapped individually
-Unit = Literal["loss", "ppl"]
-"""Quantity that a budget is a share of: the loss in nats, or its exponential, the perplexity."""
-Route = Literal["auto", "eager", "fused"]
-"""Computation of attention: the fastest exact path available; row tiles; a fused path only."""
-Convention = Literal["paper", "code"]
-"""paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
-Engine = Literal["local", "ray"]
-"""Place where units of work are computed: processes on this machine, or the nodes of a Ray cluster."""
+Unit = Literal["loss", "ppl"]  # Quantity that a budget limits: the loss in nats, or its exponential, the perplexity
+Route = Literal["auto", "eager", "fused"]  # Path that computes attention: the fastest exact one, row tiles, or fused
+Convention = Literal["paper", "code"]  # Chen et al. 2023, Eq. 6 and section 4; or their code: means and squared Λ
+Engine = Literal["local", "ray"]  # Where units are computed: processes on this machine, or nodes of a Ray cluster
 Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
 """The spaces in words; the queries and keys are those after rotation."""
@@ -30,14 +26,10 @@ ControlRole = Literal["same size", "one key", "floor", "filter alone", "without 
 key with the largest score; the mean of the values; branches of a filtered kernel or a hybrid: the filter with the
 model's own kernel, and the kernel without the filter; the trained far part of a healed hybrid, applied to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of a healing's length
-HealingGoal = Literal["teacher", "text"]
-"""Training target of a healing: the original model's predictions, or the next tokens of the text."""
-HealingStage = Literal["transfer", "whole"]
-"""Outputs that a healing compares: each site's on the original's inputs, or those of the whole models."""
+HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
+HealingStage = Literal["transfer", "whole"]  # Compared outputs: each site's on the original's inputs, or whole models'
 CLAIMS = "claims"  # Name that selects the papers' small experiments instead of a table
-STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
-"""Tables of the papers that a study trains again, in the order in which all of them run."""
+STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")  # Tables that a study trains, in order
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"  # Model type of the models that `reproduce` saves
 CHANGE = "change."  # Prefix of a measure's name in a comparison: the change of that measure
-RELATIVE, FDR = 0.05, 0.05
-"""Defaults of `check`: allowed relative deviation of a head from its baseline, and the false discovery rate."""
+RELATIVE, FDR = 0.05, 0.05  # Defaults of `check`: relative tolerance of a head's value, and false-discovery rate

@@ -19,7 +19,7 @@ class AttnlensError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle without a call of the class's own constructor, whose parameters differ from the text."""
+        """Pickle without calling the constructor, whose parameters differ from `args`."""
         return AttnlensError.__new__, (type(self), *self.args), self.__dict__
 
 
@@ -60,7 +60,7 @@ class UnposedError(AttnlensError):
 
 
 class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
-    """A shard that has computed its units; the same call without `shard` computes the others and writes the report."""
+    """A shard has computed its units; the same call without `shard` computes the others and writes the report."""
 
     def __init__(self, finished: int, total: int, remaining: Sequence[str], failed: Mapping[str, str]) -> None:
         super().__init__()

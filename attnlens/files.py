@@ -10,7 +10,7 @@ import secrets
 import shlex
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -18,15 +18,11 @@ from typing import Any, BinaryIO
 
 from attnlens.errors import AttnlensError, OutputError, UsageError
 
-LARGEST = 2**28
-"""Largest file that is read as a whole, in bytes; tokenizers, the largest such files, reach a tenth of it."""
+LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizers have a tenth of it
 PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
-DEEPEST = 100
-"""Maximum nesting depth of JSON: configs have five levels, and parsers exceed their recursion limit near 300."""
-WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)
-"""Flag for opening a file without blocking; 0 on Windows, which lacks it and has no named pipes among its files."""
-OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
-"""Path prefixes of files that this process has open already; a shell passes `<(…)` in this way."""
+DEEPEST = 100  # Maximum nesting of JSON: configs have five levels, and parsers fail near 300
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Opens named pipes without blocking; 0 on Windows, which has none
+OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Files that are open already, such as a shell's `<(…)`
 
 
 def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
@@ -36,7 +32,10 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
     """
     name = shorten_text(str(path))
     try:
-        with open_file(Path(path)) as file:
+        # opening a named pipe must not wait for a writer
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | WITHOUT_WAITING)) as file:
+            if WITHOUT_WAITING:
+                os.set_blocking(file.fileno(), True)
             if not str(path).startswith(OPEN_FILES):
                 refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
             return read_stream(file, name, error, remedy, most=most)
@@ -45,11 +44,23 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
 
 
 def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error` with `remedy` for anything but a regular file."""
+    """Raise `error` with `remedy` unless `status` is that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
+
+
+def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: str) -> None:
+    """Raise `error` with `remedy` unless `path` is a regular file that can be read, or is open already."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as problem:
+        raise error(f"{name} can't be read: {getattr(problem, 'strerror', problem)}.", remedy) from None
+    if not os.access(path, os.R_OK):
+        raise error(f"{name} can't be read: Permission denied.", remedy)
+    if not str(path).startswith(OPEN_FILES):
+        refuse_other_kinds(status, name, error, remedy)
 
 
 def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
@@ -73,17 +84,34 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
         value = None
     if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
-    if _exceeds_depth(value, DEEPEST):
+    level: list[object] = [value]  # by level, since a recursive function has a limit
+    for _ in range(DEEPEST + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = list(chain.from_iterable(inner))
+    if level:
         raise error(f"{path} is nested more than {DEEPEST} levels deep.", remedy)
     return value
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading; opening a named pipe does not wait for a writer."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
-    if WITHOUT_WAITING:
-        os.set_blocking(file.fileno(), True)
-    return file
+def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
+    """Return the first non-empty table of those named in an untrusted TOML file, or {}. Raise UsageError if invalid."""
+    import tomllib
+
+    try:
+        document = tomllib.loads(read_bytes(path, UsageError, remedy, most=PART).decode())
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of thousands of digits
+        raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
+    for names in tables:
+        table: dict[str, object] = document
+        for depth, name in enumerate(names, 1):
+            inner = table.get(name, {})
+            if not isinstance(inner, dict):
+                where = ".".join(names[:depth])
+                raise UsageError(f"{path}: {where} must be a table.", f"Write [{where}].")
+            table = inner
+        if table:
+            return table
+    return {}
 
 
 def local_path(path: object, name: str = "path") -> Path:
@@ -163,8 +191,8 @@ def make_folder(path: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary file in the same folder and rename it, so that a killed run leaves no partial one.
 
-    A link is followed and stays. An existing file keeps its mode, and a new one gets the umask's. A device, a pipe or
-    this process's stdout under any name is written into instead of being replaced.
+    A symbolic link is followed and kept. An existing file keeps its mode; a new file gets the umask's. A device, a pipe
+    or this process's stdout is written to, not replaced.
     Raise OutputError if the folder does not exist or can't be written.
     """
     with _as_output_error(path):
@@ -187,17 +215,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
-def _exceeds_depth(value: object, most: int) -> bool:
-    """Return whether lists and maps are nested more than `most` deep; iterative, since recursion has a limit."""
-    level: list[object] = [value]
-    for _ in range(most + 1):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = list(chain.from_iterable(inner))
-    return bool(level)
-
-
 def _is_stream(status: os.stat_result) -> bool:
-    """Return whether a file is written as a stream: a device, a pipe, or our own stdout or stderr."""
+    """Return whether a file is written as a stream: a device, a pipe, or this process's stdout or stderr."""
     return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or _own_stream(status) is not None
 
 

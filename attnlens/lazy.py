@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 def import_submodules(
     package: str, submodules: Collection[str], homes: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that imports its parts at their first use.
-
-    `submodules` are modules or packages inside it. `homes` maps other names to the submodules that define them.
-    """
+    """Return a package's `__getattr__`: it imports submodules at first use, and other names from their `homes`."""
 
     def import_name(name: str) -> Any:
         from importlib import import_module
@@ -29,7 +26,7 @@ def import_submodules(
 
 
 class LazyModule:
-    """Stand-in for a module, which is imported when one of its attributes is first read.
+    """Placeholder for a module that is imported when one of its attributes is first read.
 
     The module is kept, since torch cannot compile a function that imports.
     """

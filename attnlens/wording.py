@@ -20,15 +20,12 @@ def model_name(identity: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return `text` on one line, with every character that controls a terminal or is invisible replaced by �.
-
-    Reports are untrusted: an escape sequence in a model's name must not reach the screen.
-    """
+    """Return `text` on one line, with � for invisible and control characters: it may come from an untrusted report."""
     return visible(" ".join(text.split()))
 
 
 def visible(text: str) -> str:
-    """Return `text` with its spaces and line ends; replace every other character that controls a terminal by �."""
+    """Replace every character of `text` that is not printable, except line ends, by �."""
     return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
@@ -62,10 +59,7 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
 
 
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
-    """Return the decimals for numbers with a standard error.
-
-    They end at the error's second significant digit at most, and include its first one if three decimals suffice.
-    """
+    """Return the decimals for numbers with an error: to its second digit at most, to its first if 3 suffice."""
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
         return decimals

@@ -735,12 +735,12 @@ def test_a_budget_that_is_none_is_refused(words):
 
 @pytest.mark.parametrize("words", ["loss:0%", "loss:-1%"])
 def test_a_budget_without_anything_to_spend_is_refused(words):
-    with pytest.raises(UsageError, match="is not positive"):
+    with pytest.raises(UsageError, match="is not positive and finite"):
         arguments.budget(words)
 
 
 def test_a_budget_without_a_limit_is_refused():
-    with pytest.raises(UsageError, match="is not finite"):
+    with pytest.raises(UsageError, match="is not positive and finite"):
         arguments.budget("loss:1e999%")
 
 

@@ -315,11 +315,14 @@ def test_without_torch_there_is_no_work():
     assert without_torch("inspect", "demo", "-q").returncode == 70
 
 
+ONLY_PYTHON = ("inspect --select argmax", "swap-kernel --no-controls", "heal --eta 1", "inspect --revision main")
+
+
 REMOVED = ("inspect --models a", "inspect --dry-run", "inspect --tokens 3", "check r.json --sarif x", "merge w")
 
 
-@pytest.mark.parametrize("words", [*REMOVED, "inspect --windows first", "inspect --device-map auto"])
-def test_what_was_removed_is_refused_with_what_to_do_instead(words):
+@pytest.mark.parametrize("words", [*REMOVED, *ONLY_PYTHON, "inspect --windows first", "inspect --device-map auto"])
+def test_a_removed_name_or_an_option_of_python_is_refused_with_what_to_do_instead(words):
     result = without_torch(*words.split())
     refused(result)
     assert "--help" not in result.stderr

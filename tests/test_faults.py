@@ -26,7 +26,7 @@ from swap_reports import planned
 
 import attnlens
 from attnlens.cli import leave, show
-from attnlens.cli.commands.look import failure
+from attnlens.cli.commands.models import failure
 from attnlens.cli.entry import exit_code
 from attnlens.cli.outputs import NO_MODEL
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory

@@ -9,7 +9,7 @@ from experiment_words import assert_in_words
 from heads import query_key, random
 
 import attnlens
-from attnlens.analyzers import features
+from attnlens.analyzers import extra
 from attnlens.lab.experiments import binary_kernel as binary
 from attnlens.lab.reproduce import ROWS
 from attnlens.maths import linalg
@@ -231,8 +231,8 @@ def test_a_mask_of_its_own_for_each_head_and_batches_change_nothing():
         key=given.key.expand(2, -1, -1, -1),
         allowed=CAUSAL.expand(2, 3, N, N),
     )
-    for name, reading in features.of_tokens(given).items():
-        torch.testing.assert_close(features.of_tokens(twice)[name], reading.expand(2, 3), equal_nan=True, msg=name)
+    for name, reading in extra.count_features(given).items():
+        torch.testing.assert_close(extra.count_features(twice)[name], reading.expand(2, 3), equal_nan=True, msg=name)
 
 
 def test_sinks_take_their_share_and_keys_shared_by_heads_are_paired():
@@ -241,14 +241,14 @@ def test_sinks_take_their_share_and_keys_shared_by_heads_are_paired():
     assert max(linalg.feature_rank(heads("causal", size=2.0), 0.1).tolist()) > 1, "the control"
     shared = query_key(2 * random(2, N, 4), random(1, N, 4, seed=1), "tokens", scale=0.6, allowed=CAUSAL)
     own = replace(shared, key=shared.key.expand(2, -1, -1), key_of=(0, 1))
-    for name, reading in features.of_tokens(shared).items():
-        torch.testing.assert_close(features.of_tokens(own)[name], reading, equal_nan=True, msg=name)
+    for name, reading in extra.count_features(shared).items():
+        torch.testing.assert_close(extra.count_features(own)[name], reading, equal_nan=True, msg=name)
 
 
 def test_cross_attention_has_values_whatever_its_lengths():
     for n, m in ((5, 12), (12, 5)):
         given = query_key(random(2, n, 4), random(2, m, 4, seed=1), "tokens", part="cross", scale=1.0)
-        for name, reading in features.of_tokens(given).items():
+        for name, reading in extra.count_features(given).items():
             assert reading.shape == (2,)
             assert bool((reading <= min(n, m)).all()) or "rank" not in name
             assert not reading.isnan().any()
@@ -257,7 +257,7 @@ def test_cross_attention_has_values_whatever_its_lengths():
 def test_queries_that_see_one_key_give_no_value():
     given = heads()
     only = replace(given, allowed=torch.eye(N, dtype=torch.bool)[None])
-    for reading in features.of_tokens(only).values():
+    for reading in extra.count_features(only).values():
         assert reading.isnan().all()
 
 
@@ -278,8 +278,8 @@ def test_selective_heads_need_more_than_their_null_and_even_ones_do_not():
     place = 2 * math.pi * torch.arange(n).double() / n
     turn = torch.stack([f(k * place) for k in range(1, 9) for f in (torch.cos, torch.sin)], -1)[None]
     causal = torch.ones(n, n, dtype=torch.bool).tril()[None]
-    local = features.of_tokens(query_key(turn, turn, "tokens", scale=3.0, allowed=causal))
-    even = features.of_tokens(query_key(0.001 * turn, turn, "tokens", scale=3.0, allowed=causal))
+    local = extra.count_features(query_key(turn, turn, "tokens", scale=3.0, allowed=causal))
+    even = extra.count_features(query_key(0.001 * turn, turn, "tokens", scale=3.0, allowed=causal))
     assert local["features.rank"] > local["features.rank_by_chance"] > 1
     assert even["features.rank"].tolist() == even["features.rank_by_chance"].tolist() == [1]
     assert even["features.taylor_order"].tolist() == [0]
@@ -289,13 +289,13 @@ def test_inspect_says_it_of_every_head_with_errors_or_why_not():
     report = attnlens.inspect("demo", analyzers="features", windows=2, length=48)
     assert len(report.heads) == 32
     for head in report.heads:
-        assert set(head.measures) == {info.name for info in features.MEASURES}
+        assert set(head.measures) == {info.name for info in extra.FEATURES}
         rank = head.measures["features.rank"]
         assert 1 <= rank.value <= 48
         assert rank.se is not None
         for name in ("features.taylor_order", "features.centred_order"):
             found = head.measures[name]
-            assert found.reason == features.BEYOND if found.value is None else 0 <= found.value <= 64
+            assert found.reason == extra.BEYOND if found.value is None else 0 <= found.value <= 64
     plain = attnlens.inspect("demo", source="tokens", windows=1, length=16)
     assert not any(name.startswith("features.") for name in plain.measure_names()), "only where it is asked for"
 

@@ -9,7 +9,7 @@ from heads import query_key, random
 from loaded import family, package
 
 import attnlens
-from attnlens.analyzers import extended, registry, symmetry
+from attnlens.analyzers import extra, registry, symmetry
 from attnlens.analyzers.registry import Analyzer, GatheringPlace
 from attnlens.analyzers.selection import Selector
 from attnlens.maths import linalg
@@ -155,7 +155,7 @@ def test_a_mirrored_causal_head_is_a_mercer_kernel_and_reads_the_same_identified
     plain = heads("causal")
     other = mirrored(plain, 40)
     torch.testing.assert_close(other.attention, plain.attention, rtol=1e-8, atol=1e-10)
-    before, after = extended.of_tokens(plain), extended.of_tokens(other)
+    before, after = extra.split_all_pairs(plain), extra.split_all_pairs(other)
     assert before["extended.share_skew"].min() > 0.05, "the control: the old measure"
     assert before["extended.share_negative"].min() > 0.01
     assert after["extended.share_skew"].max() < 1e-20
@@ -195,8 +195,8 @@ def test_the_mirrored_heads_of_a_trained_decoder_read_the_same(demo):
     for plain in trained(demo):
         other = mirrored(plain, 10)
         torch.testing.assert_close(other.attention, plain.attention, rtol=1e-6, atol=1e-9)
-        skews += extended.of_tokens(plain)["extended.share_skew"].flatten().tolist()
-        assert extended.of_tokens(other)["extended.share_skew"].max() < 1e-15
+        skews += extra.split_all_pairs(plain)["extended.share_skew"].flatten().tolist()
+        assert extra.split_all_pairs(other)["extended.share_skew"].max() < 1e-15
         for analyzer in (found for found in OF_TOKENS if found.by_default):
             first, second = analyzer.function(plain), analyzer.function(other)
             for name, reading in first.items():

@@ -1,7 +1,7 @@
-"""The analyzers, one question per file: symmetry, spectrum, selection, ksvd, features, extended, adaptation.
+"""The analyzers, each with its measures and curves.
 
-Contents: `registry` (the decorators `analyzer` and `gathering`, MeasureInfo, selection by name and source), and one
-file per question, with its measures and curves.
+Contents: `registry` (the decorators `analyzer` and `gathering`, MeasureInfo, selection by name and source), `symmetry`,
+`spectrum`, `selection`, `ksvd`, and `extra` (three short analyzers that run only on request).
 Inputs: a `records.QueryKey` (queries and keys of all heads at one site); a gathering takes those of many sequences.
 Outputs: tensors by measure name, (..., heads) or (..., heads, steps); NaN for a missing value.
 Importers: every package above in the order of imports. Nothing here loads torch before an analyzer runs.

@@ -184,7 +184,7 @@ class Gatherer(Protocol):
 
 @dataclass(frozen=True)
 class Gathering(Named):
-    """Analyzer that answers one question over several sequences at once with an object that accumulates them."""
+    """Analyzer that answers one question over several sequences, with an object that accumulates them."""
 
     begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
     needs_inputs: bool = False  # True if it needs the modules' inputs, and the form on them
@@ -228,24 +228,21 @@ def analyzer(
     return register
 
 
-def gathering(
-    name: str, source: Source, measures: Iterable[MeasureInfo], **options: bool
-) -> Callable[[Function], Function]:
-    """Register a function GatheringPlace → Gatherer, one question over several sequences, as the analyzer `name`.
+gathering = partial(analyzer, kind=Gathering)
+"""Register a function GatheringPlace → Gatherer, one question over several sequences, like `analyzer`.
 
-    `needs_inputs`: it needs the modules' inputs. `by_default` and `replace` are those of `analyzer`.
-    """
-    return analyzer(name, source, measures, kind=Gathering, **options)
+`needs_inputs=True`: it needs the modules' inputs.
+"""
 
 
 def list_analyzers() -> list[Analyzer | Gathering]:
-    """Return all analyzers that `--analyzer` can name, also those of other packages, gatherings last."""
+    """Return all analyzers, including those of other packages; gatherings come last."""
     load_plugins("attnlens.analyzers")
     return sorted(_ANALYZERS.values(), key=lambda entry: isinstance(entry, Gathering))
 
 
 def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
-    """Return the named analyzers (by default those that run if none is named) of that source, gatherings last."""
+    """Return the named analyzers, or by default those with `by_default`, that read this source; gatherings last."""
     available = list_analyzers()
     known = list(dict.fromkeys(entry.name for entry in available))
     named = [checked_name("analyzer", name, known) for name in names]
@@ -254,7 +251,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return analyzers of swept heads: plain ones that run by default, and others reduced to their brief measure."""
+    """Return the analyzers for swept heads: those that run by default, and others reduced to their brief measure."""
     selected = []
     for entry in _plain_analyzers():
         if entry.brief is not None:
@@ -276,7 +273,7 @@ def _plain_analyzers() -> list[Analyzer]:
 
 
 def measure_infos() -> dict[str, MeasureInfo]:
-    """Return every measure and curve of every analyzer, by qualified name."""
+    """Return all measures and curves of all analyzers, by qualified name."""
     return {info.name: info for entry in list_analyzers() for info in entry.measures}
 
 

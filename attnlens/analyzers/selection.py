@@ -169,11 +169,11 @@ class StoredSequence:
 
 
 class Selector:
-    """Gathers one site's sequences and poses every head's own selection problem on them, in every available space.
+    """Gather one site's sequences and pose every head's selection problem on them, in all available spaces.
 
     Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, else the queries and keys. In
-    each space the null rotates that space's form at random on both sides; each rotated head selects its own tokens and
-    has its own most decided queries among the same sequences.
+    each space, the null rotates that space's form randomly on both sides; tokens and most decided queries are chosen
+    anew for each rotated head, from the same sequences.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -217,7 +217,7 @@ class Selector:
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Solve one head's own problem in the first space, or return the reason why there is none."""
+        """Solve one head's problem in the first space, or return the reason why it has none."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
@@ -258,7 +258,7 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield each space's choice and solution; the head chooses once for all spaces, a draw of its null in each."""
+        """Yield each space's choice and solution; the head chooses once, a draw of its null once per space."""
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
@@ -347,7 +347,7 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Move to main memory, as float32 at most (the models' precision); float64 stays."""
+    """Move a tensor to main memory, as float32, or as float64 if it has that type."""
     return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -22,8 +22,7 @@ def baseline_of(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        problem = "The report contains no measures to store in a baseline."
-        raise UsageError(problem, "Create a report with attnlens inspect.")
+        raise UsageError("The report contains no measures for a baseline.", "Create a report with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
@@ -45,7 +44,7 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
 
 
 def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[str, object]]:
-    """Yield what a report and its baseline must have in common; names and paths of models and texts are ignored."""
+    """Yield the properties that a report and its baseline must share; names and paths of inputs may differ."""
     yield from ((f"model.{name}", getattr(run.model, name)) for name in ("architecture", "parameters"))
     for name in ("text", "noise"):
         yield f"settings.{name}.sha256", getattr(getattr(run.settings, name), "sha256", None)
@@ -113,10 +112,7 @@ def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p_(k) ≤ rate · k/n (Benjamini & Hochberg 1995); −1 if no p-value is to be rejected.
-
-    `statistics.false_discovery` computes the same with torch.
-    """
+    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1; `maths.statistics` needs torch for it."""
     ordered = sorted(p_values)
     # not strict: the procedure rejects at equality
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
@@ -145,17 +141,13 @@ def verdict(
 
 
 COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
+# Possible first parts of a dotted path into the report, and paths that are suggested for similar ones
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
-"""Possible first parts of a dotted path into the report."""
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
-"""Paths that are suggested for similar ones."""
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Find the number of every head that the rule covers; empty if it is about a field of the report.
-
-    Raise UsageError if no head has a number: such a rule would never fail.
-    """
+    """Return the heads that a rule covers, with their numbers; [] for a field. Raise UsageError if no head has one."""
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"
@@ -190,9 +182,8 @@ def _match_field(report: Report, rule: Rule) -> float:
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(rule: Rule, why: str) -> UsageError:
-    problem = f"{rule.place}{rule.spelling} matches nothing: {clean(why)}."
-    return UsageError(problem, "Correct or remove the rule: a rule that matches nothing would never fail.")
+def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule, which would never fail.") -> UsageError:
+    return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 
 def _value_at(value: object, path: str) -> object:
@@ -216,7 +207,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
     near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
     known = join_items(names, 40) or "no measures; use fields such as swap.loss.delta"
-    return UsageError(f"{rule.place}{rule.spelling} matches nothing: {why}.", f"{hint}Choose from: {known}.")
+    return _no_match(rule, why, f"{hint}Choose from: {known}.")
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
@@ -253,10 +244,10 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
 def aggregate(values: Iterable[float], rule: Rule) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
     numbers = sorted(values)
-    if rule.quantile is not None:
+    if rule.aggregate == "median" or rule.aggregate[0] == "q":
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
         # which may overflow
-        place = rule.quantile * (len(numbers) - 1)
+        place = (0.5 if rule.aggregate == "median" else float(rule.aggregate[1:]) / 100) * (len(numbers) - 1)
         below, above = math.floor(place), math.ceil(place)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
     if rule.share is not None:
@@ -267,7 +258,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 
 
 def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
-    """Return the heads that break the rule, the worst first; none if the rule only concerns all heads together."""
+    """Return the heads that break the rule, worst first; none if no single head makes its aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -293,7 +284,7 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
 
 
 def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` with which a run measures only what the rules require."""
+    """Return the options `analyzers` and `source` that limit a run to the measures that the rules require."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = list(measure_infos())

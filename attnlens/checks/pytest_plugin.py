@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
-    """Return a function (path of a report, or model; options of `inspect`) → Report, cached per name and session.
-
-    A model in memory is read anew each time, because it may have changed.
-    """
+    """Return a function (path or model; options of `inspect`) → Report, cached except for models in memory."""
     known: dict[str, Report] = {}
 
     def report_of(subject: object, **options: object) -> Report:

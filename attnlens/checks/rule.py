@@ -14,14 +14,13 @@ from attnlens.analyzers.registry import MeasureInfo
 from attnlens.arguments import listed_numbers
 from attnlens.choices import FDR, RELATIVE, Part
 from attnlens.errors import UsageError
-from attnlens.files import format_value, read_bytes
+from attnlens.files import format_value, read_toml
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from attnlens.records import Head
 
 DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
-LARGEST = 2**20  # size limit of a file of rules, in bytes
 LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
 TABLES = (("check",), ("tool", "attnlens", "check"))  # with rules in attnlens.toml, and in pyproject.toml
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
@@ -33,7 +32,7 @@ SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
 FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    **{"==": operator.eq, "!=": operator.ne},
+    **{"==": operator.eq, "!=": operator.ne, "in": operator.ge},
 }
 
 
@@ -47,9 +46,7 @@ class Criterion:
 
     def holds(self, number: float) -> bool:
         """Return whether the number satisfies the comparison."""
-        if self.operator == "in":
-            return self.low <= number <= self.high
-        return OPERATORS[self.operator](number, self.low)
+        return OPERATORS[self.operator](number, self.low) and (self.operator != "in" or number <= self.high)
 
     def excess(self, number: float) -> float:
         """Compute the distance between the number and the allowed values; larger is worse."""
@@ -78,7 +75,7 @@ class Rule:
 
     @property
     def named(self) -> str:
-        """The rule's subject, folded to one line."""
+        """Subject on one line; the subject itself may contain control characters, as a hostile report does."""
         return clean(self.subject)
 
     @property
@@ -93,7 +90,7 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
+        """Prefix of messages about the rule, `attnlens.toml: `; empty if the rule is not from a file."""
         return "" if self.file is None else f"{clean(self.file)}: "
 
     @property
@@ -102,20 +99,13 @@ class Rule:
         return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
 
     @property
-    def quantile(self) -> float | None:
-        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
-        if self.aggregate == "median":
-            return 0.5
-        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
-
-    @property
     def measured(self) -> str:
         """Name of the compared number: `share(> 0.9)`."""
         return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
 
     @property
     def filters(self) -> str:
-        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
+        """Selection of heads as typed: ` @layers 0,1,2 @part decoder`; empty for all heads."""
         chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
         return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
 
@@ -214,29 +204,12 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file, from [check] or [tool.attnlens.check]; raise UsageError if it is invalid.
-
-    `named`: the user named the file, so that a file without rules is an error.
-    """
-    import tomllib
-
+    """Read the rules of a TOML file. Raise UsageError if it is invalid, or `named` by the user but without rules."""
     remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
-    content = read_bytes(path, UsageError, remedy, most=LARGEST)
-    try:
-        document = tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
-    for names in TABLES:
-        table: object = document
-        for name in names:
-            table = table.get(name, {}) if isinstance(table, Mapping) else {}
-        if not isinstance(table, Mapping):
-            raise UsageError(f"{path}: {'.'.join(names)} must be a table.", f"Write it as [{'.'.join(names)}].")
-        if table:
-            return parse_table(table, str(path))
-    if named:
+    table = read_toml(path, TABLES, remedy)
+    if named and not table:
         raise UsageError(f"{path} has no rules.", remedy)
-    return []
+    return parse_table(table, str(path))
 
 
 def rules_of(source: object) -> list[Rule]:
@@ -256,7 +229,7 @@ def rules_of(source: object) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds for changes: a head has moved if it exceeds both the larger bound and chance."""
+    """Bounds for changes: a head fails if its change exceeds the larger bound and is unlikely by chance."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
     absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one
@@ -272,8 +245,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         """Raise UsageError for invalid bounds."""
-        bounds = {"relative": self.relative, "absolute": self.absolute, "fdr": self.fdr}
-        for name, number in bounds.items():
+        for name, number in vars(self).items():
             most = 1.0 if name == "fdr" else math.inf
             valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
             if not valid and not (name == "absolute" and number is None):

@@ -20,8 +20,7 @@ UNUSABLE = 2  # Exit code for invalid arguments or input
 PARTLY = 3  # Exit code if a part could not be done, with --strict
 BUG = 70  # Exit code for an internal error
 INTERRUPTED = 130  # Exit code of an interrupted command
-READER_LEFT = 141
-"""Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
+READER_LEFT = 141  # Exit code if the reader of stdout closes it early, as `head` does: that of SIGPIPE
 
 
 def main() -> None:

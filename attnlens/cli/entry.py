@@ -17,21 +17,16 @@ import typer
 from attnlens.cli import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.commands import app
 from attnlens.cli.outputs import guard_stdout
+from attnlens.cli.parameters import parameter_of
 from attnlens.cli.show import complain, interrupt, report_failure
 from attnlens.errors import UsageError
+from attnlens.requests import Request, details
 
 TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # its class in click
 """Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000  # Maximum number of columns or lines of a terminal; tables are filled up to the width
-PYTHON_ONLY = (
-    "max-cpu-memory intervals select prompts path allow-signed lr loss "
-    "parameterisation n t d m head-function attention start image audio heal-batch heal-rank heal-checkpointing eta "
-    "ksvd-convention"
-)
-REMOVED = {  # Options and commands of earlier versions, with their replacements
-    **{f"--{name}": "Use it in Python: it is a keyword of the function." for name in PYTHON_ONLY.split()},
-    **{f"--no-{name}": f"Use {name}=False in Python." for name in ("resume", "predictors", "controls")},
+REMOVED = {  # Options and commands of earlier versions or of Python, with their replacements
     **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
     **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
     "--heal-control": "Use attnlens heal --control.",
@@ -46,8 +41,7 @@ REMOVED = {  # Options and commands of earlier versions, with their replacements
     "--allow-other-model": "Omit it: baselines are compared by content.",
     "merge": "Run the shards' command again without --shard: it uses the shards' units and writes the report.",
 }
-UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
-"""Pattern of the suffix that click appends to an option's name, even if the variable is not set."""
+UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")  # Suffix that click adds even if the variable is not set
 
 
 def run() -> None:
@@ -76,11 +70,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
         problem = UNSET_VARIABLE.sub(lambda match: match[0] * (match[1] in os.environ), error.format_message())
-        unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
-        removed = REMOVED.get(unknown[1]) if unknown else None
-        if "'--windows'" in problem and "integer" in problem:
-            removed = "Give the number of windows; --placement sets their position."
-        complain(problem, removed or f"Run: {command} --help")
+        complain(problem, _find_replacement(problem) or f"Run: {command} --help")
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
@@ -90,8 +80,25 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return report_failure(error)
 
 
+def _find_replacement(problem: str) -> str | None:
+    """Return a remedy for a removed name or an option that only Python offers; None for other problems."""
+    if "'--windows'" in problem and "integer" in problem:
+        return "Give the number of windows; --placement sets their position."
+    unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
+    if unknown is None or unknown[1] in REMOVED:
+        return None if unknown is None else REMOVED[unknown[1]]
+    only_python = parameter_of(unknown[1]).removeprefix("no_") in _keywords(Request)
+    return "Use it in Python: it is a keyword of the function." if only_python else None
+
+
+def _keywords(kind: type[Request]) -> set[str]:
+    """Return the options of these requests that only Python offers."""
+    names = {name for name, field in kind.model_fields.items() if details(field).get("python_only")}
+    return names.union(*map(_keywords, kind.__subclasses__()))
+
+
 def _prepare() -> None:
-    """Prepare streams, page size and libraries. Raise UsageError if stdout or transformers can't be used."""
+    """Prepare streams, terminal size and libraries. Raise UsageError if stdout or transformers can't be used."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, interrupt)  # from here on, finished work is kept
     if sys.stderr is None:

@@ -19,17 +19,10 @@ import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
+from attnlens.cli.parameters import option_name
 from attnlens.cli.show import ReportProgress, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
-from attnlens.files import (
-    OPEN_FILES,
-    check_writable,
-    local_path,
-    make_folder,
-    refuse_other_kinds,
-    with_home,
-    write_atomically,
-)
+from attnlens.files import check_readable, check_writable, local_path, make_folder, with_home, write_atomically
 from attnlens.requests import Request
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import KernelRequest
@@ -40,14 +33,13 @@ if TYPE_CHECKING:
     from attnlens.report.sections.section import Document
     from attnlens.requests.run_options import SeriesRequest
 
-Cleanup = Callable[[], None]  # Function to call once the report is written: it removes the stored units
-Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Cleanup]"]
-"""Work of a command: a function of `attnlens.cli.analyses` and progress."""
+Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Callable[[], None]]"]
+"""Function of `cli.analyses` and progress; with the report, it may return a function that removes the stored units."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
 def named_model(params: Mapping[str, str | None]) -> str:
-    """Return the requested model, else demo, with a message. Raise UsageError for an invalid name."""
+    """Return the requested model, or demo with a message. Raise UsageError for an invalid name."""
     name = params["model"]
     if name is None and not params["quiet"]:
         say(NO_MODEL)
@@ -55,11 +47,10 @@ def named_model(params: Mapping[str, str | None]) -> str:
 
 
 def checked_model(name: str) -> str:
-    """Return the name. Raise UsageError if it is empty, or means stdin."""
-    if not name.strip() or "\0" in name:
-        raise UsageError("The model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
-    if name == "-":
-        raise UsageError("A model can't be read from stdin.", "Name a folder, a file, a hub id, or `demo`.")
+    """Return the model's name. Raise UsageError if the name is empty, or `-` for stdin."""
+    if not name.strip() or "\0" in name or name == "-":
+        problem = "A model can't be read from stdin." if name == "-" else "The model's name is empty."
+        raise UsageError(problem, "Name a folder, a file, a hub id, or `demo`.")
     return name
 
 
@@ -74,7 +65,7 @@ def check_reading(request: SeriesRequest) -> None:
 
 @contextmanager
 def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
-    """Import `attnlens.cli.analyses`, show progress and silence transformers during the one call of a command."""
+    """Import `attnlens.cli.analyses`; inside the block, show progress and silence transformers."""
     with interruptible_at_once():
         from attnlens.cli import analyses
         from attnlens.models.loading.building import silence_logging
@@ -88,8 +79,7 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
 def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
     """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
 
-    After the report is delivered, raise OutputError if the changed model could not be saved. With --strict, exit with
-    PARTLY if something was not analysed, or if the files contain tensors that the model does not use.
+    Then raise OutputError if a changed model was not saved. With --strict, exit with PARTLY for missing parts.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -105,8 +95,7 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
         except analyses.UnsavedError as error:
             report, unsaved = error.report, error
     changed = isinstance(request, KernelRequest) and request.save is not None and unsaved is None
-    saved = [f"the changed model to {outputs.save}"] if changed else []
-    deliver(outputs, report, interrupted=stopped, saved=saved)
+    deliver(outputs, report, interrupted=stopped, saved=[f"the changed model to {outputs.save}"] * changed)
     if unsaved is not None:
         raise unsaved
     if written is not None:
@@ -124,42 +113,32 @@ def run_command(params: Mapping[str, Any], models: Sequence[str], request: Reque
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that --jobs are forked from; it imports the library in parallel with this process."""
+    """Start the server process that forks the workers of --jobs; it imports torch in parallel with this process."""
     if engine == "local":
         from attnlens.runs.work import start_server
 
         start_server(jobs, "attnlens.cli.analyses")
 
 
-DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
-"""Options that name a file to write."""
+DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Options on files
 STDIN = STDOUT = "-"
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
-"""Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")
-"""Options that name texts; `text` and `calibration` accept rows of a dataset too."""
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub model, unless it ends like a file or is a local folder
+TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also rows of a dataset
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
-Inputs = dict[str, str]
-"""Description of each file that a command reads, and of the files in the folder of a model, by its resolved path."""
-
-
-def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
-    """Return the inputs of a command's parameters, and of these models.
-
-    Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
-    UsageError for a plan that can't be read.
-    """
-    inputs: Inputs = {}
+def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
+    """Describe the files and folders that will be read, by real path. Raise AttnlensError if one is missing."""
+    inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
         for path in map(Path, [named] if isinstance(named, str) else named):
             dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
             if dataset is not None:
-                inputs[_resolved(dataset.name)] = f"a file of the dataset that --{option} reads"
+                inputs[os.path.realpath(with_home(dataset.name))] = f"a file of the dataset that --{option} reads"
             elif str(path) != STDIN:
-                inputs[os.path.realpath(_readable(path))] = f"which --{option} reads"
+                check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, SAY_TEXT)
+                inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
         from attnlens.records import read_plan
 
@@ -175,11 +154,11 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
         for file in _local_files(name, options):
             inputs[os.path.realpath(file)] = f"a file of the model {name}"
     if options.get("adapter") is not None:
-        inputs[_resolved(options["adapter"])] = "a file of the adapter"
+        inputs[os.path.realpath(with_home(options["adapter"]))] = "a file of the adapter"
     return inputs
 
 
-def describe_input(inputs: Inputs, output: Path) -> str:
+def describe_input(inputs: dict[str, str], output: Path) -> str:
     """Return the description of the input that `output` would replace; empty if there is none."""
     real = Path(os.path.realpath(output))
     inside = (what for folder, what in inputs.items() if real.is_file() and real.is_relative_to(folder))
@@ -187,8 +166,8 @@ def describe_input(inputs: Inputs, output: Path) -> str:
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return a local model's folder with its files (links can point elsewhere), or its single file."""
-    path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
+    """Return a local model's folder with its files (links may lead elsewhere), or its single file."""
+    path = with_home(name)  # tested with os.path, which never raises, whatever the name
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
         return []
@@ -200,37 +179,9 @@ def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
     return [place.folder, *place.folder.iterdir()]
 
 
-def _resolved(folder: str) -> str:
-    return os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111  # never raises
-
-
-def check_place() -> None:
-    """Raise UsageError if the current folder was removed: paths can't be resolved, and torch's MKL ends the process."""
-    try:
-        os.getcwd()  # noqa: PTH109  # like pathlib
-    except OSError as error:
-        raise UsageError(
-            f"The current folder can't be read: {error.strerror}.", "Change to another folder with cd."
-        ) from None
-
-
-def _readable(path: Path) -> Path:
-    """Return the path of a text. Raise TextError if it can't be read."""
-    resolved = with_home(str(path))
-    try:
-        kind = resolved.stat()
-    except (OSError, ValueError) as error:
-        raise TextError(f"The text {path} can't be read: {getattr(error, 'strerror', error)}.", SAY_TEXT) from None
-    if not os.access(resolved, os.R_OK):
-        raise TextError(f"The text {path} can't be read: Permission denied.", SAY_TEXT)
-    if not str(path).startswith(OPEN_FILES):
-        refuse_other_kinds(kind, f"The text {path}", TextError, SAY_TEXT)
-    return resolved
-
-
 @contextmanager
 def guard_stdout() -> Iterator[None]:
-    """Guard writing to stdout inside the block. Raise OutputError if it fails, Exit if its reader has left."""
+    """Raise OutputError if writing to stdout fails inside the block, and Exit if the reader of stdout has left."""
     try:
         yield
         sys.stdout.flush()
@@ -267,18 +218,13 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Return the paths of those of these options that name a file; stdout is left out."""
-        named = {option: getattr(self, option) for option in options}
-        return {
-            option: local_path(name, option_name(option))
-            for option, name in named.items()
-            if name is not None and (option, name) != ("json", STDOUT)
-        }
+        """Return the checked paths of these options, without those that are not set or name stdout."""
+        named = [(option, getattr(self, option)) for option in options]
+        written = [(option, name) for option, name in named if name is not None and (option, name) != ("json", STDOUT)]
+        return {option: _path(option, name) for option, name in written}
 
-    def check(self, inputs: Inputs) -> None:
+    def check(self, inputs: dict[str, str]) -> None:
         """Check before the work that every file can be written or drawn, and that none is an input."""
-        for option in (*DATA, *PICTURES):
-            _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
@@ -299,28 +245,20 @@ class Outputs:
             from attnlens.report.render.html import is_file
 
             if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
-                raise OutputError(
-                    f"{target} exists, but is neither a folder nor a picture.",
-                    "Give a path that ends in .png, .svg or .pdf, or a folder.",
-                )
+                problem = f"{target} exists, but is neither a folder nor a picture."
+                raise OutputError(problem, "Give a path that ends in .png, .svg or .pdf, or a folder.")
 
 
-def option_name(option: str) -> str:
-    """Return the option as it is typed: `--windows-csv`."""
-    return f"--{option.replace('_', '-')}"
-
-
-def _check_name(option: str, name: str | None) -> None:
-    """Raise UsageError for a name that can't be the path of a file (or of a folder, for plots)."""
-    typed = option_name(option)
-    if name is None or (option, name) == ("json", STDOUT):
-        return
-    if not name.strip() or "\0" in name or (option != "figure" and name.endswith(("/", os.sep))):
+def _path(option: str, name: str) -> Path:
+    """Return the path that an option names. Raise UsageError if the option can't write there."""
+    typed, is_file = option_name(option), option not in ("figure", "save")
+    if not name.strip() or "\0" in name or (is_file and name.endswith(("/", os.sep))):
         raise UsageError(f"{typed} does not name a file.", f"Give a path after {typed}, or leave it out.")
     if name.startswith("--"):
         raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
     if name == STDOUT:
         raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, e.g. /dev/stdout.")
+    return local_path(name, typed)
 
 
 def deliver(
@@ -335,10 +273,9 @@ def deliver(
 ) -> None:
     """Write the data, show the tables, draw the plots, and print which files exist.
 
-    `writers` (by option) and `summary` default to those of any report; `annotate` is called after the summary is shown.
-    Failures are reported after everything else: raised as an AttnlensError, or as Exit if the reader of stdout left.
-    `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
-    `saved` is printed as written too.
+    `writers` (by option) and `summary` default to those of any report. `annotate` runs after the summary; `saved` is
+    printed as written too. Raise failures after all other work: AttnlensError, or Exit if the reader of stdout left or
+    the run was `interrupted`.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
@@ -426,16 +363,14 @@ def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError
 
 
 def _draw(path: Path, draw: Callable[[], bytes]) -> None:
-    """Draw a picture or page and write it. Raise OutputError for any error, since other files are unaffected."""
+    """Draw a picture or page and write it. Raise OutputError for any error, so that other files are still written."""
     try:
         content = draw()
     except AttnlensError:
         raise
     except Exception as error:
-        raise OutputError(
-            f"{path} can't be drawn: {type(error).__name__}: {error}.",
-            "The other results were written; run the command again with --debug and report the output.",
-        ) from error
+        remedy = "The other results were written; run the command again with --debug and report the output."
+        raise OutputError(f"{path} can't be drawn: {type(error).__name__}: {error}.", remedy) from error
     new = not path.parent.exists()
     make_folder(path.parent)
     try:

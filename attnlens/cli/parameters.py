@@ -15,18 +15,18 @@ from pydantic.fields import FieldInfo
 
 from attnlens import requests
 from attnlens.arguments import checked_name
+from attnlens.cli.show import guard
 from attnlens.errors import TextError, UsageError
-from attnlens.files import read_bytes
-from attnlens.requests import OUTPUT, Request, details
+from attnlens.files import read_toml
+from attnlens.requests import Request, details
 from attnlens.requests.fields import CallOnly, Details
+from attnlens.requests.run_options import OUTPUT, ModelRequest
 
 R = TypeVar("R", bound=Request)
-FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
-"""Files that can set options, the first one with any wins, and the path of their table."""
+FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files with options, and their tables
 RULES = "check"  # Table in these files with the rules of `check` instead of options
-NEGATED = {"no_pack": "pack"}
-"""Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
-LARGEST, REMEDY = 2**20, "Make the file readable, or run in another folder."
+NEGATED = {"no_pack": "pack"}  # Negative flags of switches, for which typer reads no environment variable
+REMEDY = "Correct the file, or run in another folder."
 WANTED = {  # Description and example of the values of each type in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
@@ -41,51 +41,20 @@ def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
 
 
 def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
-    """Read options by parameter name from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
-
-    typer reads every other ATTNLENS_<OPTION>. Raise UsageError if a file can't be read, is not TOML, or sets an
-    option that does not exist, is dangerous, names a file to read or write, or has a value of another type.
-    """
-    options = _from_files(folder, known)
-    for negated, name in NEGATED.items():
-        variable = f"ATTNLENS_{negated.upper()}"
-        word = os.environ.get(variable, "").lower()
-        if word and word not in YES + NO:
-            raise UsageError(f"{variable}={word} is neither yes nor no.", f"Write {variable}=1 or {variable}=0.")
-        if word:
-            options[name] = word in NO
-    return options
-
-
-def _from_files(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
+    """Read options from ATTNLENS_NO_PACK and FILES; typer reads other variables. Raise UsageError if invalid."""
+    options: dict[str, object] = {}
     for name, path in FILES.items():
-        if not (folder / name).is_file():
-            continue
-        table = _toml(folder / name)
-        for depth, key in enumerate(path, 1):
-            inner = table.get(key, {})
-            if not isinstance(inner, dict):
-                raise UsageError(f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write [{'.'.join(path)}].")
-            table = inner
-        options = {key: value for key, value in table.items() if key != RULES}
-        if options:
-            return dict(_parse_entry(name, key, value, known) for key, value in options.items())
-    return {}
-
-
-def _toml(file: Path) -> dict[str, object]:
-    import tomllib
-
-    try:
-        return tomllib.loads(read_bytes(file, UsageError, REMEDY, most=LARGEST).decode())
-    except RecursionError:
-        raise UsageError(f"{file} is nested too deeply.", "Correct the file, or run in another folder.") from None
-    except ValueError as error:  # TOML's own errors, bytes that are not UTF-8, numbers of thousands of digits
-        raise UsageError(f"{file} is not valid TOML: {error}.", "Correct the file, or run in another folder.") from None
+        if not options and (folder / name).is_file():
+            table = read_toml(folder / name, [path], REMEDY)
+            options = dict(_parse_entry(name, key, value, known) for key, value in table.items() if key != RULES)
+    word = os.environ.get("ATTNLENS_NO_PACK", "").lower()
+    if word not in (*YES, *NO, ""):
+        raise UsageError(f"ATTNLENS_NO_PACK={word} is neither yes nor no.", "Set it to 1 or 0.")
+    return options | ({"pack": word in NO} if word else {})
 
 
 def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]) -> tuple[str, object]:
-    """Check one line of a file and return parameter and value; the file may belong to an untrusted model."""
+    """Check one line of a possibly untrusted file, and return its parameter and value."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
@@ -94,10 +63,8 @@ def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]
         raise UsageError(f"{file} must not enable {key}.", "Pass it on the command line if this is intended.")
     if why:
         variable = f" or in ATTNLENS_{name.upper()}" if hasattr(declared, "call_only") else ""
-        raise UsageError(
-            f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source.",
-            f"Remove {key} from {file}, and set it on the command line{variable}.",
-        )
+        problem = f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source."
+        raise UsageError(problem, f"Remove {key} from {file}, and set it on the command line{variable}.")
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(each) is list for each in kinds)
     plain = next((each for each in (bool, int, float) if each in kinds), str)
@@ -165,13 +132,13 @@ def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: 
 
 
 def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
-    """Return the options of a request, its own ones before those shared with other requests."""
+    """Return the options of a request; those shared with other requests come last."""
     fields = {
         name: field
         for name, field in kind.model_fields.items()
         if name not in without and not details(field).get("python_only")
     }
-    shared = [base.model_fields for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
+    shared = [base.model_fields for base in (requests.Loading, requests.Feeding, ModelRequest)]
     result: Parameters = {}
     for name in sorted(fields, key=lambda name: sum(name in base for base in shared)):
         field, about = fields[name], details(fields[name])
@@ -193,6 +160,11 @@ def parameter_of(flag: str) -> str:
     return flag.split()[-1].split("/")[0].removeprefix("--").replace("-", "_")
 
 
+def option_name(option: str) -> str:
+    """Return an option as typed on the command line: `--windows-csv` for `windows_csv`."""
+    return f"--{option.replace('_', '-')}"
+
+
 MODEL = argument(
     "model", "Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
@@ -207,18 +179,11 @@ JSON = output("--json", "Write the report as JSON (`-`: stdout).")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
-OUTPUT_OPTIONS = {  # Options on the report's destinations and on messages
-    **JSON,
-    **output("--csv", "Write one row per head as CSV."),
-    **output(
-        "--figure", "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder.", "FILE|DIR"
-    ),
-    **output("--html", "Write a self-contained HTML page."),
-    **MARKDOWN,
-    **QUIET,
-    **option("-v --verbose", bool, "Also show timings and the model's positions, biases and norms.", panel=OUTPUT),
-    **REPORT_OPTIONS,
-}
+FIGURE = "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder."
+VERBOSE = "Also show timings and the model's positions, biases and norms."
+OUTPUT_OPTIONS = JSON | output("--csv", "Write one row per head as CSV.") | output("--figure", FIGURE, "FILE|DIR")
+OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET
+OUTPUT_OPTIONS |= option("-v --verbose", bool, VERBOSE, panel=OUTPUT) | REPORT_OPTIONS
 _printed = typer.Option("--markdown", help="Print Markdown.")
 _printed.call_only = "written"  # like the option of that name that writes a file
 PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
@@ -226,12 +191,13 @@ PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
-    """Give a command the options of these groups; it finds their values in `context.params`."""
+    """Guard a command and add the options of these groups; the command reads their values from `context.params`."""
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = {name: each for group in groups for name, each in group.items()}
 
     def extend(command: Callable[[typer.Context], None]) -> Callable[..., None]:
         @functools.wraps(command)
+        @guard
         def run(context: typer.Context, **_options: object) -> None:
             command(context)
 
@@ -243,10 +209,7 @@ def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], Non
 
 
 def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
-    """Build a request from a command's parameters and `more` options; options at their defaults are not set.
-
-    Raise UsageError for an invalid value, TextError for a text from stdin without a stdin.
-    """
+    """Build a request from a command's parameters and `more` options. Raise UsageError or TextError if invalid."""
     options = dict(more)
     for name, field in kind.model_fields.items():
         value = values.get(parameter_of(_flag(name, field)))

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
-LONGEST_LINE = 600
-"""Maximum length of a message line; its middle is left out, since untrusted files may fill it with megabytes."""
+LONGEST_LINE = 600  # Maximum length of a message line; untrusted files may fill it with megabytes
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console for tables and bars; imported late, because some commands need neither."""
+    """Return the console for tables and bars; rich is imported late, because some commands do not need it."""
     from attnlens.report.render.terminal import console
 
     return console(stderr=stderr)
@@ -49,7 +48,7 @@ def complain(problem: str, remedy: str) -> None:
 
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
-    """Let an interruption exit immediately inside the block: imports may swallow it, or report it as an error."""
+    """Exit at once on an interruption inside the block, because imports may swallow KeyboardInterrupt."""
     before = signal.getsignal(signal.SIGINT)
     if before not in (interrupt, signal.default_int_handler):  # the caller ignores or handles it
         yield
@@ -62,7 +61,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that it fails with a message and an exit code; with --debug, after a traceback."""
+    """Wrap a command: on an error, print a message (with --debug after a traceback) and exit with its code."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -103,10 +102,8 @@ def report_failure(error: BaseException) -> int:
         complain("Not enough memory.", "Use a smaller --batch-size or --length, fewer --layers, or a smaller model.")
         return UNUSABLE
     if (name := type(error).__name__) == "PanicException":
-        complain(
-            f"A library crashed on a file of the model or on the text: {error}",
-            "Check that these files are complete, for example by downloading them again.",
-        )
+        problem = f"A library crashed on a file of the model or on the text: {error}"
+        complain(problem, "Check that these files are complete, for example by downloading them again.")
         return UNUSABLE
     say(f"Internal error: {name}: {error}")
     say("Run the command again with --debug and report the output.")
@@ -116,35 +113,27 @@ def report_failure(error: BaseException) -> int:
 @contextmanager
 def progress(*, shown: bool) -> Iterator[ReportProgress]:
     """Show a progress bar with ETA on a terminal, else occasional plain lines; print the library's warnings."""
-    with _warnings():
-        if not shown:
-            yield lambda _stage, _done, _total: None
-            return
-        plain = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
-        if plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
-            yield _plain()
-            return
-        with _bars(talk) as tell:
-            yield tell
-
-
-@contextmanager
-def _warnings() -> Iterator[None]:
-    """Context manager: print the library's log messages on stderr."""
     import logging  # late, like everything that only the work needs
 
-    handler = logging.Handler()
+    handler, log = logging.Handler(), logging.getLogger("attnlens")
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("attnlens")
     log.addHandler(handler)
+    plain = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
     try:
-        yield
+        if not shown:
+            yield lambda _stage, _done, _total: None
+        elif plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
+            yield _plain()
+        else:
+            with _bars(talk) as tell:
+                yield tell
     finally:
         log.removeHandler(handler)
 
 
 @contextmanager
 def _bars(talk: Console) -> Iterator[ReportProgress]:
+    """Show a bar for each stage."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -160,7 +149,7 @@ def _bars(talk: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every few seconds, with the time left at its recent rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left at its recent rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}
 

@@ -6,8 +6,7 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-TABLE = Path(__file__).with_name("architectures.csv")
-"""The sweep's table; its first line names the version of transformers it was measured with."""
+TABLE = Path(__file__).with_name("architectures.csv")  # Its first line names the version of transformers
 
 
 class Architecture(NamedTuple):

@@ -38,8 +38,7 @@ class Check(Record):
     value: Number | None = None  # Value compared; None if heads are compared individually
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []
-    """Heads that violate the rule, worst first; empty if it passed, or if it applies to all heads together."""
+    breaches: list[Breach] = []  # Heads that violate the rule, worst first; empty if it passed or aggregates heads
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
@@ -91,8 +90,7 @@ class MeasureChange(Record):
     after: Number | None = None
     delta: Number | None = None  # after − before, or the distance
     se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
-    rounding: Number | None = None
-    """Root mean square of the change that rounding the weights to their types alone causes."""
+    rounding: Number | None = None  # RMS of the change that rounding the weights to their types alone causes
     p: Number | None = None  # Two-sided, of no change beyond sampling and rounding
     q: Number | None = None  # Smallest false-discovery rate at which it is named (Benjamini & Hochberg)
     least: Number | None = None  # Change that this comparison would have named with a probability of about 80 %
@@ -116,7 +114,7 @@ class HeadChange(HeadId):
 
 
 class BlockChange(Record):
-    """Outputs of one block of both models for the same hidden states, those of the first model."""
+    """Change of one block's output if both models receive the first model's hidden states."""
 
     path: str
     layers: list[Count]
@@ -136,7 +134,7 @@ class Spread(Record):
 
 
 class Shift(Record):
-    """A measure's distribution over heads in both models, where no head of one is a head of the other."""
+    """Distribution of a measure over heads in both models, whose heads do not correspond."""
 
     measure: str
     before: Spread
@@ -147,16 +145,13 @@ class Comparison(Record):
     """Differences between a first model and a second, whose heads the report lists."""
 
     base: ModelInfo
-    paired: bool
-    """True if changes are paired window by window; else their errors are those of two independent readings, which is
-    too large for readings of the same windows."""
+    paired: bool  # True if changes are paired by window; else errors are those of two independent readings
     fdr: Number
     tests: Count = 0  # Number of rows with a p
     named: Count = 0
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
-    blocks: list[BlockChange] = []
-    """Changes that originate in single blocks; empty if the models lack blocks that each run once."""
+    blocks: list[BlockChange] = []  # Changes by block; empty if the models lack blocks that each run once
     shifts: list[Shift] = []
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each

@@ -10,17 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError
+from pydantic.functional_serializers import PlainSerializer, model_serializer
+from pydantic.functional_validators import model_validator
 
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
@@ -43,7 +35,7 @@ Reasons = dict[str, str]  # Reason for each null or empty field of the record, b
 
 
 class Record(BaseModel):
-    """A frozen noun of the report; fields that a newer attnlens added are ignored when reading."""
+    """Frozen part of a report; reading ignores fields that a newer attnlens added."""
 
     # validators are built at first use: a command that reads one kind of record must not wait for all
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
@@ -69,11 +61,7 @@ def read_record(
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
-    """Read a record from an untrusted JSON file, validating every field; `convert` converts one of version 1.
-
-    Raise UsageError with `remedy` if the file is missing, is not JSON, or is `otherwise` (`not a report`), and for an
-    unknown schema version.
-    """
+    """Read a record from an untrusted JSON file; `convert` converts version 1. Raise UsageError if invalid."""
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
         try:
@@ -86,19 +74,15 @@ def read_record(
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            raise UsageError(
-                f"{path} has schema_version {format_value(first['input'])}, but this version of attnlens reads '1' "
-                "and '2'.",
-                "Create the report again with this version, or read it with the version that wrote it.",
-            ) from None
+            problem = f"{path} has schema_version {format_value(first['input'])}; this version reads '1' and '2'."
+            remedy = "Create it again with this version, or read it with the version that wrote it."
+            raise UsageError(problem, remedy) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
 
 
 class Null(Record):
-    """Value expected by chance: independent Gaussian factors of the same shape; selection.*: the head's own
-    form in the measure's space, turned by random rotations on both sides.
-    """
+    """Value expected by chance, from random factors; for selection.*, from random rotations of the head's own form."""
 
     mean: Number
     sd: Number
@@ -146,7 +130,7 @@ class HeadId(Record):
 
 
 class Head(HeadId):
-    """All that was measured of one head."""
+    """Measures and curves of one head."""
 
     measures: dict[str, Measure] = {}  # Scalars by qualified name (`weights.symmetry`)
     curves: dict[str, list[Number]] = {}
@@ -161,8 +145,7 @@ class Head(HeadId):
         return row
 
 
-OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
-"""Words that begin a sentence; any other capital belongs to a name."""
+OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")  # Sentence openers; other capitals are names
 
 
 def _clause(sentence: str) -> str:
@@ -219,19 +202,18 @@ class Coverage(Record):
 
 
 class Pick(Record):
-    """One posed query and what its head selects for it."""
+    """One posed query and the tokens that its head selects."""
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     query: Count  # Position of the query among its sequence's tokens
-    selected: list[Count]
-    """Positions of the selected tokens: one, or those that together have the requested share of the weight."""
+    selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
     margin: Number  # Smallest margin of the query over the best possible, 1/‖W_mm‖; at least 1 if the head is the SVM
 
 
 class Sentence(Record):
-    """The tokens of a sequence that a pick points at."""
+    """Tokens of a sequence that picks refer to."""
 
     sequence: Count
     keys: list[str]
@@ -239,7 +221,7 @@ class Sentence(Record):
 
 
 class Selection(HeadId):
-    """A head's own selection problem, as it was posed and solved."""
+    """A head's selection problem and its solution."""
 
     space: Space
     picks: list[Pick]

@@ -45,13 +45,11 @@ class Rise(Record):
     ci95: Interval | None = None
     """Two-sided, over pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight of them
     Student's t (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
-    over: Intervals = "windows"
-    """Population of the interval: all windows of these texts, or texts like them (if there are at least five)."""
+    over: Intervals = "windows"  # Population of the interval: windows of these texts, or texts like them
     sequences: Count
     by_text: dict[str, Number] = {}  # Relative rise on each text, by name, if the sequences come from several texts
     ci95_by_text: dict[str, Interval] = {}
-    further: Number | None = None
-    """One-sided 95 % prediction bound for the share of one more text like these (normal); None for a single text."""
+    further: Number | None = None  # One-sided 95 % prediction bound for one more such text; None for a single text
 
     @property
     def high(self) -> float:
@@ -75,7 +73,7 @@ class FormTried(Record):
 
 
 class PlanStep(Record):
-    """One of the nested plans that were measured on the way."""
+    """One of the nested plans that were measured during the search."""
 
     mean_rank: Number  # Mean over query heads
     predicted: Number  # Sum of the latents' sensitivities, as a share of the loss, or of perplexity
@@ -83,29 +81,23 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """The cheapest ranks found whose estimated rise of the loss stays well within the budget, or what those of another
-    plan do here (`ranks`).
-    """
+    """Ranks whose estimated rise of the loss is within the budget, or those of a given plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool
     model: ModelInfo
     settings: Settings
     kernel: str
-    budget: Number = Field(gt=0)
-    """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
+    budget: Number = Field(gt=0)  # Largest allowed rise, as a share of the loss or perplexity: 0.01 is 1 %
     unit: Unit = "loss"  # Quantity that all rises are shares of: the loss in nats, or perplexity, its exponential
     form: str = ""  # Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys
-    forms: list[FormTried] = []
-    """Forms compared on the calibration text for choosing ranks; empty if the form was given."""
+    forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
     held_out: bool = False  # True if estimate and promise are measured on text that their maps were not fitted to
     ranks: list[KeyRank] = Field(min_length=1)
     mean_rank: Number  # numbers kept for each key head, mean over query heads
     head_dim: Number  # numbers for each key head before, mean over query heads
-    estimated: Rise | None = None
-    """Rise on the calibration text used to choose the plan, and therefore biased; None if the ranks were given."""
-    promised: Rise | None
-    """Rise on text used neither to fit nor to choose; None if the model diverged, or the ranks were given."""
+    estimated: Rise | None = None  # Rise on the text that chose the plan, so biased; None for given ranks
+    promised: Rise | None  # Rise on text not used to fit or choose; None if it diverged or ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged there
     healed: Rise | None = None
     fitted_on: list[Text] = []
@@ -114,8 +106,7 @@ class Plan(Record):
     """Calibration texts of directions and sensitivities, of `estimated` and `steps`, and of `promised`."""
     steps: list[PlanStep]
     parameters: Pair  # Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys
-    flops_per_token: Pair
-    """Floating-point operations for queries, keys and scores of these heads, mean over a sequence of `tokens`."""
+    flops_per_token: Pair  # Operations for queries, keys and scores of these heads, mean over a sequence
     cache_bytes_per_token: Pair  # Size of the keys and values of a token in the cache at these sites
     rebuilding_flops: Number | None = None
     """Operations that rebuild the keys of one cached token from latents of unrotated keys: paid for every key that a

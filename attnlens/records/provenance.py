@@ -40,10 +40,8 @@ class Conventions(Record):
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
     """How positions enter the scores: through the inputs (if at all), a rotation, or an added bias; `unknown` if the
     weights of a site can't be read."""
-    qk_norm: bool
-    """True if queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
-    bias: Literal["excluded", "none"]
-    """True if query/key biases exist; they are excluded from weights.* and included in tokens.*."""
+    qk_norm: bool  # True if queries and keys are normalised per token; weights.* leave out the token's factor
+    bias: Literal["excluded", "none"]  # `excluded` if biases exist: weights.* omit them, tokens.* include them
     scale: Literal["included"] = "included"  # weights.* include the scale as the model applies it
     notes: list[str] = []  # Facts that a reader of the numbers must know, one sentence each
 
@@ -71,8 +69,7 @@ class ModelInfo(Record):
     parameters: Count
     files: list[File] = []
     files_in_parts: list[FileInParts] = []  # Weight files from which only the required tensors were read
-    unexpected: list[str] = []
-    """Tensors in the files of model or adapter that the architecture does not use; `--strict` then exits with 3."""
+    unexpected: list[str] = []  # Tensors in the files that the architecture does not use; `--strict` exits with 3
     quantised: str | None = None  # Format of decoded weights: `fp8`, `gptq` …; None if they are stored as plain numbers
     adapter: AdapterInfo | None = None
     conventions: Conventions | None = None
@@ -87,12 +84,9 @@ class Text(Record):
     """Text or noise passed to the model."""
 
     name: str  # File name, `stdin`, what a built-in text is, or `random pixels`; several are joined by +
-    sha256: str
-    """SHA-256 of the text in UTF-8 or of the noise; for several texts, SHA-256 of their concatenated digests."""
-    windows: list[Count] = []
-    """Indices of the windows (or lines) used, counted from the beginning of the text; empty for several texts."""
-    available: Count | None = None
-    """Number of windows (or lines) in the text: the population from which those used were drawn."""
+    sha256: str  # SHA-256 of the text in UTF-8 or of the noise; of several texts, of their joined digests
+    windows: list[Count] = []  # Indices of the windows (or lines) read, from 0; empty for several texts
+    available: Count | None = None  # Number of windows (or lines) in the text from which those were drawn
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Text:
@@ -116,21 +110,16 @@ class Settings(Record):
     placement: Placement | None = None  # Position of the windows (or lines) in each text; None without a text
     intervals: Intervals | None = None  # Population of standard errors and intervals; None without a text
     noise: Text | None = None  # Random pixels or sound, if the model reads no text
-    calibration: Text | None = None
-    """Text used to fit parameters or heal weights; it is not part of the evaluated input."""
+    calibration: Text | None = None  # Text used to fit parameters or train weights, never for evaluation
     calibrations: list[Text] = []
     windows_requested: Count | None = None
     windows: Count | None = None  # Number of windows, lines, images or sounds read; None if none were
-    length: Count | None = None
-    """Tokens in a window; the maximum for a line (`pack` false); those that the attention saw of an image."""
-    pack: bool | None = None
-    """True if continuous text was cut into windows, False if each line is one sequence; None without a text."""
+    length: Count | None = None  # Tokens per window, per image, or at most per line (`pack` false)
+    pack: bool | None = None  # True if text was cut into windows, False if read by line; None without a text
     layers: list[Count] | None = None
     heads: list[Count] | None = None  # Requested layers and heads; None means all
-    select: str | None = None
-    """Tokens that a query selects, `argmax` or `top-p:0.9`; None if selection was not analysed."""
-    options: dict[str, bool | int | float | str] = {}
-    """Other options that were set, except those on files, outputs and work."""
+    select: str | None = None  # Selected tokens, `argmax` or `top-p:0.9`; None if selection was not analysed
+    options: dict[str, bool | int | float | str] = {}  # Other options that were set, except files, outputs and work
     notes: list[str] = []  # Notes on the input that a reader must know, one sentence each
 
     @property
@@ -184,10 +173,7 @@ CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1, which lacked `schema_version`, to version 2.
-
-    Before plans had an estimate, the promise was measured on the text used to choose ranks: it becomes the estimate.
-    """
+    """Convert a plan of version 1. Without an estimate, its promise was measured on the choosing text: swap them."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}
@@ -199,7 +185,7 @@ def convert_plan(plan: object) -> object:
 
 
 def convert_settings_in(record: Fields) -> dict[str, object]:
-    """Return the record with its settings under their new names."""
+    """Rename a record's settings from version 1 to version 2."""
     settings = record.get("settings")
     if not isinstance(settings, Mapping):
         return {**record}

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from attnlens.choices import Part
+from attnlens.choices import KINDS, Kind, Part
 from attnlens.errors import UsageError
 from attnlens.records.comparison import Check, Comparison, heads_with_changes
 from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Reasons, Record, Selection
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class Windows:
     """Values of every window, unit by unit: heads (`inspect`), or kernels and stages (`swap-kernel`)."""
 
-    windows: Sequence[tuple[str, int]]
-    """The name of each window's text, and its number there; in the order of the sequences."""
+    windows: Sequence[tuple[str, int]]  # Name of each sequence's text, and number of its window there
     units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
@@ -80,7 +79,7 @@ class Extreme(Record):
 
 
 class TextSummary(Record):
-    """The heads on one text's own windows."""
+    """Medians over heads of tokens.* measures on the windows of one text."""
 
     name: str
     sequences: Count
@@ -96,8 +95,7 @@ class Summary(Record):
     model_config = ConfigDict(populate_by_name=True)
 
     medians: dict[str, Number] = {}  # Median over heads of each measure
-    median_errors: dict[str, Number] = {}
-    """Standard error of that median: bootstrap over windows (or texts), all heads together."""
+    median_errors: dict[str, Number] = {}  # Their standard errors: bootstrap over windows (or texts)
     median_nulls: dict[str, Null] = {}  # Median of so many heads expected by chance
     layers: list[dict[str, Number]] = []
     layer_errors: list[dict[str, Number]] = []
@@ -108,8 +106,7 @@ class Summary(Record):
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads at the ends of the measures, the furthest from the median first
-    identity_error: Number | None = None
-    """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
+    identity_error: Number | None = None  # Relative change of the model's outputs if attnlens recomputes attention
     reasons: Reasons = {}
     verdict: Verdict | None = None  # Verdict of `doctor`: `agrees` if everything was checked and nothing differs
 
@@ -121,21 +118,18 @@ class SiteCheck(Record):
     part: Part
     heads: Count
     route: str  # How its weights were read
-    tokens_error: Number | None
-    """‖P − P_model‖ / ‖P_model‖ of the attention matrices from the captured queries and keys."""
+    tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
     weights_error: Number | None  # The same from the weights times the module's inputs
     reason: str | None = None
     passed: bool  # True if no error exceeds the tolerance
-    verdict: Verdict | None = None
-    """`differs` if an error does, `partly checked` if one is missing, `not checked` if both are; None in version 1."""
+    verdict: Verdict | None = None  # Verdict; None in version 1
 
 
 class InspectionBody(Record):
     """Body of kind `inspection`: details of single heads, if they were requested; its measures are in `heads`."""
 
     selections: list[Selection] = []  # Selected tokens per head (`inspect --show selection`)
-    attention: list[AttentionRows] = []
-    """Attention of the tokens of one sequence, per head (`inspect --show attention`)."""
+    attention: list[AttentionRows] = []  # Attention on one sequence, per head (`inspect --show attention`)
 
 
 class SwapBody(Swap):
@@ -143,11 +137,6 @@ class SwapBody(Swap):
 
     others: list[Swap] = []
     plan: Plan | None = None  # The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)
-
-
-Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
-"""Kind of a report; its body is in the field of the same name."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Report(Record):

@@ -46,16 +46,14 @@ class Experiment(Record):
     question: str
     model: str | None = None  # Model it ran on, if it is not the report's: `demo`
     settings: dict[str, JsonValue] = {}
-    labels: dict[str, str] = {}
-    """Labels of figures and settings that are not their names with blanks for underscores: `W_mm_d4`: `W_mm, d = 4`."""
+    labels: dict[str, str] = {}  # Labels of figures and settings that differ from their names: `W_mm_d4`: `W_mm, d = 4`
     final: dict[str, Number | None]
     errors: dict[str, Number] = {}  # Standard errors of the figures that are means over trials
     reasons: Reasons = {}  # Reasons for the figures that are None
     published: dict[str, Number] | None = None  # Published values of the same figures
     source: str | None = None
     tolerance: dict[str, Number] | None = None
-    bounds: dict[str, Bound] = {}
-    """Figures whose published value is a lower or upper bound; the others must be within the tolerance."""
+    bounds: dict[str, Bound] = {}  # Figures with a lower or upper bound; the others must be within tolerance
     passed: bool | None = None  # True if every published figure is met; None if there is none
     axis: str = "iteration"  # Unit of the steps of its curves
     curves: dict[str, Curve] = {}
@@ -91,8 +89,7 @@ class StudyColumn(Record):
 
     name: str
     form: Literal["language", "translation", "classification"]
-    metric: Literal["perplexity", "BLEU", "accuracy"]
-    """Measure of the paper; perplexity is compared by its logarithm, the loss."""
+    metric: Literal["perplexity", "BLEU", "accuracy"]  # The paper's measure; perplexity is compared by its logarithm
     higher_is_better: bool
     vocabulary: Count  # Number of input ids; 0 for a series
     length: Count  # Maximum number of tokens of a sequence
@@ -115,25 +112,22 @@ class StudyRun(Record):
 
 
 class StudyCell(Record):
-    """One way to attend on one task."""
+    """One attention variant trained on one task."""
 
     name: str
     task: str
     form: dict[str, JsonValue]  # Kernel, symmetry, positions, value function; if several were searched, the chosen one
     rate: Number
     forms: Count  # Number of forms searched at each learning rate
-    searched: list[tuple[Number, Number | None]]
-    """(learning rate, validation loss) of the search; None if a run did not converge."""
-    mean: Number | None
-    """Mean over runs of the task's measure (perplexity: exp of the mean loss); None if a run did not converge."""
+    searched: list[tuple[Number, Number | None]]  # (learning rate, validation loss) of the search; None: diverged
+    mean: Number | None  # Mean score over runs (perplexity: exp of the mean loss); None if a run did not converge
     se: Number | None  # Standard error of the mean over seeds; for perplexity, perplexity times that of the loss
     runs: list[StudyRun]
     parameters: Count  # number of parameters of the model
     kernel_parameters: Count  # number of parameters of its projections of queries, keys and positions
     tokens: Count
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
-    beside_sdpa: Number
-    """Ratio of tokens_per_second to that of a standard transformer with torch's scaled_dot_product_attention."""
+    beside_sdpa: Number  # Ratio to tokens_per_second of a transformer with torch's scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, of the first seed's run, by measure
     features: str = ""  # Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown
     published: Number | None = None
@@ -162,12 +156,11 @@ class StudyPair(Record):
     difference: Number
     p: Number | None  # Two-sided, of no difference; None if runs have no spread
     p_holm: Number | None  # Corrected for all pairs of the table (Holm)
-    agrees: bool | None = None
-    """True if the better of the two is the same as in the paper; None if the paper has no numbers or equal ones."""
+    agrees: bool | None = None  # True if the paper ranks the two alike; None if it has no or equal numbers
 
 
 class StudyOrdering(Record):
-    """How the order of a task's cells agrees with the published one."""
+    """Agreement between the order of a task's cells and the published order."""
 
     task: str
     measure: str
@@ -181,7 +174,7 @@ class StudyOrdering(Record):
 
 
 class StudyTable(Record):
-    """One table of a paper, trained again."""
+    """One table of a paper, reproduced by training."""
 
     name: str
     question: str

@@ -35,10 +35,8 @@ class Prediction(Record):
     diverged: Count = 0  # Number of these that diverged and have no harm
     measures: Count  # Number of measures compared; p-values are corrected for it
     permutations: Count
-    reliability: Number | None = None
-    """2r/(1 + r), r Spearman's ρ over heads of the harms on two halves of the windows; at least 0."""
-    ceiling: Number | None = None
-    """√reliability: the expected ρ of a measure that predicts the harm perfectly apart from noise between windows."""
+    reliability: Number | None = None  # 2r/(1 + r), r Spearman's ρ of harms on two halves of the windows; at least 0
+    ceiling: Number | None = None  # √reliability: expected ρ of a perfect predictor, given noise between windows
     left_out: dict[str, str] = {}  # Measures that were not compared, and why
     reasons: Reasons = {}
 
@@ -49,8 +47,7 @@ class Change(Record):
     before: Number
     after: Number
     delta: Number  # after − before, of the changed and the original model
-    ci95: Interval | None = None
-    """Interval of delta: studentised paired bootstrap over windows, or over texts if at least five."""
+    ci95: Interval | None = None  # Of delta: studentised paired bootstrap over windows, or at least five texts
 
 
 class Pair(Record):
@@ -66,12 +63,11 @@ class TextChange(Record):
     name: str
     sequences: int
     change: Change
-    perplexity: Change | None = None
-    """exp(loss), its interval from the same draws; None if it overflows, or an older attnlens wrote it."""
+    perplexity: Change | None = None  # exp(loss), intervals from the same draws; None if it overflows
 
 
 class PositionChange(Record):
-    """How the loss changed on the tokens at some places of their sequences."""
+    """Change of the loss on the tokens at a range of positions in their sequences."""
 
     first: int
     last: int  # The first and the last of these positions, counted from 1 over a sequence's predicted tokens
@@ -80,11 +76,7 @@ class PositionChange(Record):
 
 
 class BeyondWindow(Record):
-    """Change of the loss on tokens that depend on context beyond a window.
-
-    These are the tokens whose bigram (previous token, token) occurred earlier in the sequence, most recently more than
-    `window` tokens back.
-    """
+    """Change of the loss on tokens whose bigram (previous token, token) last occurred over `window` tokens back."""
 
     window: int
     """Keys in the window, including that of the query: the window of the kernel, else of its sink-window control,
@@ -97,7 +89,7 @@ class Agreement(Record):
     """Number of tokens for which the greedy continuations of two models agree."""
 
     prompts: int
-    source: str  # What they are: `windows` (the first halves of evaluated ones), or the name of their file
+    source: str  # Origin of the prompts: `windows` (first halves of evaluated windows), or a file name
     prompt_tokens: int
     tokens: int  # Maximum number of generated tokens
     until: list[int]  # Tokens of each prompt until the first that differs; `tokens` if none does
@@ -116,24 +108,23 @@ class TextCosine(Record):
 
 
 class Outcome(Record):
-    """How a changed model's predictions and hidden states differ from the original's."""
+    """Differences between the predictions and hidden states of a changed model and the original."""
 
-    loss: Change | None = None
-    """Nats per predicted token over all sequences; None if there is nothing to predict, or it diverged."""
+    loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
     loss_by_text: list[TextChange] = []
-    loss_by_position: list[PositionChange] = []  # The same by place in the sequence, from the front, of causal models
-    beyond_window: BeyondWindow | None = None  # The same on tokens whose evidence no window reaches, of causal models
+    loss_by_position: list[PositionChange] = []  # The same by position in the sequence; causal models only
+    beyond_window: BeyondWindow | None = (
+        None  # The same on tokens that depend on context beyond a window; causal models only
+    )
     perplexity: Change | None = None
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
-    kl_ci95: Interval | None = None
-    """Studentised bootstrap over windows, or over texts if at least five, as that of the loss."""
+    kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
     top1_agreement: Number | None = None  # Share of predicted tokens on which both have the same first choice
     hidden_cosine: Number | None = None  # Mean cosine of the last hidden states, token by token
     hidden_cosine_ci95: Interval | None = None
     hidden_cosine_by_text: list[TextCosine] = []
     hidden_cka: Number | None = None  # Linear CKA of the last hidden states (Kornblith et al. 2019).
-    agreement: Agreement | None = None
-    """For how long greedy continuations are the original's, with a key-value cache; None if nothing is generated."""
+    agreement: Agreement | None = None  # Agreement of greedy continuations; None if nothing is generated
     diverged: bool = False  # True if the changed model's predictions or hidden states are not finite
     reasons: Reasons = {}
 
@@ -145,14 +136,10 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple, untrained alternative to a kernel at the same sites and heads.
-
-    Exception: `far part, healed` is trained as part of its hybrid.
-    """
+    """Effect of a simple alternative at the same sites and heads, untrained except for `far part, healed`."""
 
     role: ControlRole
-    kernel: str | None
-    """As it can be typed; if sites differ, with ranges of numbers: `sink-window:4,68–80 by layer`, `4,68–all`."""
+    kernel: str | None  # Its spelling; if sites differ, with ranges: `sink-window:4,68–80 by layer`, `4,68–all`
     state: Number | None = None  # Numbers that a head keeps of a whole window's tokens, mean over sites
 
 
@@ -160,8 +147,7 @@ class HealingStep(Record):
     """Losses of a healing run at one step."""
 
     step: int
-    validation: Number | None
-    """Distance to the original on held-out calibration text: KL in nats per token, or 1 − cosine."""
+    validation: Number | None  # Distance to the original on held-out text: KL in nats per token, or 1 − cosine
     loss: Number | None = None  # Loss on the evaluation text, at the steps drawn; it is never used to choose
     tokens: int | None = None  # Tokens trained on so far, counting repetitions; None in older reports
     stage: HealingStage | None = None
@@ -171,25 +157,21 @@ class HealingRate(Record):
     """One learning rate that the range test tried."""
 
     rate: Number
-    validation: Number | None
-    """Held-out Σ over sites of ‖new − own‖²/‖own‖² (transfer) or distance (whole) after a few steps; None: diverged."""
+    validation: Number | None  # Held-out Σ ‖new − own‖²/‖own‖² over sites (transfer), or distance; None: diverged
 
 
 class HealingTraining(Record):
     """One training stage of `heal`."""
 
-    stage: HealingStage  # transfer: each site's output against its own; whole: the models' predictions, or the text
+    stage: HealingStage  # transfer: outputs of each site; whole: predictions of the models, or the text
     steps: int
     tokens: int  # Tokens trained on, without those of the range test: up to eight steps at each of its rates
     seconds: Number  # Duration of the steps, without range test and checks
     tokens_per_second: Number | None = None
-    learning_rate: Number
-    """Largest learning rate of AdamW; 0 if none that was tried led nearer, so that the stage was left out."""
-    lowered_from: Number | None = None
-    """Rate of the range test, if no check at it improved on the start, so that the stage was restarted lower."""
+    learning_rate: Number  # Largest learning rate of AdamW; 0 if no tried rate helped, so the stage was left out
+    lowered_from: Number | None = None  # Rate of the range test, if no check at it improved, so that it was lowered
     rates: list[HealingRate] = []
-    stopped: bool = False
-    """True if it was left out, or ended early because the 95 % interval of the last gain contained 0."""
+    stopped: bool = False  # True if it was left out, or ended once the last gain's 95 % interval contained 0
 
 
 class HealingControl(Record):
@@ -205,7 +187,7 @@ class HealingControl(Record):
 
 
 class Healing(Record):
-    """How W_Q and W_K were fine-tuned towards the original model."""
+    """Training of W_Q and W_K towards the original model."""
 
     steps: int  # Requested steps, or the steps done if tokens or a time were requested
     best: int  # The step whose weights were kept: the least validation distance
@@ -213,15 +195,13 @@ class Healing(Record):
     learning_rate: Number  # Largest learning rate of AdamW in the last stage that trained
     curve: list[HealingStep]
     eta: Number | None = None  # Weight η of the KSVD regulariser in the training loss; None for kernels without one
-    ksvd_convention: Literal["paper", "code"] | None = None
-    """How its objective J is counted: the paper's sums, or the published code's means with Λ²."""
+    ksvd_convention: Literal["paper", "code"] | None = None  # Convention of J: sums, or the code's means with Λ²
     amount: str | None = Field(None, validation_alias=AliasChoices("asked", "amount"), serialization_alias="asked")
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
     rank: int | None = None  # Rank of each weight's change; None if it was free
     batch: int | None = None
-    tokens: int | None = None
-    """Tokens trained on, counting repetitions, without those of the range tests, whose steps are undone."""
+    tokens: int | None = None  # Tokens trained on, with repetitions, without range tests
     seconds: Number | None = None  # Duration of range tests, steps and checks
     stages: list[HealingTraining] = []
     peak_memory_bytes: int | None = None  # Largest memory meanwhile: resident (CPU) or allocated (GPU)
@@ -242,22 +222,19 @@ class SiteSwap(Record):
     part: Part
     heads: list[int]
     path: str  # Computation path: sdpa, running sums, row tiles, …
-    output_error: Number | None = None
-    """‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values."""
-    off_simplex: Number | None = None
-    """Share of the attention's mass that is negative, Σ max(−w, 0) / Σ |w|; 0 for positive kernels."""
+    output_error: Number | None = None  # ‖new − own‖/‖own‖ of the site's output on the original's inputs
+    off_simplex: Number | None = None  # Negative share of the attention's mass, Σ max(−w, 0)/Σ |w|
 
 
 class Effect(Record):
     """Effect on the loss of swapping a single head or layer (`--sweep`)."""
 
     layer: int
-    head: int | None = None  # The query head; None for the whole layer
+    head: int | None = None  # Query head; None for the whole layer
     part: Part
     delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged
     ci95: Interval | None = None
-    p_value: Number | None = None
-    """Two-sided, of no change, by a studentised bootstrap over windows (or texts); None for a distance."""
+    p_value: Number | None = None  # Two-sided, of no change: studentised bootstrap; None for a distance
     significant: bool = False  # True if it is significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)
 
 
@@ -272,12 +249,9 @@ class Swap(Outcome):
     task: Task
     noise: bool = False  # True if the input is random noise, so that losses are meaningless
     sites: list[SiteSwap]
-    identity_error: Number
-    """Relative change of the outputs when attention is recomputed with the model's own kernel; at most 1e-5."""
-    causality_error: Number | None = None
-    """Relative change of outputs before a position when the tokens after it change; 0 if nothing leaks."""
-    mask_error: Number | None = None
-    """Relative change of outputs at real tokens when the padding's content changes; 0 if nothing leaks."""
+    identity_error: Number  # Relative change of the outputs with the model's own kernel recomputed; at most 1e-5
+    causality_error: Number | None = None  # Change of outputs if later tokens change; 0 if nothing leaks
+    mask_error: Number | None = None  # Change of real tokens' outputs if the padding changes; 0 if nothing leaks
     off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the exchanged sites
     tokens_per_second: Pair  # Forward passes of the evaluation, median over batches
     peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
@@ -288,10 +262,9 @@ class Swap(Outcome):
     features; else head_dim + value_dim for each token, or each key that a filter keeps."""
     controls: list[Control] = []
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
-    predictors: list[Predictor] = []
-    """Correlation of each measure of `inspect` with the effects of single heads, the surest first."""
+    predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, surest first
     prediction: Prediction | None = None
-    notes: list[str] = []  # What a reader must know: what a softcap, a bias, a QK-norm does to this kernel
+    notes: list[str] = []  # Caveats, such as the effect of a softcap, a bias or QK-norm on this kernel
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:

@@ -17,31 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """One attention computation, as the model asks for it: softmax(log k(q, k) + bias, over the keys allowed) v."""
+    """Inputs of one attention computation, softmax(log k(q, k) + bias) v, where the softmax is over allowed keys."""
 
     query: Float[Tensor, "batch heads queries head_dim"]  # Queries after projection, QK-norm and rotation
     key: Float[Tensor, "batch kv_heads keys head_dim"]  # Keys, not repeated under GQA
     value: Float[Tensor, "batch kv_heads keys value_dim"]  # Values, not repeated under GQA
     scale: float
-    allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None
-    """Keys that a query can see; None means all, or those up to itself if `causal`."""
+    allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None  # Visible keys; None: all, or 0 … i if `causal`
     causal: bool = False  # True if query i sees the keys 0 … i and `allowed` is None
-    bias: Float[Tensor, "#batch #heads queries keys"] | None = None
-    """Terms that the model adds to the scores before the mask (T5's position bias)."""
+    bias: Float[Tensor, "#batch #heads queries keys"] | None = None  # Terms added to the scores before the mask (T5)
     softcap: float | None = None  # Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)
-    sinks: Float[Tensor, " heads"] | None = None
-    """A logit per head that takes part in the softmax and has no value (gpt-oss)."""
+    sinks: Float[Tensor, " heads"] | None = None  # One more logit per head in the softmax, without a value (gpt-oss)
     dropout: float = 0.0  # Dropout probability of the attention weights; 0 if the module is not in training
-    cross: bool = False
-    """True if queries and keys belong to different sequences, so that no query has a place among the keys."""
+    cross: bool = False  # True if queries and keys are of different sequences, so that no query has a place among keys
     module: nn.Module | None = None  # The attention module; None outside a model
     traced: bool = False  # True if the module computes it with its own code
-    places: Int[Tensor, "#batch queries"] | None = None
-    """Position of each query's token, if the model passes it to its attention."""
-    selected: tuple[int, ...] | None = None
-    """Key heads of the query heads, if some heads were selected; None: h // group."""
-    relative: bool = False
-    """True if `bias` contains products of queries or keys with positions (DeBERTa's content–position terms)."""
+    places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token, if the model passes it
+    selected: tuple[int, ...] | None = None  # Key heads of the query heads if some were selected; None: h // group
+    relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
 
     @property
     def group(self) -> int:
@@ -131,7 +124,7 @@ Source = Literal["weights", "tokens"]
 
 @dataclass(frozen=True)
 class Site:
-    """One attention computation of a model: a module, and which of its calls in one forward pass."""
+    """One attention computation of a model: a module and the number of its call in a forward pass."""
 
     path: str  # Dotted path of the attention module in the model
     ordinal: int
@@ -139,8 +132,7 @@ class Site:
     """Index of the call of that module in one forward pass, and of the site in the order of execution, from 0."""
     part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
     repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
-    traced: bool = False
-    """True if the module computes attention with its own code, so that it is traced in a running pass."""
+    traced: bool = False  # True if the module's own code computes attention, so that it is traced
 
     @property
     def name(self) -> str:
@@ -178,7 +170,7 @@ class Rotation:
         return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(coordinates))
 
     def rotate(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
-        """Compute x_i R(i), for the first positions if x has fewer."""
+        """Compute x_i R(i); x may have fewer positions than the rotation."""
         first, second = self.pairs.unbind(-1)
         angles = self.angles[: x.shape[-2]]
         cos, sin = angles.cos(), angles.sin()
@@ -197,32 +189,25 @@ class QueryKey:
     are kept by every analyzer.
     """
 
-    query: Float[Tensor, "*batch heads n head_dim"]
-    """Queries as the model uses them (after bias, QK-norm and rotation), or W_Q."""
-    key: Float[Tensor, "*batch kv_heads m head_dim"]
-    """Keys, one for each *key* head: under GQA several query heads share one."""
+    query: Float[Tensor, "*batch heads n head_dim"]  # Queries after bias, QK-norm and rotation; or W_Q
+    key: Float[Tensor, "*batch kv_heads m head_dim"]  # Keys (or W_K), one per *key* head, shared under GQA
     scale: float  # Factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)
     source: Source
     site: Site
-    heads: tuple[int, ...]  # number of each query head in the model
-    key_of: tuple[int, ...]  # index of each query head's key head in `key`
-    rotation: Rotation | None = None
-    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
-    allowed: Bool[Tensor, "*batch #heads n m"] | None = None
-    """Tokens: keys that a query can see; None means all."""
+    heads: tuple[int, ...]  # Number of each query head in the model
+    key_of: tuple[int, ...]  # Index of each query head's key head in `key`
+    rotation: Rotation | None = None  # Weights under RoPE: x at position i has the query x W_Q R(i) and key x W_K R(i)
+    allowed: Bool[Tensor, "*batch #heads n m"] | None = None  # Tokens: keys that a query can see; None means all
     bias: Float[Tensor, "*batch #heads n m"] | None = None  # tokens: terms added to the scores, as in `Call`
     softcap: float | None = None  # tokens: bound of the scores, as in `Call`
     sinks: Float[Tensor, " heads"] | None = None  # tokens: a further logit per head, as in `Call`
-    value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
-    """Tokens: values, one for each *key* head; None if only queries and keys are known."""
-    inputs: Float[Tensor, "*batch n d_model"] | None = None
-    """Tokens: inputs of the attention module, for analyzers that declare the need (self-attention only)."""
-    base: QueryKey | None = None
-    """Weights: the site without the adapter merged into the model, for analyzers that declare the need."""
+    value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None  # Tokens: values, one per *key* head, if known
+    inputs: Float[Tensor, "*batch n d_model"] | None = None  # Tokens: module's inputs, for analyzers that need them
+    base: QueryKey | None = None  # Weights: the site without its adapter, for analyzers that need it
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:
-        """Keys, repeated so that head h is paired with its own key head (h // group, never h mod kv_heads)."""
+        """Keys, repeated so that head h is paired with its key head (h // group, never h mod kv_heads)."""
         if self.key_of == tuple(range(self.key.shape[-3])):
             return self.key
         return self.key[..., list(self.key_of), :, :]
@@ -234,7 +219,7 @@ class QueryKey:
 
     @cached_property
     def content(self) -> QueryKey:
-        """QueryKey without the terms added to the scores: softcap(scale · q kᵀ) alone, the head's own kernel."""
+        """QueryKey without terms added to the scores: its logits are softcap(scale · q kᵀ), the head's kernel."""
         return self if self.bias is None else replace(self, bias=None)
 
     @cached_property
@@ -265,7 +250,7 @@ class QueryKey:
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:
-        """Return the site with only the heads at these indices; keys and values stay, as `key_of` refers to them."""
+        """Return the site with only the heads at these indices; `key_of` still refers to all keys and values."""
         index = list(heads)
         if index == list(range(len(self.heads))):
             return self  # indexing by a list copies

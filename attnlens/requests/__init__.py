@@ -8,28 +8,14 @@ Inputs: options as keywords. Outputs: frozen requests, or UsageError. Imports `a
 Nothing heavy is imported here, so that errors are reported immediately.
 """
 
-from attnlens.requests.fields import (
-    Request,
-    Words,
-    alternatives,
-    details,
-    folder,
-    head,
-    literals,
-    numbers,
-    one_head,
-    takes,
-    words,
-)
+from attnlens.requests.fields import Request, Words, alternatives, details, head, numbers, one_head, takes, words
 from attnlens.requests.run_options import (
-    OUTPUT,
     CheckpointsRequest,
     CompareRequest,
     DoctorRequest,
     Feeding,
     InspectRequest,
     Loading,
-    ModelRequest,
     SpreadRequest,
 )
 from attnlens.requests.swap import HealRequest, RanksRequest, SwapRequest

@@ -11,34 +11,22 @@ from pydantic import model_validator
 from attnlens.arguments import LARGEST, checked_name, format_argument, path
 from attnlens.choices import CLAIMS, STUDIES
 from attnlens.errors import UsageError
-from attnlens.requests.fields import (
-    FilePlace,
-    FolderPlace,
-    Request,
-    Whole,
-    Words,
-    checks,
-    keyword,
-    option,
-    positive,
-    words,
-)
+from attnlens.requests.fields import FilePlace, FolderPlace, Rate, Request, Whole, Words, checks, keyword, option, words
 from attnlens.requests.run_options import INPUT, EngineRequest, new_folder, one_file, several_files
 
 ALL = "all"
 
 
 def checked_table(name: str) -> str:
-    """Return the name of a table, `claims` or `all`. Raise UsageError for an unknown one."""
+    """Return the name if it is a table, `claims` or `all`. Raise UsageError otherwise."""
     return checked_name("table", name, (CLAIMS, *STUDIES, ALL))
 
 
 def _series(_name: str, value: object) -> tuple[str, str]:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != 2:
-        raise UsageError(
-            f"series={format_argument(value)} is not a pair of files.", "Give a training file and a test file."
-        )
-    return path("series", value[0]), path("series", value[1])
+    two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
+    if len(two) != 2:
+        raise UsageError(f"series={format_argument(value)} is not a pair of files.", "Give a training and a test file.")
+    return path("series", two[0]), path("series", two[1])
 
 
 class StudyRequest(EngineRequest):
@@ -102,7 +90,7 @@ synthetic_option = partial(option, panel="Synthetic experiments")
 class DescentRequest(Request):
     """Options of gradient descent on a selection problem."""
 
-    lr: Annotated[float, checks(positive)] | None = keyword("Step size of normalised gradient descent.")
+    lr: Rate | None = keyword("Step size of normalised gradient descent.")
     loss: Literal["logistic", "exponential"] | None = keyword("Loss function: `logistic` or `exponential`.")
     parameterisation: Literal["both", "W", "KQ"] | None = keyword("Parametrisation to train: `W`, `KQ` or `both`.")
     iterations: Whole | None = synthetic_option("Number of gradient-descent steps.", least=1, most=10_000_000)
@@ -134,7 +122,7 @@ class SyntheticRequest(SizesRequest):
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the experiments to run, each once; all of them if none is named."""
+        """Names of the experiments to run, without duplicates; all experiments if none is named."""
         return list(dict.fromkeys(self.experiments or USES))
 
     @model_validator(mode="after")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import Parameter, signature
 from operator import index
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar, Union, Unpack, cast, get_args, get_origin
@@ -24,6 +24,7 @@ from attnlens.errors import UsageError
 from attnlens.files import local_path
 
 R = TypeVar("R")
+INDENT = " " * 8  # Of an option's help in a docstring
 CallOnly = Literal["", "dangerous", "read", "written"]
 
 
@@ -52,18 +53,16 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Describe the first invalid option in the words of attnlens. Raise UsageError for unknown names and words."""
+    """Return a UsageError for the first invalid option; raise it for an unknown option or word."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
     field = kind.model_fields[name]
-    if words := literals(field):
-        checked_name(details(field).get("noun", name), value, words)
     types = alternatives(field.annotation)
+    for words in (get_args(part) for part in types if get_origin(part) is Literal):
+        checked_name(details(field).get("noun", name), value, words)
     if bool in types:
-        return UsageError(
-            f"{name}={format_argument(value)} is neither True nor False.", f"Set {name} to True or False."
-        )
+        return UsageError(f"{name}={format_argument(value)} is neither True nor False.", "Give True or False.")
     least, most = details(field).get("least"), details(field).get("most")
     what = "a whole number" if int in types else "a number" if float in types else "a string"
     if least is not None:
@@ -95,8 +94,7 @@ def option(help: str, default: object = None, **about: Unpack[Details]) -> Any: 
     return Field(default, description=help, ge=least, le=most, json_schema_extra=cast("JsonDict", about))
 
 
-keyword = partial(option, python_only=True)
-"""Create the field of a keyword of the Python function that no command offers."""
+keyword = partial(option, python_only=True)  # Create the field of a keyword that only the Python function offers
 switch = partial(option, default=False)  # Create the field of an option that is off by default
 
 
@@ -111,52 +109,38 @@ def alternatives(hint: object) -> tuple[type, ...]:
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
 
 
-def literals(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that an option allows; empty if it allows others too."""
-    listed = next((part for part in alternatives(field.annotation) if get_origin(part) is Literal), None)
-    return get_args(listed)
-
-
 def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Let a function take the options of a request as keywords; it receives the request as its keyword `request`.
 
-    The command line passes the request itself. The options are added to the function's signature, with their types and
-    defaults, and to its docstring.
+    The command line passes the request itself. The function's signature and docstring list the options.
     """
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
-        signature = inspect.signature(function)
-        parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
-        added = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_accepted_type(field)
-            )
-            for name, field in kind.model_fields.items()
-        ]
+        parameters = [each for each in signature(function).parameters.values() if each.name != "request"]
+        lines = [f"{function.__doc__}\n    Options\n    -------"]
+        for name, field in kind.model_fields.items():
+            accepted, default = _accepted_type(field), field.default
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=accepted))
+            lines.append(f"    {name} : {accepted}, default {default!r}")
+            lines.append(textwrap.fill(field.description or "", 116, initial_indent=INDENT, subsequent_indent=INDENT))
 
         @functools.wraps(function)
         def call(*args: object, **keywords: object) -> R:
             if not isinstance(keywords.get("request"), kind):
-                keywords["request"] = kind(
-                    **{name: keywords.pop(name) for name in kind.model_fields if name in keywords}
-                )
+                options = {name: keywords.pop(name) for name in kind.model_fields if name in keywords}
+                keywords["request"] = kind(**options)
             return function(*args, **keywords)
 
         call.__dict__["options"] = kind  # for the stub file of the package
-        call.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
-        lines = [
-            f"    {name} : {_accepted_type(field)}, default {field.default!r}\n"
-            + textwrap.fill(field.description or "", 116, initial_indent=" " * 8, subsequent_indent=" " * 8)
-            for name, field in kind.model_fields.items()
-        ]
-        call.__doc__ = f"{function.__doc__}\n    Options\n    -------\n" + "\n".join(lines) + "\n    "
+        call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__doc__ = "\n".join([*lines, "    "])
         return call
 
     return extend
 
 
 def _accepted_type(field: FieldInfo) -> str:
-    """Return the type of an option's values as a reader of the signature needs it."""
+    """Return the type of an option's values for a signature, without validators."""
     names = []
     for part in alternatives(field.annotation):
         if part == tuple[str, ...]:
@@ -176,59 +160,54 @@ def checks(check: Callable[[str, object], object]) -> BeforeValidator:
 
 
 def words(what: str, value: object) -> tuple[str, ...]:
-    """Convert a name or path, or several, to a list of strings. Raise UsageError for other types and empty names."""
+    """Convert one or several names or paths to strings. Raise UsageError for other types and empty names."""
     alone = isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)
     items = [value] if alone else several(what, cast("Iterable[object]", value))
     for item in items:
         if not isinstance(item, str | os.PathLike):
-            raise UsageError(
-                f"{what}={format_argument(value)} contains {format_argument(item)}.", "Give strings or paths."
-            )
+            problem = f"{what}={format_argument(value)} contains {format_argument(item)}."
+            raise UsageError(problem, "Give strings or paths.")
     return tuple(path(what, item) for item in items)
 
 
 def numbers(what: str, value: object) -> list[int] | None:
-    """Return distinct layer or head numbers from a list or a string such as `0-3,7` (None: all).
-
-    Raise UsageError for an empty list and non-integers.
-    """
+    """Return distinct numbers from a list or a string such as `0-3,7` (None: all). Raise UsageError otherwise."""
     if value is None:
         return None
     if isinstance(value, str):
         return sorted(listed_numbers(f"--{what}", value))
-    remedy = f"Give a list of whole numbers, such as {what}=[0, 1], or omit it to select all."
-    items = several(what, value) if isinstance(value, Iterable) else [None]
-    integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
-    if len(integers) < len(items):
-        raise UsageError(f"{what}={format_argument(value)} is not a list of whole numbers.", remedy)
+    integers = _integers(what, value)
     if not integers:
-        raise UsageError(f"{what}=[] is empty.", remedy)
+        problem = f"{what}={format_argument(value)} is not a list of whole numbers."
+        raise UsageError(problem, f"Give a list such as {what}=[0, 1], or omit it to select all.")
     return list(dict.fromkeys(integers))
 
 
 def head(value: object) -> tuple[int, int]:
     """Parse (layer, head), or `3.7`, into two integers of at least 0. Raise UsageError for anything else."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value)
-        parts: list[object] = [int(part) for part in match.groups()] if match else []
-    else:
-        parts = several("head", value) if isinstance(value, Iterable) else []
-    integers = [number for part in parts if (number := _integer(part)) is not None and 0 <= number <= LARGEST]
-    if len(parts) != 2 or len(integers) != 2:
-        raise UsageError(
-            f"head={format_argument(value)} is not a valid head.", "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7)."
-        )
+    match = re.fullmatch(r"\s*([0-9]{1,9})\.([0-9]{1,9})\s*", value) if isinstance(value, str) else None
+    integers = [int(part) for part in match.groups()] if match else _integers("head", value)
+    if len(integers) != 2:
+        problem = f"head={format_argument(value)} is not a valid head."
+        raise UsageError(problem, "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7).")
     return integers[0], integers[1]
 
 
 def one_head(value: object, layers: object, heads: object) -> dict[str, list[int]]:
-    """Return the head as layers and heads, {} for None. Raise UsageError if layers or heads are given too."""
+    """Return the `layers` and `heads` that select a head; {} for None. Raise UsageError if layers or heads are set."""
     if value is None:
         return {}
     if layers is not None or heads is not None:
         raise UsageError("--head cannot be combined with --layers or --heads.", "Give --head, or --layers and --heads.")
     layer, number = head(value)
     return {"layers": [layer], "heads": [number]}
+
+
+def _integers(what: str, value: object) -> list[int]:
+    """Return the items of an iterable as integers; an empty list if any of them is not an integer of at least 0."""
+    items = several(what, value) if isinstance(value, Iterable) else []
+    integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
+    return integers if len(integers) == len(items) else []
 
 
 def _integer(value: object) -> int | None:
@@ -305,4 +284,5 @@ Device = Annotated[
 ]
 SelectionRule = Annotated[str, _valid(arguments.selection_share)]
 BudgetText = Annotated[str, _valid(arguments.budget)]
+Rate = Annotated[float, checks(positive)]
 Share = Annotated[float, checks(partial(positive, below=1))]

@@ -30,22 +30,17 @@ def choose_analyzers(
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with their names and the selection rule.
 
-    `adapted`: the model has an adapter, so the analyzers that compare it with the base model run too.
-    Raise UsageError for unknown names, analyzers that read nothing from the requested source, a `select` that would be
-    ignored, and a `show` that can't be satisfied.
+    `adapted`: the model has an adapter, so the analyzers that compare it with the base model run too. Raise UsageError
+    for unknown names, and for a source, `select` or `show` that the analyzers do not support.
     """
     posed = show == SHOWN
     if show == ATTENTION and requested.source == "weights":
-        raise UsageError(
-            "With source=weights no text is read, so there is no attention to show.",
-            "Leave out --source, or --show attention.",
-        )
+        problem = "With source=weights no text is read, so there is no attention to show."
+        raise UsageError(problem, "Leave out --source, or --show attention.")
     selected = registry.select_analyzers(named or [SHOWN] * posed, requested.source)
     if not selected:
-        raise UsageError(
-            f"{', '.join(named) or show} cannot be computed from source={requested.source}.",
-            "Omit --source, or choose another analyzer.",
-        )
+        problem = f"{', '.join(named) or show} cannot be computed from source={requested.source}."
+        raise UsageError(problem, "Omit --source, or choose another analyzer.")
     selected += registry.select_adapter_analyzers(requested.source) if adapted else []
     selected = list({id(analyzer): analyzer for analyzer in selected}.values())
     names = list(dict.fromkeys(analyzer.name for analyzer in selected))
@@ -57,7 +52,7 @@ def choose_analyzers(
 
 
 def files(request: Feeding) -> list[str]:
-    """Return the named text files. Raise UsageError for texts and pairs of texts at once."""
+    """Return the named text files. Raise UsageError if both texts and pairs are set."""
     if request.pairs is None:
         return list(request.text)
     if request.text:
@@ -66,12 +61,10 @@ def files(request: Feeding) -> list[str]:
 
 
 def refuse_unread(request: Feeding, source: str) -> None:
-    """Raise UsageError for inputs if only weights are read, and from_files unless only weights are read."""
+    """Raise UsageError for inputs that `source` does not read, and for from_files unless it is `weights`."""
     if getattr(request, "from_files", False) and source != "weights":
-        raise UsageError(
-            "With --device files the model's weights are read from disk, so it cannot run on a text.",
-            "Add --source weights, or leave out --device files.",
-        )
+        problem = "With --device files the weights are read from disk, so the model cannot run on a text."
+        raise UsageError(problem, "Add --source weights, or leave out --device files.")
     named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
         raise UsageError(f"With source=weights, {named} would be ignored.", f"Leave out {named} or --source.")

@@ -17,36 +17,16 @@ from pydantic.fields import FieldInfo
 from attnlens.arguments import LARGEST, format_argument
 from attnlens.choices import FDR, RELATIVE, Engine, Intervals, Placement, Sources
 from attnlens.errors import UsageError
-from attnlens.requests.fields import (
-    AnalyzerNames,
-    Device,
-    FilePlace,
-    Numbers,
-    Place,
-    Request,
-    SelectionRule,
-    Share,
-    Whole,
-    Word,
-    Words,
-    checks,
-    details,
-    keyword,
-    option,
-    spelled,
-    switch,
-)
+from attnlens.requests import fields
+from attnlens.requests.fields import Request, Whole, Words, checks, details, keyword, option, spelled, switch
 
-INPUT, OUTPUT, WORK, BASELINE, DANGEROUS = "Input", "Output", "Work", "Baseline", "Dangerous options"
-"""Panels of the help, besides the default one."""
+INPUT, OUTPUT, WORK, BASELINE, DANGEROUS = "Input", "Output", "Work", "Baseline", "Dangerous options"  # Help panels
 input_option, work_option, baseline_option = (partial(option, panel=panel) for panel in (INPUT, WORK, BASELINE))
 dangerous_switch = partial(switch, panel=DANGEROUS, call_only="dangerous")
 one_file = partial(option, panel=INPUT, metavar="FILE", call_only="read")  # Create an option that names a file
 # as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
-several_files = partial(one_file, default=(), typed=list[Path] | None)
-"""Create an option that names one file each time and can be repeated."""
-new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")
-"""Create an option that names a folder to write."""
+several_files = partial(one_file, default=(), typed=list[Path] | None)  # Create a repeatable option that names a file
+new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  # Create an option for a folder to write
 
 
 def is_recorded(field: FieldInfo) -> bool:
@@ -96,7 +76,7 @@ MemorySize = Annotated[
 class KeptRequest(Request):
     """Options for storing finished units and resuming from them."""
 
-    work: Place = work_option(
+    work: fields.Place = work_option(
         "Folder, or address such as `s3://bucket/folder`, that stores finished units of work until the report is "
         "written. Repeat the command to resume.",
         metavar="DIR",
@@ -131,7 +111,7 @@ class EngineRequest(Request):
         "local",
         metavar="NAME",
     )
-    address: Place = keyword("Address of the Ray cluster, HOST:PORT.", panel=WORK)
+    address: fields.Place = keyword("Address of the Ray cluster, HOST:PORT.", panel=WORK)
 
 
 class SharedRequest(KeptRequest, EngineRequest):
@@ -154,7 +134,7 @@ class WorkRequest(SharedRequest, SpreadRequest):
 class CheckRequest(Request):
     """Options of `check` besides those for reading a model."""
 
-    rules: FilePlace = option(
+    rules: fields.FilePlace = option(
         'TOML file with a table `[check]`, e.g. `"tokens.entropy" = ["min > 0.05"]`.',
         metavar="FILE",
         shown="attnlens.toml, or [tool.attnlens.check] of pyproject.toml",
@@ -166,7 +146,7 @@ class CheckRequest(Request):
         metavar="RULE",
         call_only="read",
     )
-    baseline: FilePlace = baseline_option(
+    baseline: fields.FilePlace = baseline_option(
         "Baseline file with the expected values of the heads.", metavar="FILE", call_only="read"
     )
     update_baseline: bool = switch(
@@ -205,11 +185,11 @@ windows_option = partial(input_option, "Number of windows (or lines) to read, in
 class Loading(Request):
     """Options for loading a model."""
 
-    device: Device = device_option("`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
+    device: fields.Device = device_option("`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
     dtype: DType = dtype_option("auto")
     offline: bool = switch("Use local files only.", panel=INPUT)
-    revision: Word | None = keyword("Commit, tag or branch of a hub model.")
-    adapter: Place = input_option(
+    revision: fields.Word | None = keyword("Commit, tag or branch of a hub model.")
+    adapter: fields.Place = input_option(
         "Merge this LoRA, rsLoRA or DoRA adapter (peft) into the model: a folder or a hub id.",
         metavar="DIR|ID",
         call_only="read",
@@ -229,7 +209,7 @@ class Feeding(Loading):
         f"by `,config=C`, `,split=S` and `,column=T`. Repeatable (ATTNLENS_TEXT separates files by `{os.pathsep}`). "
         "Default: built-in texts."
     )
-    pairs: FilePlace = one_file(
+    pairs: fields.FilePlace = one_file(
         "File with one pair of texts per line, separated by a tab; replaces `text`.", python_only=True
     )
     image: Words = several_files(
@@ -268,31 +248,28 @@ class Feeding(Loading):
         if not any(isinstance(name, str | os.PathLike) and str(name).endswith(PAIRS) for name in names):
             return options
         if len(names) > 1 or options.get("pairs") is not None:
-            raise UsageError(
-                "A file of text pairs cannot be combined with other texts.",
-                f"Give a single file, whose name ends in {PAIRS}.",
-            )
+            raise UsageError("A file of text pairs cannot be combined with other texts.", "Give this file alone.")
         return {name: value for name, value in options.items() if name != "text"} | {"pairs": names[0]}
 
 
 class ModelRequest(Feeding):
     """Additional options that select layers and heads."""
 
-    layers: Numbers | None = option("Only these layers, e.g. `0-3,7`.", metavar="NUMBERS")
-    heads: Numbers | None = option("Only these heads, e.g. `0,5`.", metavar="NUMBERS")
+    layers: fields.Numbers | None = option("Only these layers, e.g. `0-3,7`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option("Only these heads, e.g. `0,5`.", metavar="NUMBERS")
 
 
 class SeriesRequest(ModelRequest):
     """Options that select what to read from each checkpoint of a series."""
 
     source: Sources = option("What to analyse: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")
-    analyzers: AnalyzerNames = option(
+    analyzers: fields.AnalyzerNames = option(
         "Run only this analyzer; repeatable. `attnlens list analyzers` shows all.",
         (),
         flag="--analyzer",
         metavar="NAME",
     )
-    select: SelectionRule = keyword(
+    select: fields.SelectionRule = keyword(
         "Tokens that a query selects (analyzer `selection`): the one with the largest score (`argmax`), or the fewest "
         "tokens whose attention weights sum to at least this value (`top-p:0.9`).",
         "argmax",
@@ -310,7 +287,7 @@ PLACES: dict[object, dict[str, object]] = {"spread": {"device_map": "auto"}, "fi
 class InspectRequest(WorkRequest, SeriesRequest):
     """Options of `inspect`."""
 
-    device: Device = device_option(
+    device: fields.Device = device_option(
         "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread`: all GPUs, CPU memory and disk; `files`: one layer "
         "at a time (--source weights)."
     )
@@ -333,7 +310,7 @@ class CompareRequest(SeriesRequest):
     """Options of `compare`."""
 
     dtype: DType = dtype_option("float32")
-    fdr: Share = option(
+    fdr: fields.Share = option(
         "Maximum expected share of false discoveries among the reported changes (Benjamini–Hochberg over heads × "
         "measures).",
         FDR,

@@ -10,14 +10,13 @@ import typer
 
 import attnlens
 from attnlens.cli import UNUSABLE
-from attnlens.cli.commands.change import heal, ranks, swap_kernel
 from attnlens.cli.commands.check import check
-from attnlens.cli.commands.look import compare, doctor, inspect
+from attnlens.cli.commands.models import compare, doctor, heal, inspect, ranks, swap_kernel
 from attnlens.cli.commands.papers import converge, reproduce
 from attnlens.cli.commands.reference import explain, list_, report
-from attnlens.cli.outputs import check_place
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.cli.show import guard
+from attnlens.errors import UsageError
 
 app = typer.Typer(
     name="attnlens",
@@ -52,6 +51,9 @@ def root(
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
         return  # neither reads defaults, and an error in a file must not prevent help
-    check_place()
+    try:
+        Path.cwd()  # if the current folder was removed, no path can be resolved, and torch's MKL ends the process
+    except OSError as error:
+        raise UsageError(f"The current folder can't be read: {error.strerror}.", "cd to another folder.") from None
     options = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
     context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), options)

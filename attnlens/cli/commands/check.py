@@ -14,20 +14,9 @@ from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import (
-    STDOUT,
-    Inputs,
-    Outputs,
-    checked_model,
-    deliver,
-    describe_input,
-    find_inputs,
-    guard_stdout,
-    option_name,
-    working,
-)
+from attnlens.cli.outputs import Outputs, checked_model, deliver, describe_input, find_inputs, guard_stdout, working
 from attnlens.cli.parameters import FILES
-from attnlens.cli.show import complain, guard, say
+from attnlens.cli.show import complain, say
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path
 from attnlens.requests.run_options import CheckRequest, SharedRequest
@@ -37,24 +26,19 @@ if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Report
 
-READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))
-"""Options for reading a model."""
+READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # For reading a model
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
 """Those of them that a report can't contain, and that --recompute takes."""
 
-ARGUMENTS = {
-    **opt.argument("subject", "A report from --json, or a model to inspect first.", str, "REPORT|MODEL"),
-    **opt.argument("model", "With --recompute: the report's model.", metavar="MODEL"),
-}
-OUTPUTS = {
-    **opt.output("--junit", "Write one test case per rule as JUnit XML."),
-    **opt.output("--csv", "Write one row per head that breaks a rule as CSV."),
-    **opt.MARKDOWN,
-}
+SUBJECT = opt.argument("subject", "A report from --json, or a model to inspect first.", str, "REPORT|MODEL")
+MODEL = opt.argument("model", "With --recompute: the report's model.", metavar="MODEL")
+JUNIT = opt.output("--junit", "Write one test case per rule as JUnit XML.")
+CSV = opt.output("--csv", "Write one row per head that breaks a rule as CSV.")
 
 
-@guard
-@opt.with_options(ARGUMENTS | OUTPUTS, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS)
+@opt.with_options(
+    SUBJECT | MODEL | JUNIT | CSV | opt.MARKDOWN, opt.parameters(CheckRequest) | READING, opt.REPORT_OPTIONS
+)
 def check(context: typer.Context) -> None:
     """Check a report or model against rules and a baseline; exit 1 if a check fails.
 
@@ -70,9 +54,12 @@ def check(context: typer.Context) -> None:
     outputs, rules = Outputs.of(params), _load_rules(request)
     stored = _load_baseline(subject, request)
     inputs = find_inputs(params, [model or subject] if model or not names_report(subject) else [])
-    _check_places(subject, request, outputs, inputs, rules)
+    _add_inputs(subject, request, inputs, rules)
+    outputs.check(inputs)
     reading = opt.build(requests.InspectRequest, params)
-    report = _load_report(subject, request, reading, outputs, rules, stored)
+    if not (names_report(subject) or reading.analyzers or request.update_baseline) and reading.source == "both":
+        reading = reading.with_options(**judging.options_for(rules, stored))
+    report = _load_report(subject, reading, outputs)
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
     if request.update_baseline and request.baseline is not None:  # first, before anything can fail
@@ -85,7 +72,7 @@ def check(context: typer.Context) -> None:
             again = analyses.recompute(report, checked_model(model), request.recompute, progress=tell, **options)
         judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
     annotated = request.annotations or os.environ.get("GITHUB_ACTIONS") == "true"
-    annotate = partial(_annotate, judged, stderr=outputs.json == STDOUT) if annotated else None
+    annotate = partial(_annotate, judged, stderr=outputs.json == "-") if annotated else None
     writers: dict[str, Callable[[Report], str]] = {
         "json": lambda report: report.to_json(),
         "csv": lambda report: spreadsheet(checked.rows(report)),
@@ -95,10 +82,8 @@ def check(context: typer.Context) -> None:
     deliver(outputs, judged, writers, checked.document, annotate=annotate)
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
-        complain(
-            f"{len(failed)} of {format_count(len(judged.checks), 'rule')} failed: {join_items(failed, 3)}.",
-            "The table shows the measured values; --json, --csv and --junit contain them too.",
-        )
+        total = format_count(len(judged.checks), "rule")
+        complain(f"{len(failed)} of {total} failed: {join_items(failed, 3)}.", "The table shows the measured values.")
         raise typer.Exit(FAILED)
 
 
@@ -116,12 +101,12 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
             raise UsageError(f"{subject} is not a report that can be recomputed.", "Give a report, then its model.")
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
-    for flag in (option_name(name) for name in names if name in ignored):
+    for flag in (opt.option_name(name) for name in names if name in ignored):
         raise UsageError(f"{flag} applies to models, but {subject} is a report.", f"Omit {flag}, or name a model.")
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules of the call, else those of the first default file that has any."""
+    """Return the rules from the command line, or else those of the first default file that has any."""
     from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))
@@ -129,76 +114,56 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
     places = (Path(name) for name in FILES if not rules and Path(name).is_file())
     rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
     if not rules and request.baseline is None and request.recompute is None:
-        raise UsageError(
-            "No rules to check.",
-            "Add --rule 'tokens.entropy: min > 0.05' or --baseline FILE, or a table [check] to attnlens.toml.",
-        )
+        remedy = "Add --rule 'tokens.entropy: min > 0.05' or --baseline FILE, or a table [check] to attnlens.toml."
+        raise UsageError("No rules to check.", remedy)
     return rules
 
 
 def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
-    """Return the baseline to compare with; None if there is none, or if it is to be written."""
+    """Return the baseline to compare with; None without --baseline, and with --update-baseline, which writes it."""
     from attnlens.records import read_baseline
 
     if request.baseline is None:
         return None
-    local_path(request.baseline, "--baseline")
+    path = local_path(request.baseline, "--baseline")
     if request.update_baseline:
         return None
     if os.path.realpath(request.baseline) == os.path.realpath(subject):
-        raise UsageError(
-            f"The report and its baseline are the same file, {request.baseline}.", "Give two different files."
-        )
-    return read_baseline(Path(request.baseline))
+        raise UsageError(f"Report and baseline are the same file, {request.baseline}.", "Give two different files.")
+    return read_baseline(path)
 
 
-def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
-    """Raise before the work if an output can't be written or would replace an input."""
+def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rules: list[Rule]) -> None:
+    """Add report, rules and baseline to the inputs. Raise AttnlensError if a new baseline would replace an input."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:
         if request.update_baseline:
             check_writable(Path(request.baseline))
             if what := describe_input(inputs, Path(request.baseline)):
-                raise UsageError(
-                    f"--update-baseline would replace {request.baseline}, {what}.",
-                    "Choose another path for --baseline.",
-                )
+                raise UsageError(f"--baseline would replace {request.baseline}, {what}.", "Choose another path.")
         inputs[os.path.realpath(request.baseline)] = "the baseline"
-    outputs.check(inputs)
 
 
-def _load_report(
-    subject: str,
-    request: CheckRequest,
-    reading: requests.InspectRequest,
-    outputs: Outputs,
-    rules: list[Rule],
-    baseline: Baseline | None,
-) -> Report:
-    """Read the report, or make it from a model."""
+def _load_report(subject: str, reading: requests.InspectRequest, outputs: Outputs) -> Report:
+    """Read the report from its file, or inspect the model."""
     if names_report(subject):
         from attnlens.report.report import read_report
 
         return read_report(subject)
-    from attnlens.checks.judging import options_for
-
-    if not reading.analyzers and reading.source == "both" and not request.update_baseline:
-        reading = reading.with_options(**options_for(rules, baseline))
     with working(outputs) as (analyses, tell):
         report: Report = analyses.inspect(checked_model(subject), progress=tell, request=reading)
     return report
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:
-    """Print workflow commands, and append the verdict to the step's summary if there is one."""
+    """Print GitHub workflow commands, and append the verdict to the step summary if GitHub requests it."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
     with guard_stdout():
         for line in workflow_commands(report):
             typer.echo(line, err=stderr)
-    place = os.environ.get("GITHUB_STEP_SUMMARY")
-    if place:
+    if place := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
             with Path(place).open("a", encoding="utf-8") as file:
                 file.write(step_summary(report))

@@ -13,8 +13,8 @@ from attnlens import requests
 from attnlens.choices import CLAIMS, STUDIES
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, option_name, run_command, start_workers
-from attnlens.cli.show import ReportProgress, complain, guard, say
+from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, run_command, start_workers
+from attnlens.cli.show import ReportProgress, complain, say
 from attnlens.errors import UsageError
 from attnlens.requests import Request
 from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_table
@@ -70,7 +70,6 @@ CHOICES = {
 }
 
 
-@guard
 @opt.with_options(MODELS | CHOICES | opt.STRICT, SYNTHETIC | FOLLOWED, opt.OUTPUT_OPTIONS)
 def converge(context: typer.Context) -> None:
     """Test whether training selects tokens like a max-margin classifier: on synthetic data, for one head, or across
@@ -109,31 +108,26 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
-    """Return the kind of run that the parameters request. Raise UsageError for models that no option uses."""
+    """Return the kind of run that the parameters request. Raise UsageError if a model is named that no option uses."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN
     if params["head"] is not None:
         return HEAD_RUN
     if params["models"]:
-        raise UsageError(
-            f"`converge {params['models'][0]}` needs --head, --checkpoints or --revisions.",
-            "Add one of them, or omit the model to run the synthetic experiments.",
-        )
+        problem = f"`converge {params['models'][0]}` needs --head, --checkpoints or --revisions."
+        raise UsageError(problem, "Add one of them, or omit the model to run the synthetic experiments.")
     return SYNTHETIC_RUN
 
 
 def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]]) -> None:
-    """Raise UsageError for an option of another of the `kinds` of run that this kind would ignore."""
+    """Raise UsageError for an option on the command line that only other kinds of run use."""
     for name in opt.command_line_options(context):
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:
-            option = option_name(name)
+            option = opt.option_name(name)
             raise UsageError(f"{option} applies to {' and '.join(others)}, not to {kind}.", f"Leave out {option}.")
 
 
-CLAIMS_RUN, TABLE_RUN = "claims", "a table"
-REPRODUCE_KINDS = {CLAIMS_RUN: {"table", "quick"}, TABLE_RUN: {"table", *StudyRequest.model_fields}}
-"""Options of each kind of run, in addition to the common ones."""
 TABLE = opt.argument(
     "table",
     f"`{CLAIMS}` (small experiments with published values), {', '.join(f'`{name}`' for name in STUDIES)} or `all`.",
@@ -143,14 +137,13 @@ TABLE = opt.argument(
 QUICK = opt.option("--quick", bool, "Run fewer trials with wider tolerances (under half a minute).")
 
 
-@guard
 @opt.with_options(TABLE | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
 def reproduce(context: typer.Context) -> None:
     """Reproduce the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
     params = context.params
     request, table = opt.build(StudyRequest, params), checked_table(params["table"])
     if table == CLAIMS:
-        refuse_other(CLAIMS_RUN, context, REPRODUCE_KINDS)
+        refuse_other(CLAIMS, context, {CLAIMS: {"table", "quick"}, "a table": {*StudyRequest.model_fields}})
     else:
         start_workers(request.engine, request.jobs or os.cpu_count() or 1)
 
@@ -166,8 +159,5 @@ def reproduce(context: typer.Context) -> None:
     report = run_command(params, (), request, work)
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
-        complain(
-            f"Results that differ from the published ones: {join_items(failed, 12)}.",
-            "The table shows the measured values; --json contains all of them.",
-        )
+        complain(f"Results differ from the published ones: {join_items(failed, 12)}.", "The table shows both.")
         raise typer.Exit(FAILED)

@@ -10,7 +10,7 @@ import typer
 from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import Outputs, deliver, guard_stdout
-from attnlens.cli.show import console, guard
+from attnlens.cli.show import console
 
 if TYPE_CHECKING:
     from attnlens.report.sections.section import Section
@@ -23,7 +23,6 @@ EXPLAINED = opt.argument(
 SAVED = opt.argument("saved", "A report from --json.", str, "REPORT")
 
 
-@guard
 @opt.with_options(WHAT | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def list_(context: typer.Context) -> None:
     """List kernels, analyzers, measures or supported model types, or print the report's JSON Schema."""
@@ -54,7 +53,6 @@ def list_(context: typer.Context) -> None:
     _print(sections, markdown=context.params["markdown"])
 
 
-@guard
 @opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def explain(context: typer.Context) -> None:
     """Explain a measure or kernel: formula, range, null, errors, source, and how to interpret the value."""
@@ -78,7 +76,6 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
             console().print(terminal.document(document))
 
 
-@guard
 @opt.with_options(SAVED | opt.TABLE, opt.OUTPUT_OPTIONS)
 def report(context: typer.Context) -> None:
     """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnlens.choices import KINDS
 from attnlens.records import Report, Text
-from attnlens.records.report import KINDS
 from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
 from attnlens.report.shapes import Shapes
 from attnlens.wording import big, clean, decimals_for, format_count, format_number, group_pairs, join_items

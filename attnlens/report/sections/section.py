@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from attnlens.records.report import KINDS, Kind
+from attnlens.choices import KINDS, Kind
 from attnlens.wording import NO_VALUE
 
 if TYPE_CHECKING:

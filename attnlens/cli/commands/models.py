@@ -1,4 +1,4 @@
-"""The commands that look at models: `inspect`, `compare` and `doctor`."""
+"""The commands that measure a model (`inspect`, `compare`, `doctor`) or change its kernel (the others)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from attnlens import requests
-from attnlens.choices import SHOWN
+from attnlens.choices import KERNEL, SHOWN
 from attnlens.cli import PARTLY
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import check_reading, checked_model, named_model, run_command
-from attnlens.cli.show import guard
 from attnlens.errors import IdentityError, UsageError
-from attnlens.requests import CompareRequest, DoctorRequest
+from attnlens.requests import CompareRequest, DoctorRequest, HealRequest, RanksRequest, SwapRequest
+from attnlens.requests.swap import heal_kernels, rank_kernels, swap_kernels
 from attnlens.wording import format_count, join_items
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 HEAD = opt.option("--head", str | None, "Only this head, e.g. `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
 
 
-@guard
 @opt.with_options(
     opt.MODEL | HEAD | opt.WINDOWS_CSV | opt.TABLE | opt.STRICT,
     opt.parameters(requests.InspectRequest),
@@ -49,7 +48,6 @@ FIRST = opt.argument("first", f"The reference model: {NAMES}.", str, "FIRST")
 SECOND = opt.argument("second", f"The model to compare with FIRST (--adapter applies here): {NAMES}.", str, "SECOND")
 
 
-@guard
 @opt.with_options(FIRST | SECOND | opt.TABLE | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
 def compare(context: typer.Context) -> None:
     """Find the heads that differ between two models, with standard errors, p values and a false-discovery rate."""
@@ -63,11 +61,9 @@ def compare(context: typer.Context) -> None:
     )
 
 
-UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")
-"""Options without effect on `doctor`, which compares two sequences of any content in one pass."""
+UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Options without effect on `doctor`
 
 
-@guard
 @opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.REPORT_OPTIONS)
 def doctor(context: typer.Context) -> None:
     """Verify that attnlens computes attention exactly as this model does; exit 2 if it does not."""
@@ -94,8 +90,48 @@ def failure(report: Report) -> IdentityError:
         problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
     else:
         problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
-    return IdentityError(
-        problem,
-        f"Do not trust numbers from these sites; `attnlens doctor {quote(report.model.id)} --json FILE` saves all "
-        "errors for a bug report.",
-    )
+    save = f"`attnlens doctor {quote(report.model.id)} --json FILE`"
+    return IdentityError(problem, f"Do not trust numbers from these sites; {save} saves all errors for a bug report.")
+
+
+def _kernel_option(more: str) -> opt.Parameters:
+    text = f"New kernel, e.g. `rbf:gamma=1+window:64`; see `attnlens list kernels`.{more}"
+    return opt.option("--kernel", list[str] | None, text, metavar="NAME", shown=KERNEL)
+
+
+@opt.with_options(
+    opt.MODEL | _kernel_option(" Repeat the option to compare several.") | opt.WINDOWS_CSV | opt.STRICT,
+    opt.parameters(SwapRequest, without=("engine", "shard")),
+    opt.OUTPUT_OPTIONS,
+)
+def swap_kernel(context: typer.Context) -> None:
+    """Run a model with another attention kernel, and measure the effect."""
+    params = context.params
+    request, kernels = opt.build(SwapRequest, params), tuple(params["kernel"] or [KERNEL])
+    swap_kernels(kernels, request)  # checked here too, because importing `analyses` takes seconds
+    name = named_model(params)
+    run_command(params, [name], request, lambda analyses, tell: analyses.swap_work(name, kernels, request, tell).run())
+
+
+PLAN = opt.output("--plan", "Write the ranks as JSON, for --ranks.")
+
+
+@opt.with_options(opt.MODEL | PLAN | opt.WINDOWS_CSV | opt.STRICT, opt.parameters(RanksRequest), opt.OUTPUT_OPTIONS)
+def ranks(context: typer.Context) -> None:
+    """Find the smallest key rank of each head within a loss budget, and measure the model with these ranks."""
+    request = opt.build(RanksRequest, context.params)
+    request = request.with_options(ranks=rank_kernels(request)[1])  # a plan from a pipe can only be read once
+    name = named_model(context.params)
+    run_command(context.params, [name], request, lambda analyses, tell: analyses.rank_work(name, request, tell).run())
+
+
+@opt.with_options(
+    opt.MODEL | _kernel_option("") | opt.STRICT, opt.parameters(HealRequest, without=("generate",)), opt.OUTPUT_OPTIONS
+)
+def heal(context: typer.Context) -> None:
+    """Replace the kernel, then train the swapped heads to match the original model, or on text."""
+    params = context.params
+    request, kernel = opt.build(HealRequest, params), params["kernel"] or None
+    request = request.with_options(ranks=heal_kernels(kernel, request)[1])
+    name = named_model(params)
+    run_command(params, [name], request, lambda analyses, tell: analyses.heal_work(name, kernel, request, tell).run())
