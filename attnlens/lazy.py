@@ -32,7 +32,8 @@ class LazyModule:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._module = name, None
+        self._name = name
+        self._module: Any = None
 
     def __getattr__(self, attribute: str) -> Any:
         if self._module is None:
