@@ -20,7 +20,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
 from attnlens.runs.compare import draws, significance
-from attnlens.runs.compare.draws import BLOCKS, add_distances, arrange_blocks, compare_pass, record_pass
+from attnlens.runs.compare.draws import BLOCKS
 from attnlens.runs.compare.sides import Block, Pairing, form_distances
 from attnlens.runs.compare.significance import ChangeTest, Rounding, build_rows, field_values, is_category, number_of
 from attnlens.runs.differences import Differences
@@ -297,17 +297,18 @@ class Changes:
 
     def _row_distances(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
-        first, total, start = self.pairing.first, self.pairing.first.design.count, 0
+        first, second = self.pairing.first, self.pairing.second
+        total, start = first.design.count, 0
         values, block_changes = SequenceValues(total), list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
-            recorded = record_pass(first, batch.inputs, self.blocks[0])
-            compared = compare_pass(recorded, self.pairing, batch.inputs)
-            add_distances(values, ROWS, compared.rows, batch, start)
+            original = draws.run_pass(first, batch.inputs, self.blocks[0])
+            passes = original, draws.run_pass(second, batch.inputs)
+            draws.add_divergences(values, ROWS, self.pairing, passes, batch, start)
             if self.blocks[1]:
-                compared = compare_pass(recorded, self.pairing, batch.inputs, self.blocks[1])
-                add_distances(values, OWN_ROWS, compared.rows, batch, start)
-                block_changes.append(arrange_blocks(compared.blocks, self.blocks[0], batch))
+                passes = original, draws.run_pass(second, batch.inputs, self.blocks[1], original)
+                draws.add_divergences(values, OWN_ROWS, self.pairing, passes, batch, start)
+                block_changes.append(draws.compare_blocks(passes, self.blocks[0], batch))
             start += batch.size
         self.progress("attention rows", total, total)
         rows = arrange_by_measure(values.means, first.heads, total)

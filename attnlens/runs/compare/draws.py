@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,9 +19,9 @@ from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, QueryKey, Site
-from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, form_distances
 from attnlens.runs.inspect import sequences
+from attnlens.runs.inspect.sequences import SequenceValues
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -33,102 +33,70 @@ STATES = ("hidden_states", "encoder_hidden_states")
 
 
 @dataclass
-class RecordedPass:
-    """The record of a forward pass of the first model."""
+class Pass:
+    """Record of a model's forward pass on one batch."""
 
-    calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each site
+    calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each inspected site
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Input states of each block, by the block's path and the input's name."""
     outputs: dict[str, Tensor] = field(default_factory=dict)  # output states of each block, by its path
 
 
-@dataclass
-class ComparedPass:
-    """The result of a forward pass of the second model, compared with a recorded pass of the first."""
+def run_pass(
+    side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block] = (), original: Pass | None = None
+) -> Pass:
+    """Run one side's model, and record its attention calls and the input and output states of `blocks`.
 
-    rows: dict[Site, Tensor] = field(default_factory=dict)
-    """KL(first ‖ second) of each sequence and head, mean over queries; NaN if no query sees a key."""
-    calls: dict[Site, Call] = field(default_factory=dict)  # attention calls of the second model, by its own sites
-    blocks: dict[str, Tensor] = field(default_factory=dict)
-    """‖o' − o‖/‖o‖ of each sequence, o and o' the outputs of the first and second model's block, by block path."""
-
-
-def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> RecordedPass:
-    """Run the first model, and record attention calls, block inputs and block outputs."""
-    recorded, chosen = RecordedPass(), set(side.key_heads)
+    With `original`, each block runs on the input states recorded there. The output states of a block are its output or
+    the first element of its output; blocks without a tensor there are left out.
+    """
+    recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 
     def visit(site: Site, call: Call) -> None:
-        if site in chosen:
+        if site in side.key_heads:
             recorded.calls[site] = call
 
-    def store_states(path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        arguments = call_arguments(block, args, kwargs)
-        states = {name: arguments.get(name) for name in {*list(signature(block.forward).parameters)[:1], *STATES}}
-        recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
+    def enter(
+        path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        names = list(signature(block.forward).parameters)
+        if original is None:
+            arguments = call_arguments(block, args, kwargs)
+            states = {name: arguments.get(name) for name in {*names[:1], *STATES}}
+            recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
+            return None
+        known = original.states[path]
+        changed = [_convert_state(known.get(name), value) for name, value in zip(names, args, strict=False)]
+        named = {name: _convert_state(known.get(name), value) for name, value in kwargs.items()}
+        return (*changed, *args[len(names) :]), named
 
-    recorded.outputs = {path: output.clone() for path, output in _run_pass(side, inputs, visit, blocks, store_states)}
+    watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
+    handles = [block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in blocks]
+    with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
+        hooks.forward(model, inputs)
+    for path, output in outputs.items():
+        state = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(state, Tensor):
+            recorded.outputs[path] = state.clone()
     return recorded
 
 
-def compare_pass(
-    recorded: RecordedPass, pairing: Pairing, inputs: Mapping[str, Tensor], blocks: Sequence[Block] = ()
-) -> ComparedPass:
-    """Run the second model, its `blocks` on the recorded input states, and compare the pass with the recorded one."""
-    compared, firsts = ComparedPass(), {other: site for site, other in pairing.sites.items()}
-
-    def visit(site: Site, call: Call) -> None:
-        first = firsts.get(site)
-        if first is not None and first in recorded.calls:  # own-kernel sites of a saved swap are not visited
-            compared.calls[site] = call
-            compared.rows[first] = divergence(pairing, first, (recorded.calls[first], call), inputs)
-
-    def replace_states(
-        path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        names, states = list(signature(block.forward).parameters), recorded.states[path]
-        changed = [_convert_state(states.get(name), value) for name, value in zip(names, args, strict=False)]
-        named = {name: _convert_state(states.get(name), value) for name, value in kwargs.items()}
-        return (*changed, *args[len(names) :]), named
-
-    outputs = dict(_run_pass(pairing.second, inputs, visit, blocks, replace_states))
-    for path, output in recorded.outputs.items():
-        other = outputs.get(path)
-        if other is not None and other.shape == output.shape:
-            compared.blocks[path] = _relative_change(output, other.to(output.device), inputs)
-    return compared
-
-
-def _relative_change(output: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute ‖o' − o‖/‖o‖ of each sequence, without padding."""
-    output, other = output.double(), other.double()
-    masks = (inputs.get(name) for name in ("decoder_attention_mask", "attention_mask"))
-    mask = next((mask for mask in masks if mask is not None and mask.shape == output.shape[:2]), None)
-    if mask is not None:
-        output, other = output * mask[..., None], other * mask[..., None]
-    moved: Tensor = (other - output).flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1)
-    return moved.cpu()
-
-
-def _run_pass(
-    side: ComparedModel,
-    inputs: Mapping[str, Tensor],
-    visit: Callable[[Site, Call], None],
-    blocks: Sequence[Block],
-    hook: Callable[..., object],
-) -> list[tuple[str, Tensor]]:
-    """Run a forward pass of a side's model; return the output states of blocks, by path.
-
-    `visit` is called for each attention call, and `hook` before each block: (path, block, args, kwargs) → new (args,
-    kwargs), or None. The states of a block are its output or the first element; blocks without a tensor there are left
-    out.
-    """
-    model, sites = side.loaded.model, side.all_sites
-    watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
-    handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
-    with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
-        hooks.forward(model, inputs)
-    states = [(path, each[0] if isinstance(each, tuple | list) and each else each) for path, each in outputs.items()]
-    return [(path, state) for path, state in states if isinstance(state, Tensor)]
+def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
+    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o' without padding: (sequences, blocks); NaN if missing."""
+    masks = [batch.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch.inputs]
+    changes = torch.full((batch.size, len(blocks)), torch.nan, dtype=torch.float64)
+    for place, (path, _) in enumerate(blocks):
+        output, other = (each.outputs.get(path) for each in passes)
+        if output is None or other is None or other.shape != output.shape:
+            continue
+        output, other = output.double(), other.to(output.device).double()
+        mask = next((mask[..., None] for mask in masks if mask.shape == output.shape[:2]), None)
+        if mask is not None:
+            output, other = output * mask, other * mask
+        moved = (other - output).flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1)
+        # more rows than sequences if a model cuts each into windows
+        changes[:, place] = moved.cpu().view(batch.size, -1).mean(1)
+    return changes
 
 
 def _convert_state(state: Tensor | None, value: object) -> object:
@@ -149,8 +117,23 @@ def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
     return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
 
 
+def add_divergences(
+    values: SequenceValues, name: str, pairing: Pairing, passes: tuple[Pass, Pass], batch: texts.Batch, start: int
+) -> None:
+    """Add the divergence of both passes' attention rows to `values` as measure `name`; `start`: first sequence."""
+    for first, second in pairing.sites.items():
+        before, after = passes[0].calls.get(first), passes[1].calls.get(second)
+        if before is not None and after is not None:  # own-kernel sites of a saved swap are not visited
+            rows = divergence(pairing, first, (before, after), batch.inputs)
+            numbers = sequences.sequence_numbers(len(rows), batch, start)
+            values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
+
+
 def divergence(pairing: Pairing, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute KL(P ‖ P') = Σ_j p log(p/p') of a site's two calls, mean over real queries: (sequences, heads)."""
+    """Compute KL(P ‖ P') = Σ_j p log(p/p') of a site's two calls, mean over real queries: (sequences, heads).
+
+    The mean is NaN if no query sees a key.
+    """
     parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
     wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
     calls = [hiding_padding(call, inputs) for call in wide]
@@ -293,69 +276,39 @@ def draw_tokens(
 ) -> dict[str, Tensor]:
     """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
     batches = texts.batches(side.loaded, side.contents, cut)
-    count = feeding.design_of(side.settings.model_copy(update={"intervals": "windows"}), batches).count
-    recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
-    before = _measure_calls(side, count, batches, [each.calls for each in recorded], {})
+    recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
     order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
-    identity = Pairing(side, side, {site: site for site in order}, order, [])
+    identity, analyzers = Pairing(side, side, {site: site for site in order}, order, []), side.analyzers_of("tokens")
 
-    def compare_passes(replaced_blocks: Sequence[Block] = ()) -> list[ComparedPass]:
-        pairs = zip(batches, recorded, strict=True)
-        return [compare_pass(each, identity, batch.inputs, replaced_blocks) for batch, each in pairs]
+    def measure(passes: Sequence[Pass], compared: Mapping[str, Sequence[Pass]]) -> dict[str, Tensor]:
+        """Compute tokens.* in `passes`, and the divergence of rows in `compared` by measure, as (windows, heads)."""
+        values, start = SequenceValues(batches.sequences), 0
+        for number, batch in enumerate(batches):
+            for site, call in passes[number].calls.items():
+                query_key = hiding_padding(call, batch.inputs).query_key(site)
+                if finite := sequences.finite_heads(query_key):
+                    numbers = sequences.sequence_numbers(len(call.query), batch, start)
+                    values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
+            for name, others in compared.items():
+                add_divergences(values, name, identity, (recorded[number], others[number]), batch, start)
+            start += batch.size
+        return sequences.arrange_by_measure(values.means, side.heads, batches.sequences)
 
+    before = measure(recorded, {})
     types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):
         with move_weights(types, generator):
-            passes = compare_passes()
-            # each block with its input states before rounding
-            block_passes = compare_passes(blocks) if blocks else []
-        distances = {ROWS: passes} | ({OWN_ROWS: block_passes} if blocks else {})
-        after = _measure_calls(side, count, batches, [each.calls for each in passes], distances)
+            passes = [run_pass(side, batch.inputs) for batch in batches]
+            block_passes = []
+            if blocks:  # each with its input states before rounding
+                originals = zip(batches, recorded, strict=True)
+                block_passes = [run_pass(side, batch.inputs, blocks, original) for batch, original in originals]
+        after = measure(passes, {ROWS: passes} | ({OWN_ROWS: block_passes} if blocks else {}))
         if blocks:
-            pairs = zip(batches, block_passes, strict=True)
-            after[BLOCKS] = torch.cat([arrange_blocks(each.blocks, blocks, batch) for batch, each in pairs])
+            pairs = zip(zip(recorded, block_passes, strict=True), batches, strict=True)
+            after[BLOCKS] = torch.cat([compare_blocks(pair, blocks, batch) for pair, batch in pairs])
         for name, values in after.items():
             change = values - before[name] if name in before else values
             changes[name].append(change.nanmean(0))
         tell(1)
     return {name: torch.stack(drawn) for name, drawn in changes.items()}
-
-
-def arrange_blocks(changes: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
-    """Arrange the relative changes of block outputs as (sequences, blocks); NaN for blocks without states."""
-    missing = torch.full((batch.size,), torch.nan, dtype=torch.float64)
-    # more rows than sequences if a model cuts each into windows
-    columns = [changes[path].view(batch.size, -1).mean(1) if path in changes else missing for path, _ in blocks]
-    return torch.stack(columns, 1)
-
-
-def _measure_calls(
-    side: ComparedModel,
-    count: int,
-    batches: texts.Batches,
-    calls: Sequence[Mapping[Site, Call]],
-    distances: Mapping[str, Sequence[ComparedPass]],
-) -> dict[str, Tensor]:
-    """Compute tokens.* on `count` windows and add the distances of rows: each measure as (windows, heads)."""
-    values, analyzers, start = sequences.SequenceValues(count), side.analyzers_of("tokens"), 0
-    for number, batch in enumerate(batches):
-        for site, call in calls[number].items():
-            query_key = hiding_padding(call, batch.inputs).query_key(site)
-            if finite := sequences.finite_heads(query_key):
-                numbers = sequences.sequence_numbers(len(call.query), batch, start)
-                values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
-        for name, passes in distances.items():
-            add_distances(values, name, passes[number].rows, batch, start)
-        start += batch.size
-    return sequences.arrange_by_measure(values.means, side.heads, count)
-
-
-def add_distances(
-    values: sequences.SequenceValues, name: str, by_site: Mapping[Site, Tensor], batch: texts.Batch, start: int
-) -> None:
-    """Add the distances of a batch, (rows, heads) by site, to `values` as measure `name`."""
-    for site, distances in by_site.items():
-        heads = distances.shape[1]
-        values.add(
-            site, {name: distances}, sequences.sequence_numbers(len(distances), batch, start), range(heads), heads
-        )
