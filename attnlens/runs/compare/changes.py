@@ -19,17 +19,16 @@ from attnlens.maths.statistics import adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
-from attnlens.runs.compare import draws, significance
-from attnlens.runs.compare.draws import BLOCKS
-from attnlens.runs.compare.sides import Block, Pairing, form_distances
-from attnlens.runs.compare.significance import ChangeTest, Rounding, build_rows, field_values, is_category, number_of
+from attnlens.runs.compare import significance
+from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
+from attnlens.runs.compare.significance import BLOCKS, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
 
-Roundings = Mapping[str, Rounding]
+Tensors = Mapping[str, Tensor]
 CHANGED_P = 1e-3
 """p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
 ROUNDING_SPACINGS = 4.0
@@ -96,7 +95,7 @@ def _relation(
     if p != p:
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
-    spacing = max(torch.finfo(draws.site_type(side.loaded.model, site)).eps for side, site in sites)
+    spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
     # without a division: of a factor of zeros, only zeros are a rounding
     limit = ROUNDING_SPACINGS * spacing
     close = all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
@@ -141,7 +140,7 @@ def _describe_weights(pairing: Pairing) -> Iterator[str]:
         yield f"{format_count(len(alone), 'tensor')} in only one of the models: {join_items(alone)}."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
-    kinds = {name: draws.stored_type(second[name]) for name in different}
+    kinds = {name: significance.stored_type(second[name]) for name in different}
     rounded = (_equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items())
     if not different:
         yield "All weights that both models have are identical."
@@ -215,8 +214,8 @@ class Changes:
         rounding, distances = self._draw_rounding(), self._form_distances()
         if self.pairing.first.batches:
             distances |= self._row_distances()
-        tests = self._test_measures(rounding, distances)
-        rows = build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
+        tests = self._test_measures(distances, rounding)
+        rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
         return records.Comparison(
@@ -241,14 +240,17 @@ class Changes:
     @cached_property
     def blocks(self) -> tuple[list[Block], list[Block]]:
         """Blocks of both models that run once per forward pass; empty without a text, or if their paths differ."""
-        first, second = self.pairing.first.blocks(), self.pairing.second.blocks()
+        first, second = (
+            hooks.blocks(side.loaded.model, side.batches[0].inputs) if side.batches else []
+            for side in (self.pairing.first, self.pairing.second)
+        )
         return (first, second) if list(dict(first)) == list(dict(second)) else ([], [])
 
     def _test_windows(self, changes: Tensor, rounding: Rounding | None) -> ChangeTest:
         first = self.pairing.first
         return significance.test_windows(changes, first.design, rounding, first.settings.seed)
 
-    def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Roundings) -> list[records.BlockChange]:
+    def _test_blocks(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> list[records.BlockChange]:
         if BLOCKS not in distances:
             return []
         test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
@@ -266,7 +268,7 @@ class Changes:
             for place, (path, _) in enumerate(self.blocks[0])
         ]
 
-    def _test_measures(self, rounding: Roundings, distances: Mapping[str, Tensor]) -> dict[str, ChangeTest | None]:
+    def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
         """Test the changes of each measure; None for categories and measures without drawn rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
@@ -281,10 +283,10 @@ class Changes:
                 changes[name] = after[:, self.pairing.partners] - before
             if name in changes:
                 tests[name] = self._test_windows(changes[name], rounding.get(name))
-            elif name not in rounding or is_category(self.heads, name):
+            elif name not in rounding or significance.is_category(self.heads, name):
                 tests[name] = None
             else:  # measures of weights: p is that of rounding
-                before, after = field_values(self.heads, name)
+                before, after = significance.field_values(self.heads, name)
                 tests[name] = significance.test_rounding(after - before, rounding[name])
         return tests
 
@@ -302,28 +304,28 @@ class Changes:
         values, block_changes = SequenceValues(total), list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
-            original = draws.run_pass(first, batch.inputs, self.blocks[0])
-            passes = original, draws.run_pass(second, batch.inputs)
-            draws.add_divergences(values, ROWS, self.pairing, passes, batch, start)
+            original = run_pass(first, batch.inputs, self.blocks[0])
+            passes = original, run_pass(second, batch.inputs)
+            self.pairing.add_divergences(values, ROWS, passes, batch, start)
             if self.blocks[1]:
-                passes = original, draws.run_pass(second, batch.inputs, self.blocks[1], original)
-                draws.add_divergences(values, OWN_ROWS, self.pairing, passes, batch, start)
-                block_changes.append(draws.compare_blocks(passes, self.blocks[0], batch))
+                passes = original, run_pass(second, batch.inputs, self.blocks[1], original)
+                self.pairing.add_divergences(values, OWN_ROWS, passes, batch, start)
+                block_changes.append(compare_blocks(passes, self.blocks[0], batch))
             start += batch.size
         self.progress("attention rows", total, total)
         rows = arrange_by_measure(values.means, first.heads, total)
         return rows | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
     def _draw_rounding(self) -> dict[str, Rounding]:
-        """Estimate the effect of rounding both models on each measure, from draws."""
-        tell = telling(self.progress, "rounding", 2 * draws.DRAWS) if self.pairing.first.batches else None
+        """Estimate the effect of rounding both models on each measure from random draws."""
+        tell = telling(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)
-            drawn.append(draws.draw_weights(side, generator))
+            drawn.append(significance.draw_weights(side, generator))
             if tell is not None:
-                cut = replace(side.cut, sequences=min(draws.FEW, self.pairing.first.design.count))
-                drawn[-1] |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
+                cut = replace(side.cut, sequences=min(significance.FEW, self.pairing.first.design.count))
+                drawn[-1] |= significance.draw_tokens(side, cut, self.blocks[number], generator, tell)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
             first, second = drawn[0][name], drawn[1][name]

@@ -176,11 +176,6 @@ class Inspection(PreparedRun):
         """Key head of each query head, by requested site."""
         return {each.site: list(each.call.key_heads) for each in self.reached}
 
-    @cached_property
-    def requested(self) -> dict[Site, list[int]]:
-        """Requested heads by requested site."""
-        return {site: self._select_requested(range(len(key_heads))) for site, key_heads in self.key_heads.items()}
-
     @property
     def reads_weights(self) -> bool:
         """True if the weights are measured, or their factors kept."""
@@ -194,9 +189,8 @@ class Inspection(PreparedRun):
             "versions": versions(),
             "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
             "from_files": self.loaded.deferred is not None,
-            "settings": self.settings.model_dump(
-                mode="json", exclude={"notes", "options"}
-            ),  # the others determine numbers
+            # notes and options do not determine numbers
+            "settings": self.settings.model_dump(mode="json", exclude={"notes", "options"}),
             "show": self.show,
             "weights": self.reads_weights,
             "analyzers": [[each.name, each.source] for each in self.analyzers],
@@ -220,9 +214,8 @@ class Inspection(PreparedRun):
 
     def read_unit(self, name: str) -> Unit:
         """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
-        unit = self.units[name]
-        with time_stage(self.timings, unit.stage):
-            return self._compute_unit(unit)
+        with time_stage(self.timings, self.units[name].stage):
+            return self._compute_unit(self.units[name])
 
     def _compute_unit(self, unit: WorkUnit) -> Unit:
         if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
@@ -294,7 +287,7 @@ class Inspection(PreparedRun):
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
                 sentence = sequences.sentence_of(site.part, self.loaded, inputs.batches, 0)
-                heads = self._select_requested(finite)
+                heads = self.select_requested(finite)
                 rows.extend(sequences.attention_rows(query_key.select(heads), sentence) if heads else [])
 
         with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit):
@@ -351,7 +344,7 @@ class Inspection(PreparedRun):
                 gatherers[site] = [gathering.begin(place) for gathering in self.gatherings]
             numbers = sequences.sequence_numbers(len(call.query), batch, start)
             for row, sequence in sequences.split_sequences(query_key):
-                if heads := self._select_requested(sequences.finite_heads(sequence)):
+                if heads := self.select_requested(sequences.finite_heads(sequence)):
                     for gatherer in gatherers[site]:
                         gatherer.update(sequence.select(heads), numbers[row])
 
@@ -364,7 +357,8 @@ class Inspection(PreparedRun):
                     hooks.forward(self.loaded.model, batch.inputs)
                 start += batch.size
 
-    def _select_requested(self, heads: Iterable[int]) -> list[int]:
+    def select_requested(self, heads: Iterable[int]) -> list[int]:
+        """Return those of the heads that `--heads` requests."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
