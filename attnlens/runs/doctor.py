@@ -25,7 +25,7 @@ from attnlens.report.report import Report
 from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.inspect.pipeline import inspect
-from attnlens.runs.progress import Progress, silent
+from attnlens.runs.progress import Progress, silent, telling
 from attnlens.runs.provenance import report_of
 
 WEIGHTS_TOLERANCE = 1e-6
@@ -44,7 +44,6 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     report does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for
     a text other than the report's.
     """
-    count = min(heads, len(report.heads))
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
@@ -56,7 +55,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     kind = _recomputed_check("model", shape, kinds[0] == kinds[1])
     if not kind.passed:
         return [files, kind]
-    drawn = random.SystemRandom().sample(report.heads, count)
+    drawn = random.SystemRandom().sample(report.heads, min(heads, len(report.heads)))
     where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
@@ -75,22 +74,21 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:
-        measures = [None if side is None else side.measures.get(name) for side in (head, recomputed)]
-        old, new = (None if measure is None else measure.value for measure in measures)
+        measures = [side and side.measures.get(name) for side in (head, recomputed)]
+        old, new = (measure and measure.value for measure in measures)
         if old is None or new is None:
             deviation = float(old is not new)
         else:
             deviation = abs(old - new) / max(abs(old), abs(new), SMALLEST)
         if deviation > bound:
             deviations.append((deviation, breach(head, new, old)))
-    deviations.sort(key=lambda pair: pair[0], reverse=True)
-    check = _recomputed_check(name, "as the report", not deviations)
-    return check.model_copy(update={"heads": len(pairs), "breaches": [each for _, each in deviations]})
+    breaches = [each for _, each in sorted(deviations, key=lambda pair: pair[0], reverse=True)]
+    return _recomputed_check(name, "as the report", not breaches, heads=len(pairs), breaches=breaches)
 
 
-def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
+def _recomputed_check(subject: str, wanted: str, passed: bool, **fields: Any) -> Check:
     rule = f"{subject}: recomputed {wanted}"
-    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed)
+    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed, **fields)
 
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE  # largest relative error of an attention matrix
@@ -139,16 +137,15 @@ def doctor(
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
-    single = loaded.model.dtype != torch.float64
+    if loaded.model.dtype != torch.float64:
+        return _examine(loaded, settings, inputs, progress)
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        if single or changed is None or changed <= TOLERANCE:  # None: weights are not finite
+        if changed is None or changed <= TOLERANCE:  # None: weights are not finite
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
-        if single:
-            raise
         why = error.problem
     note = f"Computed in float32, whose rounding counts as error, because in float64: {why}"
     loaded = replace(loaded, model=nn.Module.float(loaded.model))
@@ -184,19 +181,14 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
     """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
     heads = sum(check.heads for check in results)
-    unchecked = sum(check.heads for check in results if check.verdict == "not checked")
+    analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
     for source in ("tokens", "weights"):
         lacking = [check for check in results if getattr(check, f"{source}_error") is None]
         skipped += [Skipped(site=check.site, measure=source, reason=check.reason or "") for check in lacking]
-        without[source] = sum(check.heads for check in lacking) - unchecked
-    return Coverage(
-        sites=len(results),
-        heads=heads,
-        analysed=heads - unchecked,
-        without={source: count for source, count in without.items() if count > 0},
-        skipped=[*skipped, *missed],
-    )
+        if count := sum(check.heads for check in lacking) - (heads - analysed):
+            without[source] = count
+    return Coverage(sites=len(results), heads=heads, analysed=analysed, without=without, skipped=[*skipped, *missed])
 
 
 def check_sites(
@@ -218,11 +210,10 @@ def check_sites(
         and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
-    results = []
-    for done, ((_, each, chosen), factors) in enumerate(zip(pairs, all_factors, strict=True)):
-        progress("doctor", done, len(pairs))
+    results, tell = list[SiteCheck](), telling(progress, "doctor", len(pairs))
+    for (_, each, chosen), factors in zip(pairs, all_factors, strict=True):
         results.append(_check(each, factors, probabilities[each.site], chosen))
-    progress("doctor", len(pairs), len(pairs))
+        tell(1)
     return results
 
 
