@@ -96,23 +96,6 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-CAUSAL_NOTE = (
-    "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
-    "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
-)
-TRACED_NOTE = (
-    "At {} sites the module computes its attention by hand: queries, keys and scale are traced from its softmax, and "
-    "the softmax's argument moved as predicted for other queries and keys."
-)
-ADDED_NOTE = (
-    "The model adds terms to its scores that are not products of a query and a key (position bias, content–position "
-    "terms): the shares and tokens.definite describe only the products."
-)
-LATENT_NOTE = (
-    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the part "
-    "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
-)
-SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 LOOKS_AHEAD = 1e-4
 """Relative change of predictions above which they are judged to depend on a later token: far above float32 rounding,
 which another last token can move too, and far below what a visible token changes."""
@@ -146,11 +129,10 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
 
 def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
     """Return the calls in `others` at the sites in `reached`, with the latter's names; None if the sites differ."""
-    by_call = {(each.site.path, each.site.ordinal): each for each in others}
-    calls = [(each.site.path, each.site.ordinal) for each in reached]
-    if list(by_call) != calls:
+    calls, other_calls = ([(each.site.path, each.site.ordinal) for each in part] for part in (reached, others))
+    if calls != other_calls:
         return None
-    return [replace(by_call[call], site=each.site) for call, each in zip(calls, reached, strict=True)]
+    return [replace(other, site=each.site) for each, other in zip(reached, others, strict=True)]
 
 
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
@@ -282,19 +264,26 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
     """Describe those properties of the attention in a pass that readers need to interpret the numbers."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
-    biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)
+    biased = any(call.bias is not None for call in calls)
     untested = "absolute" if len(site_traits) == len(reached) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
-    notes = [
-        SIGN_NOTE,
-        *[CAUSAL_NOTE] * causal,
-        *[TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced),
-        *[ADDED_NOTE] * biased,
-        *[LATENT_NOTE] * any(traits.latent for traits in site_traits),
-    ]
+    notes = {
+        "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite.": True,
+        "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
+        "identified; --analyzer extended reads those of the bilinear form extended to such pairs.": any(
+            each.site.part == "decoder" for each in reached
+        ),
+        f"At {traced} of {len(reached)} sites the module computes its attention by hand: queries, keys and scale are "
+        "traced from its softmax, and the softmax's argument moved as predicted for other queries and keys.": traced,
+        "The model adds terms to its scores that are not products of a query and a key (position bias, "
+        "content–position terms): the shares and tokens.definite describe only the products.": biased,
+        "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the "
+        "part that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the "
+        "nope part.": any(traits.latent for traits in site_traits),
+    }
     return Conventions(
         position="rotary" if any(traits.rotary for traits in site_traits) else added,
         qk_norm=any(traits.qk_norm for traits in site_traits),
         bias="excluded" if any(traits.biased for traits in site_traits) else "none",
-        notes=notes,
+        notes=[note for note, applies in notes.items() if applies],
     )

@@ -128,7 +128,7 @@ def doctor(
         # images share no pass, and only one is compared; any text is fine
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
         cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
-        batches = texts.batches(loaded, feeding.contents(named, loaded), cut)
+        batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
     settings = feeding.describe_input(settings, batches, loaded)
     settings = settings.model_copy(update={"windows": batches.batches[0].size})
     report = _diagnose(loaded, settings, batches.batches[0].inputs, progress)

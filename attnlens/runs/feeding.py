@@ -59,16 +59,16 @@ def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
-    guess, losses = math.log(vocabulary), dict[str, float]()
+    guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
-        losses[name] = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
-    return [
-        f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-        f"{guess:.2f}): the text does not suit the model, or the model is untrained."
-        for name, loss in losses.items()
-        if loss > guess
-    ]
+        loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
+        if loss > guess:
+            notes.append(
+                f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
+                f"{guess:.2f}): the text does not suit the model, or the model is untrained."
+            )
+    return notes
 
 
 RECORDED = (  # Settings that are options, so that a model can be read in the same way again
@@ -97,9 +97,8 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
         raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
-        raise UsageError(
-            f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass them to load()."
-        )
+        names = ", ".join(options)
+        raise UsageError(f"The model is already loaded, so {names} would be ignored.", "Pass them to load().")
     return {}
 
 
@@ -124,11 +123,6 @@ def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
         audio=request.audio,
         allow_foreign=request.allow_foreign_text,
     )
-
-
-def contents(named: Sequence[texts.Content], loaded: Loaded) -> Sequence[texts.Content]:
-    """Return the named texts, or the built-in ones for this model."""
-    return named or texts.sample(loaded.info.id)
 
 
 def design_of(requested: Settings, inputs: texts.Batches) -> Design:

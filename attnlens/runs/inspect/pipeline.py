@@ -118,7 +118,7 @@ def prepare(
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, reading.files(request), settings.length)
     settings = feeding.of_model(settings, loaded)
-    contents = feeding.contents(named, loaded) if settings.source != "weights" else ()
+    contents = (named or texts.sample(loaded.info.id)) if settings.source != "weights" else ()
     cut = feeding.cut_of(settings, request)
     return PreparedRun(loaded, settings, analyzers, contents, cut, progress, timings, request.show)
 
