@@ -21,8 +21,7 @@ from attnlens.models.texts.targets import logits_of, of_text, output_options, st
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Skipped, Task
 
-Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
-"""Function that measures a forward pass on some inputs."""
+Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function of a forward pass on inputs
 
 
 def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:

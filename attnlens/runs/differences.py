@@ -200,8 +200,7 @@ class Differences:
     task: Task  # what is predicted
     noise: bool  # whether the input is noise: predictions are then compared without a loss
     design: Design  # how the sequences were sampled
-    before: list[Tensor] = field(default_factory=list)
-    """Mean loss of each sequence under the original, one tensor per batch."""
+    before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # the same under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
     predicting: list[Tensor] = field(default_factory=list)

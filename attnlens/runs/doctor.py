@@ -31,8 +31,7 @@ from attnlens.runs.provenance import report_of
 WEIGHTS_TOLERANCE = 1e-6
 """Relative tolerance of weights.*: float64 from the same stored numbers, written with nine digits. Another BLAS sums in
 another order, which moves ill-conditioned measures (small eigenvalues) by more than the last digit."""
-SMALLEST = 1e-6
-"""Values below this count as this large in relative deviations: a share that is 0 up to rounding has no digits."""
+SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 up to rounding has no digits
 
 
 @public

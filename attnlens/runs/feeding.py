@@ -75,8 +75,7 @@ RECORDED = (  # Settings that are options, so that a model can be read in the sa
     *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
     *("placement", "intervals", "layers", "heads"),
 )
-NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": None}
-"""Settings of a run without any input."""
+NOTHING_FED = dict.fromkeys(("windows", "pack", "placement", "intervals"))  # settings of a run without inputs
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:

@@ -29,11 +29,10 @@ from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
 
 Tensors = Mapping[str, Tensor]
-CHANGED_P = 1e-3
-"""p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
+CHANGED_P = 1e-3  # p below which a form counts as changed: rounding alone moves one of a thousand heads as much
 ROUNDING_SPACINGS = 4.0
-"""Maximum relative difference of factors, in spacings of their type, that counts as rounding: a number is rounded a few
-times, when it is stored, loaded and multiplied."""
+"""Relative difference of factors, in spacings of their type, up to which they differ by rounding: a number is rounded
+when it is stored, loaded and multiplied."""
 ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
 NEAR_FACTOR = 10  # that change must also be this many times the one at equal positions, which rounding explains
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
@@ -45,8 +44,7 @@ SAME_FORMS: dict[str | bool | None, str] = {
     False: "Of {heads} W_Q and W_K are others with the same product M within rounding (another gauge): attention is "
     "the same.",
     None: "Of {heads} W_Q and W_K are others with the same product M within rounding; attention was not compared.",
-}
-"""Notes on heads with other factors of the same M, by whether their own KL exceeds rounding."""
+}  # notes on heads with other factors of the same M, by whether their own KL exceeds rounding
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:

@@ -204,21 +204,18 @@ class Pairing:
 
 def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Return True if the models have the same sites with equal numbers of heads and key heads; masks may differ."""
-    shapes, other_shapes = (
+    shapes, others = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
         for side in (first, second)
     )
-    return shapes == other_shapes
+    return shapes == others
 
 
 def same_input(first: ComparedModel, second: ComparedModel) -> bool:
     """Return True if both models read the same inputs, window by window."""
-    if len(first.batches) != len(second.batches):
-        return False
-    pairs = [(batch.inputs, other.inputs) for batch, other in zip(first.batches, second.batches, strict=True)]
-    return all(
-        inputs.keys() == others.keys() and all(torch.equal(inputs[name], others[name]) for name in inputs)
-        for inputs, others in pairs
+    inputs, others = ([batch.inputs for batch in side.batches] for side in (first, second))
+    return [batch.keys() for batch in inputs] == [batch.keys() for batch in others] and all(
+        torch.equal(batch[name], other[name]) for batch, other in zip(inputs, others, strict=True) for name in batch
     )
 
 

@@ -33,8 +33,7 @@ POWER = 0.8  # probability with which the smallest detectable change is named
 class Rounding:
     """The effect on a measure of rounding the weights, estimated from draws."""
 
-    size: Float[Tensor, " heads"]
-    """Root mean square of the changes; for a divergence their mean, since it is quadratic in its cause."""
+    size: Float[Tensor, " heads"]  # root mean square of the changes; mean of divergences, which are squares
     freedom: int  # number of draws per model
     squared: bool = False  # True for a divergence
 
@@ -294,26 +293,22 @@ def _draw_site_changes(
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
 
     def scalars(form: QueryKey) -> dict[str, Tensor]:
-        """Compute the scalar measures (no curves) by name."""
+        """Compute the scalar measures (no curves) by name; NaN for heads that are not finite."""
         by_name: dict[str, Tensor] = {}
         for analyzer in analyzers:
             readings = analyzer.function(form.select(finite))
-            names = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
-            by_name |= {name: readings[name].double().cpu() for name in names}
+            for name in (info.name for info in analyzer.measures if not info.curve and info.name in readings):
+                by_name[name] = torch.full((len(form.heads),), torch.nan, dtype=torch.float64)
+                by_name[name][finite] = readings[name].double().cpu()
         return by_name
 
-    before = scalars(form)
-    drawn: dict[str, list[Tensor]] = defaultdict(list)
+    before, drawn = scalars(form), list[dict[str, Tensor]]()
     for _ in range(DRAWS):
         query, key = (move_values(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
-        rounded_form = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
-        for name, values in form_distances(form, rounded_form).items():
-            drawn[name].append(values)
-        for name, values in scalars(rounded_form).items():
-            change = torch.full((len(form.heads),), torch.nan, dtype=torch.float64)
-            change[finite] = values - before[name]
-            drawn[name].append(change)
-    return {name: torch.stack(changes) for name, changes in drawn.items()}
+        rounded = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
+        changes = {name: values - before[name] for name, values in scalars(rounded).items()}
+        drawn.append(form_distances(form, rounded) | changes)
+    return {name: torch.stack([changes[name] for changes in drawn]) for name in drawn[0]}
 
 
 def draw_tokens(

@@ -130,8 +130,7 @@ class PreparedRun:
 
     def analyzers_of(self, source: str) -> list[Analyzer]:
         """Return the analyzers that read one QueryKey of that source at a time."""
-        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
-        return [analyzer for analyzer in plain if analyzer.source == source]
+        return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
     @property
     def gatherings(self) -> list[Gathering]:
@@ -149,8 +148,7 @@ class Inspection(PreparedRun):
     reached: Sequence[SiteCall]  # requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # what the survey found but can't read
-    identity_error: float | None = None
-    """Change of the model's outputs if its attention is recomputed; None if it is unknown."""
+    identity_error: float | None = None  # change of the model's outputs if its attention is recomputed, if known
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
@@ -294,15 +292,8 @@ class Inspection(PreparedRun):
             result = hooks.forward(self.loaded.model, batch.inputs)
         alone = replace(inputs, batches=(batch,), sequences=batch.size)
         losses, vocabulary = measure_losses(self.loaded, alone, result)
-        return {
-            "sequences": batch.size,
-            "values": values.means,
-            "curves": values.curves,
-            "losses": losses,
-            "vocabulary": vocabulary,
-            "rows": rows,
-            "skipped": skipped,
-        }
+        measured: Unit = {"sequences": batch.size, "values": values.means, "curves": values.curves}
+        return {**measured, "losses": losses, "vocabulary": vocabulary, "rows": rows, "skipped": skipped}
 
     def _read_gathered(self, inputs: texts.Batches, work: WorkUnit) -> Unit:
         """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
@@ -392,12 +383,9 @@ class Inspection(PreparedRun):
             return replace(form, query=form.query.to(dtype), key=form.key.to(dtype))
         if factors.site.part == "cross":
             return "queries and keys come from different inputs (cross-attention)"
-        if factors.qk_norm:
-            reason = "are normalised per token (QK-norm)"
-        elif factors.rotation is None:
-            reason = "have their position added to them"
-        else:
-            reason = "turn with their position (RoPE)"
+        added = factors.rotation is None
+        position = "have their position added to them" if added else "turn with their position (RoPE)"
+        reason = "are normalised per token (QK-norm)" if factors.qk_norm else position
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
@@ -413,6 +401,6 @@ class Inspection(PreparedRun):
         heads = [head for head in query_key.heads if head not in finite]
         if not heads:
             return []
-        named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
-        reason = f"{named[0]} contains NaN or Inf" if named else "its inputs are NaN or Inf, caused by an earlier layer"
+        weight = next((name for name in self.loaded.nonfinite if name.startswith(site.path)), None)
+        reason = f"{weight} contains NaN or Inf" if weight else "its inputs are NaN or Inf, caused by an earlier layer"
         return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]

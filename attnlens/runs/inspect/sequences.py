@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +21,7 @@ from attnlens.records import AttentionRows, QueryKey, Selection, Sentence, Site
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-PIECE_BYTES = 32 * 2**20
-"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once, in bytes."""
+PIECE_BYTES = 32 * 2**20  # bytes of the largest float64 matrix (sequences, heads, tokens, tokens) analysed at once
 Place = tuple[str, str]  # name of a site, and name of a measure
 
 
@@ -120,8 +118,7 @@ def arrange_by_measure(
 
 SIGNS = {"\n": "↵", "\t": "→"}  # symbols for tokens of white space; ␣ for a space
 MOST_TOKENS, MOST_ROWS = 512, 40_000  # maximum number of tokens in a sequence, and of rows over all heads, in a report
-MOST_WEIGHTS, LEAST = 8, 0.02
-"""Maximum number of weights kept per row, and the smallest weight kept; the largest always is."""
+MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights kept per row, and the smallest kept besides the largest
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
@@ -138,11 +135,7 @@ def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batc
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
-    inputs, row = next(
-        (batch.inputs, number - start)
-        for batch, start in zip(batches, accumulate((batch.size for batch in batches), initial=0), strict=False)
-        if number < start + batch.size
-    )
+    inputs, row = [(batch.inputs, row) for batch in batches for row in range(batch.size)][number]
 
     def words(prefix: str) -> list[str]:
         ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
