@@ -57,7 +57,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module with a random weight that the predictions depend on, and why the loss is missing, else None."""
+    """Return the module of a random weight that affects predictions, and the reason for a missing loss; else None."""
     random = random_weights(loaded, inputs, predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 

@@ -41,9 +41,8 @@ SAME_FORMS: dict[str | bool | None, str] = {
     "rows (a lost RoPE permutation?): {names}.",
     True: "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the mask act "
     "differently: {names}.",
-    False: "Of {heads} W_Q and W_K are others with the same product M within rounding (another gauge): attention is "
-    "the same.",
-    None: "Of {heads} W_Q and W_K are others with the same product M within rounding; attention was not compared.",
+    False: "W_Q and W_K of {heads} changed, but not their product M (another gauge) and attention, within rounding.",
+    None: "W_Q and W_K of {heads} changed, but not their product M within rounding; attention was not compared.",
 }  # notes on heads with other factors of the same M, by whether their own KL exceeds rounding
 
 

@@ -202,23 +202,6 @@ class Pairing:
         return means.cpu()
 
 
-def correspond(first: ComparedModel, second: ComparedModel) -> bool:
-    """Return True if the models have the same sites with equal numbers of heads and key heads; masks may differ."""
-    shapes, others = (
-        [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
-        for side in (first, second)
-    )
-    return shapes == others
-
-
-def same_input(first: ComparedModel, second: ComparedModel) -> bool:
-    """Return True if both models read the same inputs, window by window."""
-    inputs, others = ([batch.inputs for batch in side.batches] for side in (first, second))
-    return [batch.keys() for batch in inputs] == [batch.keys() for batch in others] and all(
-        torch.equal(batch[name], other[name]) for batch, other in zip(inputs, others, strict=True) for name in batch
-    )
-
-
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
 """Names of block inputs that are states, besides the first input, which is one whatever its name."""

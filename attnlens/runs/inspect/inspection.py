@@ -58,8 +58,8 @@ TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
 SEES_NOTHING = "its mask hides all keys from every query"
 NULL_DRAWS = 64  # number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %
 GATHERED_TOGETHER = 4
-"""Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
-would keep the tokens of all."""
+"""Number of sites that gatherers read in one pass through the texts: a pass per site would be slow, and a single pass
+would hold the tokens of all sites in memory."""
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
 class WorkUnit:
     """Part of an inspection that is read independently of the others."""
 
-    stage: Literal["weights", "tokens", "gathered"]  # what it reads
-    sites: tuple[Site, ...]  # its sites
-    batch: int | None = None  # its batch; None if it reads weights, or all batches
+    stage: Literal["weights", "tokens", "gathered"]  # source of its values
+    sites: tuple[Site, ...]  # sites that are read
+    batch: int | None = None  # number of the batch that is read; None for weights, and for all batches
 
     @property
     def name(self) -> str:
@@ -147,7 +147,7 @@ class Inspection(PreparedRun):
     window: Sequence[SiteCall]  # the same sites of `weights_model`, reached by a window of text alone
     reached: Sequence[SiteCall]  # requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
-    skipped: Sequence[Skipped] = ()  # what the survey found but can't read
+    skipped: Sequence[Skipped] = ()  # attention that the survey found but attnlens can't read
     identity_error: float | None = None  # change of the model's outputs if its attention is recomputed, if known
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
     _turns: weights.Turns = field(default_factory=weights.Turns)
@@ -389,7 +389,7 @@ class Inspection(PreparedRun):
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
-        """Return the nulls of sites with this shape, scale and rotation; each is drawn once."""
+        """Return the nulls of sites with this shape, scale and rotation, drawn at the first call."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             layout = replace(query_key, base=None)

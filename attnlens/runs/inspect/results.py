@@ -72,7 +72,7 @@ class Results:
 
     @cached_property
     def skipped(self) -> list[records.Skipped]:
-        """What could not be measured, and why."""
+        """Sites, heads and measures without a value, each with its reason."""
         skipped = list(self.inspection.skipped)
         for value in [*self._units("weights").values(), *self._units("tokens").values()]:
             skipped += value.get("skipped", ())
@@ -243,7 +243,7 @@ class Results:
         )
 
     def _average(self, info: MeasureInfo, site: records.Site, head: int) -> records.Measure:
-        """Return a head's mean over windows with its standard error, or why there is none."""
+        """Return a head's mean over windows with its standard error, or the reason for a missing mean."""
         values, error = (part[site.name, info.name][..., head] for part in (self.windows, self._errors))
         values = values[~values.isnan()]
         if not len(values):

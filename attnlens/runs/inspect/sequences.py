@@ -56,7 +56,7 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return each row's sequence number; several rows share one if a module splits sequences into windows (Swin)."""
+    """Return the sequence number of each row; a module may split sequences into several rows (Swin's windows)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
@@ -72,7 +72,7 @@ class SequenceValues:
     """Number of sequences and mean curve of each piece, both (heads, steps)."""
 
     def measure(self, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], total: int) -> None:
-        """Add what analyzers return for a batch with rows of these sequences; `total` is the number of heads."""
+        """Add the analyzers' values for a batch whose rows belong to sequences `numbers`; `total`: number of heads."""
         for rows, piece in split_batch(query_key):
             for analyzer in analyzers:
                 readings = analyzer.function(piece)
@@ -126,7 +126,7 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})
-    sentences = [sentence_of(shown.part, loaded, batches, number) for number in numbers]
+    sentences = (sentence_of(shown.part, loaded, batches, number) for number in numbers)
     return shown.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
@@ -151,9 +151,9 @@ def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batc
 
 def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
     """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
-    longest = max((max(each.call.query.shape[2], each.call.key.shape[2]) for each in reached), default=0)
-    shapes = [each.call.query.shape for each in reached]
-    rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
+    shapes = [(*each.call.query.shape[1:3], each.call.key.shape[2]) for each in reached]
+    longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
+    rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
     if longest > MOST_TOKENS:
         raise UsageError(
             f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}.",
@@ -167,7 +167,7 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return the attention rows of every head in the batch's first sequence, without padding; none if it is empty."""
+    """Return each head's attention rows in the batch's first sequence, without padding; [] if it is all padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []
