@@ -63,7 +63,7 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that lists all.
+    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that counts all.
 
     A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
     pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
@@ -148,8 +148,8 @@ def without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites as reached by one token, and by random ids, both without media, for reading the weights.
 
-    Ids that represent an image have positions of their own, which the weights don't depend on. Sites that ids alone
-    don't reach stay as they are, as do all sites of a model that doesn't run on ids alone (LXMERT).
+    Ids that represent an image have special positions, which the weights don't depend on. Sites that ids alone don't
+    reach are returned unchanged, as are all sites of a model that doesn't run on ids alone (LXMERT).
     """
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:

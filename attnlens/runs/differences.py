@@ -58,10 +58,9 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return the given prompts, else those of the windows, or why there are none.
+    """Return the given prompts, else first halves, equally long, of windows or lines of at least median length.
 
-    Prompts of windows are first halves, equally long, of windows or lines of at least median length. Raise UsageError
-    if the model can't continue given prompts.
+    Return the reason if the model can't continue windows; raise UsageError if it can't continue given prompts.
     """
     reason = ""
     if task != "causal":

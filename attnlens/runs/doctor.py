@@ -38,10 +38,9 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are the report's, and recompute `heads` random heads, measure by measure.
 
-    The heads are drawn anew each time, so that a forger can't predict them. tokens.* may differ by √ε of the model's
-    type, weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a
-    report does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for
-    a text other than the report's.
+    Each call draws other heads, so that a forger can't predict them. tokens.* may differ by √ε of the model's type,
+    weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
+    does not contain: its text, and those of `load`. Raise UsageError for a report without heads, or another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -104,10 +103,9 @@ def doctor(
     """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
     P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
-    loaded in float64 (twice the memory; a loaded one is copied), so that errors are not due to rounding;
-    another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
-    float64. Raise UsageError for invalid arguments, TextError, and
-    ModelError if the model can't be loaded or read.
+    loaded in float64 (a loaded model is copied), which takes twice the memory, so that errors are not due to rounding.
+    The tolerance is the same for another `dtype`, and for float32 if the model can't be read in float64. Raise
+    UsageError for invalid arguments, TextError, and ModelError if the model can't be loaded or read.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -219,10 +217,9 @@ def check_sites(
 def own_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
-    """Return the attention probabilities that each site's module computes under the model's own eager attention.
+    """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
 
-    A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
-    attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
+    The eager attention of a few models differs from the one that they use (PaliGemma's is causal, its SDPA is not).
     """
     captured: dict[Site, Tensor] = {}
     why = "the module has no softmax of these scores and returns no attention probabilities"

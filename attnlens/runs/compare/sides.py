@@ -148,10 +148,7 @@ class Pairing:
         return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
 
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
-        """Return both models' forms, the second's heads in the order of their partners.
-
-        Return None if one cannot be read, or shapes differ.
-        """
+        """Return both forms, the second's heads in their partners' order; None if unreadable or of different shapes."""
         factors = self.first.factors_of(site), self.second.factors_of(self.sites[site])
         if not isinstance(factors[0], weights.Factors) or not isinstance(factors[1], weights.Factors):
             return None
@@ -180,10 +177,7 @@ class Pairing:
                 values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
 
     def divergence(self, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Compute KL(P ‖ P') = Σ_j p log(p/p') of a site's two calls, mean over real queries: (sequences, heads).
-
-        The mean is NaN if no query sees a key.
-        """
+        """Average Σ_j p log(p/p') of a site's two calls over real queries that see a key: (sequences, heads), or NaN."""
         parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
         wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
         calls = [hiding_padding(call, inputs) for call in wide]

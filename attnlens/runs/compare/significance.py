@@ -94,10 +94,7 @@ def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeT
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
-    """Test changes between two unpaired readings by Student's t, from their standard errors; conservative.
-
-    Readings of the same windows are correlated, so the true error of their difference is smaller than `se`.
-    """
+    """Test unpaired changes by Student's t; conservative, since the same windows make the true error less than `se`."""
     p = torch.from_numpy(2 * stats.t.sf((delta.abs() / se).numpy(), max(freedom, 1)))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
     return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)

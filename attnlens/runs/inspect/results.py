@@ -260,11 +260,10 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
+    """Return up to eight heads at the ends of measures that define one, the furthest from the median in spreads first.
 
-    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: some head
-    is always the largest. Only measures that define an end are considered. Calls of one module share its weights, so
-    that weights.* count and name them once.
+    Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so that
+    weights.* count and name them once.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
