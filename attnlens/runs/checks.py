@@ -135,12 +135,8 @@ def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list
 
 
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
-    try:
-        single = survey_model(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs).sites
-    except ModelError:  # a model that needs more tokens (Canine's strides)
-        return reached
-    return match_sites(reached, single) or reached  # one token does not show whether a site is causal
+    """Return the sites as reached by a single token, for reading the weights."""
+    return _reach_by_ids(loaded, reached, 1, seed)
 
 
 def without_media(
@@ -148,22 +144,25 @@ def without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites as reached by one token, and by random ids, both without media, for reading the weights.
 
-    Ids that represent an image have special positions, which the weights don't depend on. Sites that ids alone don't
-    reach are returned unchanged, as are all sites of a model that doesn't run on ids alone (LXMERT).
+    Ids that represent an image have special positions, which the weights don't depend on.
     """
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
+    return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(loaded, reached, tokens, seed, bare=True)
 
-    def reach(known: Sequence[SiteCall], count: int) -> Sequence[SiteCall]:
-        try:
-            bare = texts.placeholder(loaded, count, seed, bare=True).batches[0].inputs
-            by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, bare).sites}
-        except (ModelError, TextError):
-            return known
-        return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
-    return reach(one_token, 1), reach(reached, tokens)
+def _reach_by_ids(
+    loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
+) -> Sequence[SiteCall]:
+    """Return the sites as reached by random ids, without media if `bare`; sites that they don't reach are unchanged."""
+    try:
+        inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
+        by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
+    except (ModelError, TextError):  # a model that needs more tokens (Canine's strides), or media (LXMERT)
+        return known
+    # ids do not show whether a site is causal, so that sites keep their part
+    return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:

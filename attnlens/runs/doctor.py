@@ -72,8 +72,8 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:
-        measures = [side and side.measures.get(name) for side in (head, recomputed)]
-        old, new = (measure and measure.value for measure in measures)
+        measures = [None if side is None else side.measures.get(name) for side in (head, recomputed)]
+        old, new = (None if measure is None else measure.value for measure in measures)
         if old is None or new is None:
             deviation = float(old is not new)
         else:

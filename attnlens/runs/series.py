@@ -213,8 +213,8 @@ def converge_checkpoints(
     """Measure every head against the training step, in one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … in the order
-    given. By default, the analyzers of `inspect` run, and `selection` with its default `select`. The last tokenizer
+    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … in this
+    order. By default, the analyzers of `inspect` run, and `selection` with its default `select`. The last tokenizer
     found splits the same text for all. `head` = (layer, head), or `3.7`, restricts the series to it. Finished units are
     kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or
     shapes differ), TextError, and Interrupted, which contains the finished checkpoints.

@@ -23,7 +23,7 @@ from attnlens.runs.compare import significance
 from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
 from attnlens.runs.compare.significance import BLOCKS, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
-from attnlens.runs.inspect.sequences import SequenceValues, arrange_by_measure
+from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
@@ -208,7 +208,12 @@ class Changes:
 
     def compare(self) -> records.Comparison:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
-        rounding, distances = self._draw_rounding(), self._form_distances()
+        rounding, tables = self._draw_rounding(), dict[Place, Tensor]()
+        for site in self.pairing.sites:
+            if (forms := self.pairing.ordered_forms(site)) is not None:
+                tables |= {(site.name, name): values[None] for name, values in form_distances(*forms).items()}
+        arranged = arrange_by_measure(tables, self.pairing.first.heads, 1)
+        distances = {name: table[0] for name, table in arranged.items()}
         if self.pairing.first.batches:
             distances |= self._row_distances()
         tests = self._test_measures(distances, rounding)
@@ -286,13 +291,6 @@ class Changes:
                 before, after = significance.field_values(self.heads, name)
                 tests[name] = significance.test_rounding(after - before, rounding[name])
         return tests
-
-    def _form_distances(self) -> dict[str, Tensor]:
-        tables: dict[tuple[str, str], Tensor] = {}
-        for site in self.pairing.sites:
-            if (forms := self.pairing.ordered_forms(site)) is not None:
-                tables |= {(site.name, name): values[None] for name, values in form_distances(*forms).items()}
-        return {name: table[0] for name, table in arrange_by_measure(tables, self.pairing.first.heads, 1).items()}
 
     def _row_distances(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""

@@ -115,13 +115,12 @@ class ComparedModel(Inspection):
 
 
 def _remove_token_measures(report: Report) -> Report:
-    reason = "the measure requires the exponential kernel, but this model uses another one"
-    missing = Measure(value=None, reason=reason)
+    missing = Measure(value=None, reason="the measure requires the exponential kernel, but this model uses another one")
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}
-    heads = [
-        head.model_copy(update={"measures": head.measures | dict.fromkeys(head.measures.keys() & tokens, missing)})
-        for head in report.heads
-    ]
+    heads = []
+    for head in report.heads:
+        measures = head.measures | dict.fromkeys(head.measures.keys() & tokens, missing)
+        heads.append(head.model_copy(update={"measures": measures}))
     return report.model_copy(update={"heads": heads}).with_windows(Windows([], [], {}))
 
 
@@ -177,7 +176,7 @@ class Pairing:
                 values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
 
     def divergence(self, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Average Σ_j p log(p/p') of a site's two calls over real queries that see a key: (sequences, heads), or NaN."""
+        """Average Σ_j p log(p/p') of a site's two calls over queries that see keys: (sequences, heads); NaN if none."""
         parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
         wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
         calls = [hiding_padding(call, inputs) for call in wide]

@@ -272,7 +272,7 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
     """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
     analyzers = side.analyzers_of("weights")
-    tables: dict[tuple[str, str], Tensor] = {}
+    tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
         factors = side.factors_of(site)
         if isinstance(factors, weights.Factors):

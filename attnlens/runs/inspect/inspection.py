@@ -100,6 +100,7 @@ class WorkUnit:
     stage: Literal["weights", "tokens", "gathered"]  # source of its values
     sites: tuple[Site, ...]  # sites that are read
     batch: int | None = None  # number of the batch that is read; None for weights, and for all batches
+    size: int = 1  # steps of progress: the number of sequences of the batch, or 1
 
     @property
     def name(self) -> str:
@@ -204,7 +205,7 @@ class Inspection(PreparedRun):
         """Units of the run by name, in the order in which they enter the report."""
         sites = tuple(self.key_heads)
         units = [WorkUnit("weights", (site,)) for site in sites if self.reads_weights]
-        units += [WorkUnit("tokens", sites, batch) for batch in range(len(self.batches))]
+        units += [WorkUnit("tokens", sites, number, batch.size) for number, batch in enumerate(self.batches)]
         if self.batches and self.gatherings:
             blocks = range(0, len(sites), GATHERED_TOGETHER)
             units += [WorkUnit("gathered", sites[start : start + GATHERED_TOGETHER]) for start in blocks]
@@ -297,10 +298,9 @@ class Inspection(PreparedRun):
 
     def _read_gathered(self, inputs: texts.Batches, work: WorkUnit) -> Unit:
         """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
-        gatherers: dict[Site, list[Gatherer]] = {}
         answers: dict[Place, dict[int, Answer]] = {}
         try:
-            self._gather(inputs, work.sites, gatherers)
+            gatherers = self._gather(inputs, work.sites)
             for done, site in enumerate(gatherers):
                 for gathering, gatherer in zip(self.gatherings, gatherers[site], strict=True):
                     self.progress(gathering.name, done, len(gatherers))
@@ -314,8 +314,9 @@ class Inspection(PreparedRun):
             raise Stopped(work.name, {"answers": answers}) from None
         return {"answers": answers}
 
-    def _gather(self, inputs: texts.Batches, sites: Sequence[Site], gatherers: dict[Site, list[Gatherer]]) -> None:
-        """Run the model on all batches, and pass every sequence of these sites to their gatherers."""
+    def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
+        """Run the model on all batches, and pass every sequence of these sites to their gatherers; return these."""
+        gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
             for site, (factors, _) in zip(sites, self._read_factors(sites), strict=True):
@@ -347,6 +348,7 @@ class Inspection(PreparedRun):
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit_batch):
                     hooks.forward(self.loaded.model, batch.inputs)
                 start += batch.size
+        return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
         """Return those of the heads that `--heads` requests."""

@@ -130,16 +130,9 @@ def compute(
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Report, Results]:
     """Read the units; return the report and its results. Raise Interrupted with the finished part, and ModelError."""
-    units = plan.select_units(list(inspection.units))
-    sizes = [batch.size for batch in inspection.batches]
-    outcome = run_units(
-        list(inspection.units),
-        inspection.read_unit,
-        plan,
-        store,
-        elsewhere=elsewhere,
-        tell=report_stages(inspection.progress, {name: inspection.units[name] for name in units}, sizes),
-    )
+    names = list(inspection.units)
+    tell = report_stages(inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)})
+    outcome = run_units(names, inspection.read_unit, plan, store, elsewhere=elsewhere, tell=tell)
     results = Results(inspection, outcome.values, outcome.missing, outcome.stopped)
     if not any(head.measures for head in results.heads):
         if outcome.stopped:
@@ -152,12 +145,11 @@ def compute(
     return report, results
 
 
-def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
+def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable[[str], None]:
     """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
-    sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
     totals, done = Counter[str](), Counter[str]()
-    for name, size in sizes.items():
-        totals[units[name].stage] += size
+    for unit in units.values():
+        totals[unit.stage] += unit.size
     stages = list(totals)
     if len(stages) > 1:
         totals[ALL] = len(units)
@@ -169,7 +161,7 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
 
     def tell(name: str) -> None:
         report(ALL, 1)  # first, because plain output prints only one line
-        report(units[name].stage, sizes[name])
+        report(units[name].stage, units[name].size)
 
     for stage in (*stages[:1], ALL):
         report(stage, 0)
