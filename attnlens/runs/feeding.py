@@ -24,7 +24,7 @@ from attnlens.models.loading.configs import kind_of
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 from attnlens.records import ModelInfo, Settings, Text
-from attnlens.requests import Feeding, Loading, SpreadRequest
+from attnlens.requests import Feeding, InspectRequest, Loading, SpreadRequest
 from attnlens.requests.fields import Request
 from attnlens.requests.run_options import WorkRequest
 from attnlens.runs.outputs import sequence_losses
@@ -71,16 +71,13 @@ def guess_notes(
     return notes
 
 
-RECORDED = (  # Settings that are options, so that a model can be read in the same way again
-    *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
-    *("placement", "intervals", "layers", "heads"),
-)
 NOTHING_FED = dict.fromkeys(("windows", "pack", "placement", "intervals"))  # settings of a run without inputs
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
-    """Return those options of a report's run that the report records."""
-    options = {name: getattr(settings, name) for name in RECORDED}
+    """Return the options of `inspect` that a report records, without its text and the options of `load`."""
+    names = sorted(InspectRequest.model_fields.keys() & Settings.model_fields.keys() - LOADED - {"text"})
+    options = {name: getattr(settings, name) for name in names}
     options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
 

@@ -93,7 +93,7 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (getattr(each, "sha256", each) for each in values)
         if value != other_value:
-            raise UsageError(f"The two sides differ: settings.{name} is {value} and {other_value}.", AGAIN)
+            raise UsageError(f"settings.{name} differs between the two sides: {value} and {other_value}.", AGAIN)
     windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
     if windows != other_windows:
         raise UsageError("The two sides were computed on different windows of the text (settings.texts).", AGAIN)
