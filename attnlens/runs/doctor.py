@@ -58,9 +58,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
-        raise UsageError(
-            f"The text's SHA-256 is {text} in the report, but {other_text} here.", "Give the report's text with --text."
-        )
+        raise UsageError(f"The report's text has SHA-256 {text}, but this one {other_text}.", "Give the same --text.")
     recomputed = {(head.site, head.head): head for head in again.heads}
     # half of the digits of the model's type: its own rounding adds up over layers
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5

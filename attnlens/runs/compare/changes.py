@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnlens import records
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
-from attnlens.errors import AttnlensError, UnreadableError
+from attnlens.errors import AttnlensError
 from attnlens.maths.statistics import adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
@@ -53,22 +53,14 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.Hea
         site, pair = sites[name], pairing.ordered_forms(sites[name])
         for place, head in heads:
             relation, reason = None, None
-            if pair is None or forms is None:
-                reason = _explain_unread(pairing, site)
-            elif (relation := _relation(pairing, pair, head.head, float(forms.p[place]))) is None:
+            if isinstance(pair, str):
+                reason = pair
+            elif forms is not None and (relation := _relation(pairing, pair, head.head, float(forms.p[place]))) is None:
                 reason = "a form is 0 or not finite"
             fields = {field: getattr(head, field) for field in records.HeadId.model_fields}
             partner = pairing.order[site][head.head]
             changes.append(records.HeadChange(**fields, partner=partner, relation=relation, reason=reason))
     return changes
-
-
-def _explain_unread(pairing: Pairing, site: records.Site) -> str:
-    for which, side, place in (("first", pairing.first, site), ("second", pairing.second, pairing.sites[site])):
-        factors = side.factors_of(place)
-        if isinstance(factors, UnreadableError):
-            return f"the form M of the {which} model can't be computed: {factors.problem}"
-    return "the forms have different sizes"
 
 
 def _relation(
@@ -155,9 +147,9 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield heads whose RoPE differs: M agrees at equal positions, but not with all queries rotated to the last one."""
     for site in pairing.sites:
-        pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
-        rotation = None if pair is None else pair[0].rotation
-        if pair is None or rotation is None or len(rotation.angles) < 2:
+        pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
+        rotation = None if isinstance(pair, str) else pair[0].rotation
+        if isinstance(pair, str) or rotation is None or len(rotation.angles) < 2:
             continue
         far = replace(rotation, angles=rotation.angles[-1:].expand(pair[0].query.shape[-2], -1))
         first, second = (replace(form, query=far.rotate(form.query.double())) for form in pair)
@@ -210,7 +202,7 @@ class Changes:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
         rounding, tables = self._draw_rounding(), dict[Place, Tensor]()
         for site in self.pairing.sites:
-            if (forms := self.pairing.ordered_forms(site)) is not None:
+            if not isinstance(forms := self.pairing.ordered_forms(site), str):
                 tables |= {(site.name, name): values[None] for name, values in form_distances(*forms).items()}
         arranged = arrange_by_measure(tables, self.pairing.first.heads, 1)
         distances = {name: table[0] for name, table in arranged.items()}

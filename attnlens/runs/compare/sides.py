@@ -13,10 +13,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, measure_sources
+from attnlens.errors import UnreadableError
 from attnlens.kernels import OWN, attention
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design
-from attnlens.models import hooks, texts, weights
+from attnlens.models import hooks, texts
 from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.models.trace import call_arguments, remove_hooks
 from attnlens.records import Call, Measure, QueryKey, Site, Windows
@@ -141,19 +142,24 @@ class Pairing:
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
         by_number = cls(first, second, sites, numbers, [])
         forms = ((site, by_number.ordered_forms(site)) for site in sites)  # one site at a time
-        order = {site: numbers[site] if pair is None else match_heads(*pair) for site, pair in forms}
+        order = {site: numbers[site] if isinstance(pair, str) else match_heads(*pair) for site, pair in forms}
         if first.settings.heads is None:
             return replace(by_number, order=order)
         return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
 
-    def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
-        """Return both forms, the second's heads in their partners' order; None if unreadable or of different shapes."""
-        factors = self.first.factors_of(site), self.second.factors_of(self.sites[site])
-        if not isinstance(factors[0], weights.Factors) or not isinstance(factors[1], weights.Factors):
-            return None
-        first, second = factors[0].query_key, factors[1].query_key
+    def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | str:
+        """Return both forms, the second's heads in the order of their partners, or why they can't be compared."""
+        forms = []
+        for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
+            factors = side.factors_of(place)
+            if isinstance(factors, UnreadableError):
+                return f"the form M of the {which} model can't be computed: {factors.problem}"
+            if factors is None:
+                return "the weights were not read"
+            forms.append(factors.query_key)
+        first, second = forms
         if first.query.shape != second.query.shape or first.paired_key.shape != second.paired_key.shape:
-            return None
+            return "the forms have different sizes"
         return first, replace(second.select(self.order[site]), heads=first.heads)
 
     @property
