@@ -48,7 +48,7 @@ def predictions(task: Task) -> Measured:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
+    """Raise ModelError if measured values depend on a weight that the checkpoint lacks: it would be random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
             f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random.",
@@ -127,7 +127,7 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
 
 
 def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
-    """Return the calls in `others` at the sites in `reached`, with the latter's names; None if the sites differ."""
+    """Return the calls in `others`, renamed after the sites in `reached`; None if the sites differ."""
     calls, other_calls = ([(each.site.path, each.site.ordinal) for each in part] for part in (reached, others))
     if calls != other_calls:
         return None
@@ -174,7 +174,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 
 
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return the error of recomputed attention, or None and the non-finite weight. Raise IdentityError if too large."""
+    """Return the error of recomputed attention, or None and a non-finite weight; raise IdentityError if too large."""
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
@@ -224,7 +224,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Check the model as `prove_identity` does and return the error. Raise ModelError too if a weight is not finite."""
+    """Return the error of recomputed attention as `prove_identity`, but raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(
@@ -235,7 +235,7 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List attention that is not read: of another form, not run, or in layers that the config leaves out."""
+    """List attention that can't be read, does not run on this input, or is in layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()

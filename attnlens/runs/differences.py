@@ -50,7 +50,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Continued:
-    """Prompts with the original's own continuations."""
+    """Prompts with the original model's continuations."""
 
     prompts: Prompts
     tokens: Int[Tensor, "steps prompts"]
@@ -107,7 +107,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
 
 
 def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
-    """Return the original's greedy continuations, or why there are none."""
+    """Return the original's greedy continuations, or why it can't continue prompts."""
     if tokens < 1:
         return "the prompts fill the model's context"
     try:
@@ -156,7 +156,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count common first tokens of each prompt, all if both texts end alike; stop when all differ or have ended."""
+    """Count the first tokens that agree per prompt, all if both texts end alike; stop if all differ or have ended."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):

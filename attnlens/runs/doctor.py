@@ -198,7 +198,7 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check each site as `reached`, in these layers and heads; `first` are the sites as one token reaches them."""
+    """Check each `reached` site in these layers and heads; `first` are the same sites, reached by one token."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)

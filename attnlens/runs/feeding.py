@@ -173,14 +173,14 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
-    """Record the largest number of tokens in the attention of a model that reads only noise."""
+    """Record the largest number of tokens in the attention of a model whose input is noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError if texts, for any use, or their length are given for a model that does not read text."""
+    """Raise UsageError if a text of any purpose or its length is given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
@@ -257,7 +257,7 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_work(request: Request) -> None:
-    """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
+    """Raise UsageError for options that keep or distribute work, because no file identifies a model in memory."""
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:

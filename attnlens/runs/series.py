@@ -57,7 +57,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
+    """Combine coverages: heads analysed at every checkpoint, entries missing at any, and checkpoints not read."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -240,7 +240,7 @@ def follow(
 
 @dataclass(eq=False)
 class Series:
-    """One run over the checkpoints; building it finds them and reads the texts."""
+    """A run over checkpoints. Its constructor finds the checkpoints and reads the texts."""
 
     names: Sequence[str] | None
     revisions: Sequence[str]
@@ -318,7 +318,7 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report. Units without a reading have a reason, or none yet. Raise ModelError if heads differ."""
+        """Build the report; `missing` are the reasons of failed units. Raise ModelError if heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
         heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
         for other, other_heads in zip(done, heads, strict=True):
@@ -364,7 +364,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Read one checkpoint; its parts are kept until it is finished."""
+        """Read one checkpoint; finished parts are stored until the whole checkpoint is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:

@@ -47,7 +47,7 @@ SAME_FORMS: dict[str | bool | None, str] = {
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
-    """For each head of the first report, return its counterpart and the relation between their forms."""
+    """Return the counterpart of each head of the first report, and the relation between their forms."""
     sites, changes = {site.name: site for site in pairing.sites}, []
     for name, heads in groupby(enumerate(pairing.first.report.heads), lambda pair: pair[1].site):
         site, pair = sites[name], pairing.ordered_forms(sites[name])

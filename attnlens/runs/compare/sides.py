@@ -38,7 +38,7 @@ heads that are merely similar to several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match the second model's heads to the first's by the distances of their forms; they stay in place if in doubt."""
+    """Match the second model's heads to the first's by the distances of their forms; keep the order if in doubt."""
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -84,7 +84,7 @@ Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel(Inspection):
-    """One model of a comparison: its inspection, and the results of that."""
+    """One model of a comparison: its inspection with the results."""
 
     report: Report
     design: Design  # sampling design of the windows
@@ -92,7 +92,7 @@ class ComparedModel(Inspection):
 
     @classmethod
     def of(cls, run: PreparedRun, swaps: hooks.Swaps) -> ComparedModel:
-        """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
+        """Inspect a model and keep the factors of its weights; with `swaps`, tokens.* get no value."""
         with at_rest(run.loaded.model):
             inspection = survey(run, factors={})
             report, results = compute(inspection)
@@ -106,7 +106,7 @@ class ComparedModel(Inspection):
         return [(head.site, head.head) for head in self.report.heads]
 
     def without_text(self) -> ComparedModel:
-        """Return a copy without batches and windows, so that only its weights are compared."""
+        """Return a copy without batches and windows, so that a comparison covers the weights only."""
         report = self.report.model_copy().with_windows(Windows([], [], {}))
         return replace(self, inputs=None, report=report)
 

@@ -60,7 +60,7 @@ class ChangeTest:
 
 
 def _detectable_errors(level: float, freedom: int) -> float:
-    """Return the standard errors by which a change must differ from 0 to be reported with probability POWER."""
+    """Return the number of standard errors by which a change must exceed 0 to be detected with probability POWER."""
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
@@ -226,7 +226,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of the matrices in a site's module, taken as that of its queries and keys."""
+    """Return the coarsest stored type of the matrices in a site's module, which stands for its queries and keys."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 

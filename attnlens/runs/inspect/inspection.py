@@ -104,7 +104,7 @@ class WorkUnit:
 
     @property
     def name(self) -> str:
-        """Name that is unique within the run and readable."""
+        """Readable name, unique within the run."""
         if self.stage == "tokens":
             return f"tokens of batch {self.batch}"
         layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
@@ -212,7 +212,7 @@ class Inspection(PreparedRun):
         return {unit.name: unit for unit in units}
 
     def read_unit(self, name: str) -> Unit:
-        """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
+        """Read one unit. Raise Stopped if the user interrupts it and the results so far can be used."""
         with time_stage(self.timings, self.units[name].stage):
             return self._compute_unit(self.units[name])
 
@@ -351,7 +351,7 @@ class Inspection(PreparedRun):
         return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
-        """Return those of the heads that `--heads` requests."""
+        """Return the heads that `--heads` requests."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
@@ -377,7 +377,7 @@ class Inspection(PreparedRun):
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
-        """Return M on (x, 1) in the model's own dtype, which is exact; or why it is not bilinear in one input x."""
+        """Return M on (x, 1) in the model's dtype, which is exact, or why scores are not bilinear in one input x."""
         if isinstance(factors, UnreadableError):
             return factors.problem
         if (form := factors.on_inputs) is not None:

@@ -68,7 +68,7 @@ def run_inspect(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function that removes the finished units once it is written, unless a unit failed."""
+    """Return the report, and a function to call once it is written, which removes finished units unless one failed."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
@@ -98,7 +98,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> PreparedRun:
-    """Read the texts and load the model; one too large for memory is left in its files if possible."""
+    """Read the texts and load the model; leave a model too large for memory in its files if possible."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -169,7 +169,7 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
 
 
 def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
-    """Measure some `sites` of a verified model in this process; `inputs` are cut already."""
+    """Measure some `sites` of a verified model on `inputs`, in this process."""
     inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 

@@ -167,7 +167,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads that have a value, and those of them that lack values from one source."""
+        """Count the requested heads with a value, and how many of these lack the values of each source."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -208,7 +208,7 @@ class Results:
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
     def _read_head(self, site: records.Site, head: int) -> records.Head:
-        """Collect a head's measures and curves: of weights, of tokens, then of gatherers."""
+        """Collect a head's measures and curves from weights, tokens and gatherers."""
         measures: dict[str, records.Measure] = {}
         curves: dict[str, list[float]] = {}
         if answer := self._answers.get((site.name, "weights"), {}).get(head):
@@ -282,7 +282,7 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
+    """Return the heads at both ends of one measure with distances; each entry of `heads` has the calls of one head."""
     by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:

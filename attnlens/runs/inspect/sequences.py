@@ -122,7 +122,7 @@ MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights kept per row, and the
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
-    """Return the selection, if any, with the texts of its sequences, if the model reads text."""
+    """Add the texts of a selection's sequences if the model reads text; return None for None."""
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})
@@ -131,7 +131,7 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
 
 
 def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """Return the tokens of a sequence that this part of the model reads, one word each; None if it reads no text."""
+    """Return the tokens that this part of the model reads in a sequence, as words; None if it reads no text."""
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
