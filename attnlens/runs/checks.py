@@ -126,14 +126,6 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
         ) from error
 
 
-def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
-    """Return the calls in `others`, renamed after the sites in `reached`; None if the sites differ."""
-    calls, other_calls = ([(each.site.path, each.site.ordinal) for each in part] for part in (reached, others))
-    if calls != other_calls:
-        return None
-    return [replace(other, site=each.site) for each, other in zip(reached, others, strict=True)]
-
-
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
     """Return the sites as reached by a single token, for reading the weights."""
     return _reach_by_ids(loaded, reached, 1, seed)

@@ -52,10 +52,7 @@ class Unit(TypedDict, total=False):
 
 SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
-PAST_ONLY = "not identified: the model never compares a query with a later key"
-"""Reason why causal heads lack a value that only a comparison of all pairs determines."""
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
-SEES_NOTHING = "its mask hides all keys from every query"
 NULL_DRAWS = 64  # number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %
 GATHERED_TOGETHER = 4
 """Number of sites that gatherers read in one pass through the texts: a pass per site would be slow, and a single pass
@@ -75,8 +72,9 @@ def build_measure(
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
-        hidden = info.identified == "all pairs" and site.part == "decoder"
-        return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
+        hidden = info.identified == "all pairs" and site.part == "decoder"  # of causal heads
+        reason = "not identified: the model never compares a query with a later key" if hidden else info.missing
+        return Measure(value=None, reason=reason)
     if base is not None and not bool(base.isnan()):
         fields["base"] = float(base)
     label = info.labels[round(float(value))] if info.labels else None
@@ -279,8 +277,8 @@ class Inspection(PreparedRun):
             finite = sequences.finite_heads(query_key)
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
-                heads = list(query_key.heads)
-                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
+                heads, reason = list(query_key.heads), "its mask hides all keys from every query"
+                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=reason))
             elif finite:
                 numbers = sequences.sequence_numbers(len(call.query), batch, 0)
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])

@@ -220,9 +220,10 @@ def inspect_sites(
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         shapes = survey_shapes(loaded, sample)
-        sites = checks.match_sites(all_sites, shapes.sites) or ()
-        if not sites:
+        calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
+        if calls != others:
             raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
+        sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
     one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 
