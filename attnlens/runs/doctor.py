@@ -81,12 +81,13 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
         if deviation > bound:
             deviations.append((deviation, breach(head, new, old)))
     breaches = [each for _, each in sorted(deviations, key=lambda pair: pair[0], reverse=True)]
-    return _recomputed_check(name, "as the report", not breaches, heads=len(pairs), breaches=breaches)
+    check = _recomputed_check(name, "as the report", not breaches)
+    return check.model_copy(update={"heads": len(pairs), "breaches": breaches})
 
 
-def _recomputed_check(subject: str, wanted: str, passed: bool, **fields: Any) -> Check:
+def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
     rule = f"{subject}: recomputed {wanted}"
-    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed, **fields)
+    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, passed=passed)
 
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE  # largest relative error of an attention matrix
