@@ -247,9 +247,9 @@ def test_plain_lines_tell_of_all_units_and_of_the_time_left(monkeypatch, capsys)
     monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
     with show.progress(shown=True) as tell:
         sites = (Site("a", 0, 0, "decoder"),)
-        parts = [WorkUnit("weights", sites), *(WorkUnit("tokens", sites, batch) for batch in range(9))]
+        parts = [WorkUnit("weights", sites), *(WorkUnit("tokens", sites, batch, 2) for batch in range(9))]
         units = {unit.name: unit for unit in parts}
-        more = report_stages(tell, units, [2] * 9)
+        more = report_stages(tell, units)
         for unit in units:
             clock[0] += 4.0
             more(unit)

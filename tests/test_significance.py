@@ -19,8 +19,7 @@ from attnlens.maths import linalg
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values
 from attnlens.records import Head, Measure
 from attnlens.runs.compare import significance
-from attnlens.runs.compare.draws import move_values, move_weights, stored_type, stored_types
-from attnlens.runs.compare.significance import Rounding
+from attnlens.runs.compare.significance import Rounding, move_values, move_weights, stored_type, stored_types
 
 PAIRS, FDR = 200, 0.05
 MOST = float(stats.binom.ppf(0.999, PAIRS, FDR)) / PAIRS

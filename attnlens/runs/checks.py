@@ -21,8 +21,7 @@ from attnlens.models.texts.targets import logits_of, of_text, output_options, st
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, Skipped, Task
 
-Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
-"""Function that measures a forward pass on some inputs."""
+Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function of a forward pass on inputs
 
 
 def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -49,7 +48,7 @@ def predictions(task: Task) -> Measured:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
+    """Raise ModelError if measured values depend on a weight that the checkpoint lacks: it would be random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
             f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random.",
@@ -58,13 +57,13 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module with a random weight that the predictions depend on, and why the loss is missing, else None."""
+    """Return the module of a random weight that affects predictions, and the reason for a missing loss; else None."""
     random = random_weights(loaded, inputs, predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that lists all.
+    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that counts all.
 
     A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
     pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
@@ -96,23 +95,6 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-CAUSAL_NOTE = (
-    "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
-    "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
-)
-TRACED_NOTE = (
-    "At {} sites the module computes its attention by hand: queries, keys and scale are traced from its softmax, and "
-    "the softmax's argument moved as predicted for other queries and keys."
-)
-ADDED_NOTE = (
-    "The model adds terms to its scores that are not products of a query and a key (position bias, content–position "
-    "terms): the shares and tokens.definite describe only the products."
-)
-LATENT_NOTE = (
-    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the part "
-    "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
-)
-SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 LOOKS_AHEAD = 1e-4
 """Relative change of predictions above which they are judged to depend on a later token: far above float32 rounding,
 which another last token can move too, and far below what a visible token changes."""
@@ -144,22 +126,9 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[
         ) from error
 
 
-def match_sites(reached: Sequence[SiteCall], others: Sequence[SiteCall]) -> list[SiteCall] | None:
-    """Return the calls in `others` at the sites in `reached`, with the latter's names; None if the sites differ."""
-    by_call = {(each.site.path, each.site.ordinal): each for each in others}
-    calls = [(each.site.path, each.site.ordinal) for each in reached]
-    if list(by_call) != calls:
-        return None
-    return [replace(by_call[call], site=each.site) for call, each in zip(calls, reached, strict=True)]
-
-
 def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
-    try:
-        single = survey_model(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs).sites
-    except ModelError:  # a model that needs more tokens (Canine's strides)
-        return reached
-    return match_sites(reached, single) or reached  # one token does not show whether a site is causal
+    """Return the sites as reached by a single token, for reading the weights."""
+    return _reach_by_ids(loaded, reached, 1, seed)
 
 
 def without_media(
@@ -167,22 +136,25 @@ def without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites as reached by one token, and by random ids, both without media, for reading the weights.
 
-    Ids that represent an image have positions of their own, which the weights don't depend on. Sites that ids alone
-    don't reach stay as they are, as do all sites of a model that doesn't run on ids alone (LXMERT).
+    Ids that represent an image have special positions, which the weights don't depend on.
     """
     one_token = of_one_token(loaded, reached, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, reached
+    return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(loaded, reached, tokens, seed, bare=True)
 
-    def reach(known: Sequence[SiteCall], count: int) -> Sequence[SiteCall]:
-        try:
-            bare = texts.placeholder(loaded, count, seed, bare=True).batches[0].inputs
-            by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, bare).sites}
-        except (ModelError, TextError):
-            return known
-        return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
-    return reach(one_token, 1), reach(reached, tokens)
+def _reach_by_ids(
+    loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
+) -> Sequence[SiteCall]:
+    """Return the sites as reached by random ids, without media if `bare`; sites that they don't reach are unchanged."""
+    try:
+        inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
+        by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
+    except (ModelError, TextError):  # a model that needs more tokens (Canine's strides), or media (LXMERT)
+        return known
+    # ids do not show whether a site is causal, so that sites keep their part
+    return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
@@ -194,7 +166,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 
 
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return the error of recomputed attention, or None and the non-finite weight. Raise IdentityError if too large."""
+    """Return the error of recomputed attention, or None and a non-finite weight; raise IdentityError if too large."""
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
@@ -244,7 +216,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Check the model as `prove_identity` does and return the error. Raise ModelError too if a weight is not finite."""
+    """Return the error of recomputed attention as `prove_identity`, but raise ModelError if a weight is not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(
@@ -255,7 +227,7 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List attention that is not read: of another form, not run, or in layers that the config leaves out."""
+    """List attention that can't be read, does not run on this input, or is in layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
@@ -282,19 +254,26 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
     """Describe those properties of the attention in a pass that readers need to interpret the numbers."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
-    biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)
+    biased = any(call.bias is not None for call in calls)
     untested = "absolute" if len(site_traits) == len(reached) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
-    notes = [
-        SIGN_NOTE,
-        *[CAUSAL_NOTE] * causal,
-        *[TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced),
-        *[ADDED_NOTE] * biased,
-        *[LATENT_NOTE] * any(traits.latent for traits in site_traits),
-    ]
+    notes = {
+        "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite.": True,
+        "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
+        "identified; --analyzer extended reads those of the bilinear form extended to such pairs.": any(
+            each.site.part == "decoder" for each in reached
+        ),
+        f"At {traced} of {len(reached)} sites the module computes its attention by hand: queries, keys and scale are "
+        "traced from its softmax, and the softmax's argument moved as predicted for other queries and keys.": traced,
+        "The model adds terms to its scores that are not products of a query and a key (position bias, "
+        "content–position terms): the shares and tokens.definite describe only the products.": biased,
+        "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the "
+        "part that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the "
+        "nope part.": any(traits.latent for traits in site_traits),
+    }
     return Conventions(
         position="rotary" if any(traits.rotary for traits in site_traits) else added,
         qk_norm=any(traits.qk_norm for traits in site_traits),
         bias="excluded" if any(traits.biased for traits in site_traits) else "none",
-        notes=notes,
+        notes=[note for note, applies in notes.items() if applies],
     )

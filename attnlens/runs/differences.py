@@ -50,7 +50,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Continued:
-    """Prompts with the original's own continuations."""
+    """Prompts with the original model's continuations."""
 
     prompts: Prompts
     tokens: Int[Tensor, "steps prompts"]
@@ -58,10 +58,9 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return the given prompts, else those of the windows, or why there are none.
+    """Return the given prompts, else first halves, equally long, of windows or lines of at least median length.
 
-    Prompts of windows are first halves, equally long, of windows or lines of at least median length. Raise UsageError
-    if the model can't continue given prompts.
+    Return the reason if the model can't continue windows; raise UsageError if it can't continue given prompts.
     """
     reason = ""
     if task != "causal":
@@ -101,15 +100,14 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
         )
     # the mask hides padding, so that any id serves as such
     ids, mask = (
-        pad_sequence(part, batch_first=True, padding_value=value, padding_side="left")
-        for part, value in ((rows, int(rows[0][0])), (list(map(torch.ones_like, rows)), 0))
+        pad_sequence(part, batch_first=True, padding_side="left").to(loaded.model.device)
+        for part in (rows, list(map(torch.ones_like, rows)))
     )
-    device = loaded.model.device
-    return Prompts(ids.to(device), mask.to(device), content.name)
+    return Prompts(ids, mask, content.name)
 
 
 def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
-    """Return the original's greedy continuations, or why there are none."""
+    """Return the original's greedy continuations, or why it can't continue prompts."""
     if tokens < 1:
         return "the prompts fill the model's context"
     try:
@@ -133,7 +131,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
     try:
         with torch.no_grad(), variant():
             pairs = zip(original.prompts.parts(), torch.split(original.tokens, MOST, 1), strict=True)
-            counts = [_count_common(own, original.ends, _greedy(model, part, len(own))) for part, own in pairs]
+            counts = [_count_common(first, original.ends, _greedy(model, part, len(first))) for part, first in pairs]
             until = torch.cat(counts).tolist()
     except FAILED as error:
         if is_memory(error):
@@ -158,7 +156,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count common first tokens of each prompt, all if both texts end alike; stop when all differ or have ended."""
+    """Count the first tokens that agree per prompt, all if both texts end alike; stop if all differ or have ended."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):
@@ -201,8 +199,7 @@ class Differences:
     task: Task  # what is predicted
     noise: bool  # whether the input is noise: predictions are then compared without a loss
     design: Design  # how the sequences were sampled
-    before: list[Tensor] = field(default_factory=list)
-    """Mean loss of each sequence under the original, one tensor per batch."""
+    before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
     after: list[Tensor] = field(default_factory=list)  # the same under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
     predicting: list[Tensor] = field(default_factory=list)
@@ -296,7 +293,11 @@ class Differences:
         reasons = dict.fromkeys(("loss", "perplexity"), NO_LOSS) if self.noise else {}
         if not self.noise:
             loss, perplexity = self._changes(seed)
-            fields |= {"loss": loss, "loss_by_text": list(self._changes_by_text(seed, texts)), "perplexity": perplexity}
+            by_text = []
+            for name, rows in _by_text(self.sampled, texts):
+                change, other = self._changes(seed, rows)
+                by_text.append(TextChange(name=name, sequences=len(rows), change=change, perplexity=other))
+            fields |= {"loss": loss, "loss_by_text": by_text, "perplexity": perplexity}
             if perplexity is None:
                 reasons["perplexity"] = "it overflows"
             if loss.ci95 is None:
@@ -344,11 +345,6 @@ class Differences:
         overflows = loss.after >= outputs.LARGEST_LOSS
         return loss, None if overflows else outputs.paired_change(before, after, counts, design, seed, torch.exp)
 
-    def _changes_by_text(self, seed: int, texts: Sequence[str]) -> Iterator[TextChange]:
-        for name, rows in _by_text(self.sampled, texts):
-            loss, perplexity = self._changes(seed, rows)
-            yield TextChange(name=name, sequences=len(rows), change=loss, perplexity=perplexity)
-
 
 def _mean(
     means: Tensor, counts: Tensor, design: Design, bounds: tuple[float, float], seed: int
@@ -362,7 +358,7 @@ def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
     """Return each text with the indices of its sequences; empty if there is only one text."""
     numbers = torch.tensor(design.texts)
     pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
-    nonempty = [(name, rows) for name, rows in pairs if len(rows)]
+    nonempty = [pair for pair in pairs if len(pair[1])]
     return nonempty if len(nonempty) > 1 else []
 
 
@@ -412,9 +408,8 @@ def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
         if name.startswith("hidden"):
             return values
         predicts = torch.cat(each.predicting)
-        whole = torch.full((len(predicts),), torch.nan, dtype=torch.float64)  # NaN for windows without predictions
-        whole[predicts] = values
-        return whole
+        empty = torch.full(predicts.shape, torch.nan, dtype=torch.float64)  # NaN for windows without predictions
+        return empty.masked_scatter(predicts, values)
 
     present = [name for name, parts in COLUMNS.items() if all(getattr(each, parts) for each in differences)]
     return {name: torch.stack([column(each, name) for each in differences], 1) for name in present}

@@ -25,26 +25,23 @@ from attnlens.report.report import Report
 from attnlens.requests import DoctorRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.inspect.pipeline import inspect
-from attnlens.runs.progress import Progress, silent
+from attnlens.runs.progress import Progress, silent, telling
 from attnlens.runs.provenance import report_of
 
 WEIGHTS_TOLERANCE = 1e-6
 """Relative tolerance of weights.*: float64 from the same stored numbers, written with nine digits. Another BLAS sums in
 another order, which moves ill-conditioned measures (small eigenvalues) by more than the last digit."""
-SMALLEST = 1e-6
-"""Values below this count as this large in relative deviations: a share that is 0 up to rounding has no digits."""
+SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 up to rounding has no digits
 
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are the report's, and recompute `heads` random heads, measure by measure.
 
-    The heads are drawn anew each time, so that a forger can't predict them. tokens.* may differ by √ε of the model's
-    type, weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a
-    report does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for
-    a text other than the report's.
+    Each call draws other heads, so that a forger can't predict them. tokens.* may differ by √ε of the model's type,
+    weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
+    does not contain: its text, and those of `load`. Raise UsageError for a report without heads, or another text.
     """
-    count = min(heads, len(report.heads))
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
@@ -56,12 +53,12 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     kind = _recomputed_check("model", shape, kinds[0] == kinds[1])
     if not kind.passed:
         return [files, kind]
-    drawn = random.SystemRandom().sample(report.heads, count)
+    drawn = random.SystemRandom().sample(report.heads, min(heads, len(report.heads)))
     where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
-        raise UsageError(f"The text's SHA-256 is {text} in the report, but {other_text} here.", "Give it with --text.")
+        raise UsageError(f"The report's text has SHA-256 {text}, but this one {other_text}.", "Give the same --text.")
     recomputed = {(head.site, head.head): head for head in again.heads}
     # half of the digits of the model's type: its own rounding adds up over layers
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
@@ -83,9 +80,9 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
             deviation = abs(old - new) / max(abs(old), abs(new), SMALLEST)
         if deviation > bound:
             deviations.append((deviation, breach(head, new, old)))
-    deviations.sort(key=lambda pair: pair[0], reverse=True)
-    check = _recomputed_check(name, "as the report", not deviations)
-    return check.model_copy(update={"heads": len(pairs), "breaches": [each for _, each in deviations]})
+    breaches = [each for _, each in sorted(deviations, key=lambda pair: pair[0], reverse=True)]
+    check = _recomputed_check(name, "as the report", not breaches)
+    return check.model_copy(update={"heads": len(pairs), "breaches": breaches})
 
 
 def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
@@ -107,10 +104,9 @@ def doctor(
     """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
     P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
-    loaded in float64 (twice the memory; a loaded one is copied), so that errors are not due to rounding;
-    another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
-    float64. Raise UsageError for invalid arguments, TextError, and
-    ModelError if the model can't be loaded or read.
+    loaded in float64 (a loaded model is copied), which takes twice the memory, so that errors are not due to rounding.
+    The tolerance is the same for another `dtype`, and for float32 if the model can't be read in float64. Raise
+    UsageError for invalid arguments, TextError, and ModelError if the model can't be loaded or read.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -130,7 +126,7 @@ def doctor(
         # images share no pass, and only one is compared; any text is fine
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
         cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
-        batches = texts.batches(loaded, feeding.contents(named, loaded), cut)
+        batches = texts.batches(loaded, named or texts.sample(loaded.info.id), cut)
     settings = feeding.describe_input(settings, batches, loaded)
     settings = settings.model_copy(update={"windows": batches.batches[0].size})
     report = _diagnose(loaded, settings, batches.batches[0].inputs, progress)
@@ -139,16 +135,15 @@ def doctor(
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
-    single = loaded.model.dtype != torch.float64
+    if loaded.model.dtype != torch.float64:
+        return _examine(loaded, settings, inputs, progress)
     try:
         report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        if single or changed is None or changed <= TOLERANCE:  # None: weights are not finite
+        if changed is None or changed <= TOLERANCE:  # None: weights are not finite
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
-        if single:
-            raise
         why = error.problem
     note = f"Computed in float32, whose rounding counts as error, because in float64: {why}"
     loaded = replace(loaded, model=nn.Module.float(loaded.model))
@@ -184,19 +179,14 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
     """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
     heads = sum(check.heads for check in results)
-    unchecked = sum(check.heads for check in results if check.verdict == "not checked")
+    analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
     for source in ("tokens", "weights"):
         lacking = [check for check in results if getattr(check, f"{source}_error") is None]
         skipped += [Skipped(site=check.site, measure=source, reason=check.reason or "") for check in lacking]
-        without[source] = sum(check.heads for check in lacking) - unchecked
-    return Coverage(
-        sites=len(results),
-        heads=heads,
-        analysed=heads - unchecked,
-        without={source: count for source, count in without.items() if count > 0},
-        skipped=[*skipped, *missed],
-    )
+        if count := sum(check.heads for check in lacking) - (heads - analysed):
+            without[source] = count
+    return Coverage(sites=len(results), heads=heads, analysed=analysed, without=without, skipped=[*skipped, *missed])
 
 
 def check_sites(
@@ -209,7 +199,7 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check each site as `reached`, in these layers and heads; `first` are the sites as one token reaches them."""
+    """Check each `reached` site in these layers and heads; `first` are the same sites, reached by one token."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)
@@ -218,21 +208,19 @@ def check_sites(
         and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
     all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
-    results = []
-    for done, ((_, each, chosen), factors) in enumerate(zip(pairs, all_factors, strict=True)):
-        progress("doctor", done, len(pairs))
+    results, tell = list[SiteCheck](), telling(progress, "doctor", len(pairs))
+    for (_, each, chosen), factors in zip(pairs, all_factors, strict=True):
         results.append(_check(each, factors, probabilities[each.site], chosen))
-    progress("doctor", len(pairs), len(pairs))
+        tell(1)
     return results
 
 
 def own_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
-    """Return the attention probabilities that each site's module computes under the model's own eager attention.
+    """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
 
-    A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
-    attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
+    The eager attention of a few models differs from the one that they use (PaliGemma's is causal, its SDPA is not).
     """
     captured: dict[Site, Tensor] = {}
     why = "the module has no softmax of these scores and returns no attention probabilities"

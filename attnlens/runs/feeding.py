@@ -24,7 +24,7 @@ from attnlens.models.loading.configs import kind_of
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 from attnlens.records import ModelInfo, Settings, Text
-from attnlens.requests import Feeding, Loading, SpreadRequest
+from attnlens.requests import Feeding, InspectRequest, Loading, SpreadRequest
 from attnlens.requests.fields import Request
 from attnlens.requests.run_options import WorkRequest
 from attnlens.runs.outputs import sequence_losses
@@ -59,29 +59,25 @@ def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
-    guess, losses = math.log(vocabulary), dict[str, float]()
+    guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
-        losses[name] = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
-    return [
-        f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-        f"{guess:.2f}): the text does not suit the model, or the model is untrained."
-        for name, loss in losses.items()
-        if loss > guess
-    ]
+        loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
+        if loss > guess:
+            notes.append(
+                f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
+                f"{guess:.2f}): the text does not suit the model, or the model is untrained."
+            )
+    return notes
 
 
-RECORDED = (  # Settings that are options, so that a model can be read in the same way again
-    *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
-    *("placement", "intervals", "layers", "heads"),
-)
-NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": None}
-"""Settings of a run without any input."""
+NOTHING_FED = dict.fromkeys(("windows", "pack", "placement", "intervals"))  # settings of a run without inputs
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
-    """Return those options of a report's run that the report records."""
-    options = {name: getattr(settings, name) for name in RECORDED}
+    """Return the options of `inspect` that a report records, without its text and the options of `load`."""
+    names = sorted(InspectRequest.model_fields.keys() & Settings.model_fields.keys() - LOADED - {"text"})
+    options = {name: getattr(settings, name) for name in names}
     options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
 
@@ -97,9 +93,8 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
         raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
-        raise UsageError(
-            f"The model is already loaded, so {', '.join(options)} would be ignored.", "Pass them to load()."
-        )
+        names = ", ".join(options)
+        raise UsageError(f"The model is already loaded, so {names} would be ignored.", "Pass them to load().")
     return {}
 
 
@@ -124,11 +119,6 @@ def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
         audio=request.audio,
         allow_foreign=request.allow_foreign_text,
     )
-
-
-def contents(named: Sequence[texts.Content], loaded: Loaded) -> Sequence[texts.Content]:
-    """Return the named texts, or the built-in ones for this model."""
-    return named or texts.sample(loaded.info.id)
 
 
 def design_of(requested: Settings, inputs: texts.Batches) -> Design:
@@ -183,14 +173,14 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
-    """Record the largest number of tokens in the attention of a model that reads only noise."""
+    """Record the largest number of tokens in the attention of a model whose input is noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError if texts, for any use, or their length are given for a model that does not read text."""
+    """Raise UsageError if a text of any purpose or its length is given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
@@ -267,7 +257,7 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_work(request: Request) -> None:
-    """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
+    """Raise UsageError for options that keep or distribute work, because no file identifies a model in memory."""
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:

@@ -30,10 +30,10 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
 
     `batch` holds tensors under the names of the model's own inputs, as its tokenizer returns them with
     return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
-    module (`site.path`) and its layer (`site.layer`); `attention` and the analyzers read it. The model runs without
-    dropout and cache and is not changed. The capture is verified first: recomputing attention from it must not
-    change the model's outputs. A warning names attention that ran but can't be read; it is missing.
-    Raise UsageError; ModelError if the model can't run or has no attention that can be read; IdentityError.
+    module (`site.path`) and its layer (`site.layer`); it has the property `attention` and is the input of analyzers.
+    The model runs without dropout and cache and is not changed. Recomputing attention from the capture must not change
+    the model's outputs, else IdentityError is raised. A warning lists attention that ran but can't be read. Raise
+    UsageError, and ModelError if the model can't run or has no attention that can be read.
     """
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
@@ -80,7 +80,7 @@ class Lens:
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
         """Capture queries and keys of every attention computation on a text, or on a batch of the model's inputs.
 
-        Raises UsageError if a text is given and the model has no tokenizer; otherwise as `attnlens.capture`.
+        Raise UsageError for a text if the model has no tokenizer; otherwise as `attnlens.capture`.
         """
         if not isinstance(text, str):
             return capture(self.loaded, text)

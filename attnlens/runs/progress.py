@@ -51,13 +51,5 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
     """Like `telling`, but for at most `most` steps; when the block ends, all count as done."""
-    done = 0
-    tell = telling(progress, stage, most)
-
-    def tell_and_count(steps: int) -> None:
-        nonlocal done
-        done += steps
-        tell(steps)
-
-    yield tell_and_count
-    tell(max(0, most - done))
+    yield telling(progress, stage, most)
+    progress(stage, most, most)

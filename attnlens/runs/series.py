@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -52,13 +52,12 @@ class CheckpointReading(TypedDict):
     """Results of one checkpoint."""
 
     report: records.Report  # report of `inspect`
-    loss: float | None  # loss on the same text in nats per predicted token
-    no_loss: str | None  # reason for a missing loss
+    loss: float | str  # loss on the same text in nats per predicted token, or why it is missing
     complete: bool  # True if every part of it could be read
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
+    """Combine coverages: heads analysed at every checkpoint, entries missing at any, and checkpoints not read."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -80,7 +79,8 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
-    reports, losses = [reading["report"] for reading in readings], [reading["loss"] for reading in readings]
+    reports = [reading["report"] for reading in readings]
+    losses = [None if isinstance(reading["loss"], str) else reading["loss"] for reading in readings]
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
     if any(loss is not None for loss in losses):
         curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
@@ -97,10 +97,14 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
         if any(null is not None for null in nulls):
             chance = [(null.mean - null.sd, null.mean, null.mean + null.sd) if null else (None,) * 3 for null in nulls]
             curves[f"{name}: null"] = _curve(chance, steps, name)
-        trajectories += _trajectories(name, columns)
+        for layer, head in sorted({place for column in columns for place in column}):
+            row = [column.get((layer, head)) for column in columns]
+            values, errors = ([getattr(measure, field, None) for measure in row] for field in ("value", "se"))
+            se = errors if any(error is not None for error in errors) else None
+            trajectories.append(Trajectory(layer=layer, head=head, measure=name, values=values, se=se))
     final = {"loss": None} | {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
     reasons = {name: "no head has a value at the last checkpoint" for name, value in final.items() if value is None}
-    if "loss" in reasons and (why := readings[-1]["no_loss"]):
+    if isinstance(why := readings[-1]["loss"], str):
         reasons["loss"] = why
     return Experiment(
         name="training",
@@ -114,7 +118,6 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
     )
 
 
-HeadMeasures = dict[tuple[int, int], Measure]  # values of one measure at one checkpoint, by (layer, head)
 Band = tuple[float | None, ...]  # lower quartile, median and upper quartile, or their analogues
 
 
@@ -123,19 +126,11 @@ def _curve(bands: Iterable[Band], steps: list[float], null_of: str | None = None
     return Curve(steps=steps, median=middle, low=low, high=high, null_of=null_of)
 
 
-def _quartiles(measures: HeadMeasures) -> Band:
+def _quartiles(measures: Mapping[tuple[int, int], Measure]) -> Band:
     values = [measure.value for measure in measures.values() if measure.value is not None]
     if len(values) < 2:
         return (values[0] if values else None,) * 3
     return tuple(quantiles(values, n=4, method="inclusive"))
-
-
-def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
-    for layer, head in sorted({place for column in columns for place in column}):
-        measures = [column.get((layer, head)) for column in columns]
-        values, errors = ([getattr(measure, field, None) for measure in measures] for field in ("value", "se"))
-        known = any(error is not None for error in errors)
-        yield Trajectory(layer=layer, head=head, measure=name, values=values, se=errors if known else None)
 
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
@@ -169,17 +164,14 @@ def step_of(name: str) -> int | None:
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
     shapes = [
-        {name: config[name] for name in ("model_type", "architectures") if name in config} | dict(sizes(config))
+        {name: config.get(name) for name in ("model_type", "architectures")} | dict(sizes(config))
         for config in (each.place.config for each in checkpoints)
     ]
     for other, shape in zip(checkpoints, shapes, strict=True):
-        differences = ", ".join(
-            f"{field} is {value} in {checkpoints[0].name}, but {shape[field]} in {other.name}"
-            for field, value in shapes[0].items()
-            if field in shape and value != shape[field]
-        )
-        if differences:
-            raise ModelError(f"The checkpoints have different shapes: {differences}.", "Give checkpoints of one model.")
+        for field, value in shapes[0].items():
+            if None not in (value, shape.get(field)) and value != shape[field]:
+                difference = f"{field} is {value} in {checkpoints[0].name}, but {shape[field]} in {other.name}"
+                raise ModelError(f"The checkpoints differ: {difference}.", "Give checkpoints of one model.")
 
 
 def find_checkpoints(
@@ -221,12 +213,11 @@ def converge_checkpoints(
     """Measure every head against the training step, in one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
-    By default, the analyzers of `inspect` run, and `selection` with its own `select`.
-    One tokenizer, the last one found, splits the same text for all. `head` = (layer, head), or `3.7`, restricts the
-    series to it. Finished units are kept as in `inspect`, and the same call resumes from them. Raise UsageError,
-    ModelError (a checkpoint is missing, or shapes differ), TextError, and Interrupted, which contains the finished
-    checkpoints.
+    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … in this
+    order. By default, the analyzers of `inspect` run, and `selection` with its default `select`. The last tokenizer
+    found splits the same text for all. `head` = (layer, head), or `3.7`, restricts the series to it. Finished units are
+    kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or
+    shapes differ), TextError, and Interrupted, which contains the finished checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -244,14 +235,12 @@ def follow(
     """Return the report, and a function to call once it is written, which removes the finished units."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
-    series = Series(names, requests.words("revisions", revisions), request, progress)
-    series.plan.check(request.text)
-    return series.run()
+    return Series(names, requests.words("revisions", revisions), request, progress).run()
 
 
 @dataclass(eq=False)
 class Series:
-    """One run over the checkpoints; building it finds them and reads the texts."""
+    """A run over checkpoints. Its constructor finds the checkpoints and reads the texts."""
 
     names: Sequence[str] | None
     revisions: Sequence[str]
@@ -307,6 +296,7 @@ class Series:
 
     def run(self) -> tuple[Report, Callable[[], None]]:
         """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
+        self.plan.check(self.request.text)
         units = list(self.units)
         tell = telling(self.progress, "checkpoints", len(self.plan.select_units(units)))
         outcome = run_units(
@@ -328,7 +318,7 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report. Units without a reading have a reason, or none yet. Raise ModelError if heads differ."""
+        """Build the report; `missing` are the reasons of failed units. Raise ModelError if heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
         heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
         for other, other_heads in zip(done, heads, strict=True):
@@ -338,10 +328,11 @@ class Series:
                     f"{other.name} has {len(other_heads)}.",
                     "Give checkpoints of one model.",
                 )
-        reasons = {
-            each.name: missing.get(unit, INTERRUPTED) for unit, each in self.units.items() if unit not in readings
-        }
-        unread = [Skipped(site=name, reason=reason) for name, reason in reasons.items()]
+        unread = [
+            Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
+            for unit, each in self.units.items()
+            if unit not in readings
+        ]
         files = [
             File(name=f"{checkpoint.name}/{file.name}", sha256=file.sha256)
             for checkpoint, report in zip(done, reports, strict=True)
@@ -373,7 +364,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Read one checkpoint; its parts are kept until it is finished."""
+        """Read one checkpoint; finished parts are stored until the whole checkpoint is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:
@@ -382,15 +373,13 @@ class Series:
         with time_stage(self.timings, checkpoint.name):
             loaded = replace(self._load(checkpoint), **self.tokenizer)
             settings = feeding.of_model(self.settings, loaded)
-            parts = None if self.store is None else self.store.inside(name)
+            run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
             try:
-                run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
-                report, results = compute(survey(run), store=parts)
+                report, results = compute(survey(run), store=self.store and self.store.inside(name))
             except ModelError as error:
                 raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
             loss = self._loss(loaded, settings)
-        number, why = (None, loss) if isinstance(loss, str) else (loss, None)
-        return {"report": report, "loss": number, "no_loss": why, "complete": not results.missing}
+        return {"report": report, "loss": loss, "complete": not results.missing}
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""

@@ -14,27 +14,25 @@ from torch import Tensor
 
 from attnlens import records
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
-from attnlens.errors import AttnlensError, UnreadableError
+from attnlens.errors import AttnlensError
 from attnlens.maths.statistics import adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.runs import checks
-from attnlens.runs.compare import draws, significance
-from attnlens.runs.compare.draws import BLOCKS, add_distances, arrange_blocks, compare_pass, record_pass
-from attnlens.runs.compare.sides import Block, Pairing, form_distances
-from attnlens.runs.compare.significance import ChangeTest, Rounding, build_rows, field_values, is_category, number_of
+from attnlens.runs.compare import significance
+from attnlens.runs.compare.sides import Block, Pairing, compare_blocks, form_distances, run_pass
+from attnlens.runs.compare.significance import BLOCKS, ChangeTest, Rounding, number_of
 from attnlens.runs.differences import Differences
-from attnlens.runs.inspect.sequences import SequenceValues, arrange_by_measure
+from attnlens.runs.inspect.sequences import Place, SequenceValues, arrange_by_measure
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
 from attnlens.wording import format_count, join_items
 
-Roundings = Mapping[str, Rounding]
-CHANGED_P = 1e-3
-"""p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
+Tensors = Mapping[str, Tensor]
+CHANGED_P = 1e-3  # p below which a form counts as changed: rounding alone moves one of a thousand heads as much
 ROUNDING_SPACINGS = 4.0
-"""Maximum relative difference of factors, in spacings of their type, that counts as rounding: a number is rounded a few
-times, when it is stored, loaded and multiplied."""
+"""Relative difference of factors, in spacings of their type, up to which they differ by rounding: a number is rounded
+when it is stored, loaded and multiplied."""
 ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
 NEAR_FACTOR = 10  # that change must also be this many times the one at equal positions, which rounding explains
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
@@ -43,36 +41,26 @@ SAME_FORMS: dict[str | bool | None, str] = {
     "rows (a lost RoPE permutation?): {names}.",
     True: "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the mask act "
     "differently: {names}.",
-    False: "Of {heads} W_Q and W_K are others with the same product M within rounding (another gauge): attention is "
-    "the same.",
-    None: "Of {heads} W_Q and W_K are others with the same product M within rounding; attention was not compared.",
-}
-"""Notes on heads with other factors of the same M, by whether their own KL exceeds rounding."""
+    False: "W_Q and W_K of {heads} changed, but not their product M (another gauge) and attention, within rounding.",
+    None: "W_Q and W_K of {heads} changed, but not their product M within rounding; attention was not compared.",
+}  # notes on heads with other factors of the same M, by whether their own KL exceeds rounding
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
-    """For each head of the first report, return its counterpart and the relation between their forms."""
+    """Return the counterpart of each head of the first report, and the relation between their forms."""
     sites, changes = {site.name: site for site in pairing.sites}, []
     for name, heads in groupby(enumerate(pairing.first.report.heads), lambda pair: pair[1].site):
         site, pair = sites[name], pairing.ordered_forms(sites[name])
         for place, head in heads:
             relation, reason = None, None
-            if pair is None or forms is None:
-                reason = _explain_unread(pairing, site)
-            elif (relation := _relation(pairing, pair, head.head, float(forms.p[place]))) is None:
+            if isinstance(pair, str):
+                reason = pair
+            elif forms is not None and (relation := _relation(pairing, pair, head.head, float(forms.p[place]))) is None:
                 reason = "a form is 0 or not finite"
             fields = {field: getattr(head, field) for field in records.HeadId.model_fields}
             partner = pairing.order[site][head.head]
             changes.append(records.HeadChange(**fields, partner=partner, relation=relation, reason=reason))
     return changes
-
-
-def _explain_unread(pairing: Pairing, site: records.Site) -> str:
-    for which, side, place in (("first", pairing.first, site), ("second", pairing.second, pairing.sites[site])):
-        factors = side.factors_of(place)
-        if isinstance(factors, UnreadableError):
-            return f"the form M of the {which} model can't be computed: {factors.problem}"
-    return "the forms have different sizes"
 
 
 def _relation(
@@ -96,7 +84,7 @@ def _relation(
     if p != p:
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
-    spacing = max(torch.finfo(draws.site_type(side.loaded.model, site)).eps for side, site in sites)
+    spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
     # without a division: of a factor of zeros, only zeros are a rounding
     limit = ROUNDING_SPACINGS * spacing
     close = all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
@@ -141,7 +129,7 @@ def _describe_weights(pairing: Pairing) -> Iterator[str]:
         yield f"{format_count(len(alone), 'tensor')} in only one of the models: {join_items(alone)}."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
-    kinds = {name: draws.stored_type(second[name]) for name in different}
+    kinds = {name: significance.stored_type(second[name]) for name in different}
     rounded = (_equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items())
     if not different:
         yield "All weights that both models have are identical."
@@ -159,9 +147,9 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield heads whose RoPE differs: M agrees at equal positions, but not with all queries rotated to the last one."""
     for site in pairing.sites:
-        pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
-        rotation = None if pair is None else pair[0].rotation
-        if pair is None or rotation is None or len(rotation.angles) < 2:
+        pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
+        rotation = None if isinstance(pair, str) else pair[0].rotation
+        if isinstance(pair, str) or rotation is None or len(rotation.angles) < 2:
             continue
         far = replace(rotation, angles=rotation.angles[-1:].expand(pair[0].query.shape[-2], -1))
         first, second = (replace(form, query=far.rotate(form.query.double())) for form in pair)
@@ -212,11 +200,16 @@ class Changes:
 
     def compare(self) -> records.Comparison:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
-        rounding, distances = self._draw_rounding(), self._form_distances()
+        rounding, tables = self._draw_rounding(), dict[Place, Tensor]()
+        for site in self.pairing.sites:
+            if not isinstance(forms := self.pairing.ordered_forms(site), str):
+                tables |= {(site.name, name): values[None] for name, values in form_distances(*forms).items()}
+        arranged = arrange_by_measure(tables, self.pairing.first.heads, 1)
+        distances = {name: table[0] for name, table in arranged.items()}
         if self.pairing.first.batches:
             distances |= self._row_distances()
-        tests = self._test_measures(rounding, distances)
-        rows = build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
+        tests = self._test_measures(distances, rounding)
+        rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
         return records.Comparison(
@@ -241,14 +234,17 @@ class Changes:
     @cached_property
     def blocks(self) -> tuple[list[Block], list[Block]]:
         """Blocks of both models that run once per forward pass; empty without a text, or if their paths differ."""
-        first, second = self.pairing.first.blocks(), self.pairing.second.blocks()
+        first, second = (
+            hooks.blocks(side.loaded.model, side.batches[0].inputs) if side.batches else []
+            for side in (self.pairing.first, self.pairing.second)
+        )
         return (first, second) if list(dict(first)) == list(dict(second)) else ([], [])
 
     def _test_windows(self, changes: Tensor, rounding: Rounding | None) -> ChangeTest:
         first = self.pairing.first
         return significance.test_windows(changes, first.design, rounding, first.settings.seed)
 
-    def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Roundings) -> list[records.BlockChange]:
+    def _test_blocks(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> list[records.BlockChange]:
         if BLOCKS not in distances:
             return []
         test = self._test_windows(distances[BLOCKS], rounding.get(BLOCKS))
@@ -266,7 +262,7 @@ class Changes:
             for place, (path, _) in enumerate(self.blocks[0])
         ]
 
-    def _test_measures(self, rounding: Roundings, distances: Mapping[str, Tensor]) -> dict[str, ChangeTest | None]:
+    def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
         """Test the changes of each measure; None for categories and measures without drawn rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
@@ -281,48 +277,42 @@ class Changes:
                 changes[name] = after[:, self.pairing.partners] - before
             if name in changes:
                 tests[name] = self._test_windows(changes[name], rounding.get(name))
-            elif name not in rounding or is_category(self.heads, name):
+            elif name not in rounding or significance.is_category(self.heads, name):
                 tests[name] = None
             else:  # measures of weights: p is that of rounding
-                before, after = field_values(self.heads, name)
+                before, after = significance.field_values(self.heads, name)
                 tests[name] = significance.test_rounding(after - before, rounding[name])
         return tests
 
-    def _form_distances(self) -> dict[str, Tensor]:
-        tables: dict[tuple[str, str], Tensor] = {}
-        for site in self.pairing.sites:
-            if (forms := self.pairing.ordered_forms(site)) is not None:
-                tables |= {(site.name, name): values[None] for name, values in form_distances(*forms).items()}
-        return {name: table[0] for name, table in arrange_by_measure(tables, self.pairing.first.heads, 1).items()}
-
     def _row_distances(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
-        first, total, start = self.pairing.first, self.pairing.first.design.count, 0
+        first, second = self.pairing.first, self.pairing.second
+        total, start = first.design.count, 0
         values, block_changes = SequenceValues(total), list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
-            recorded = record_pass(first, batch.inputs, self.blocks[0])
-            compared = compare_pass(recorded, self.pairing, batch.inputs)
-            add_distances(values, ROWS, compared.rows, batch, start)
+            original = run_pass(first, batch.inputs, self.blocks[0])
+            passes = original, run_pass(second, batch.inputs)
+            self.pairing.add_divergences(values, ROWS, passes, batch, start)
             if self.blocks[1]:
-                compared = compare_pass(recorded, self.pairing, batch.inputs, self.blocks[1])
-                add_distances(values, OWN_ROWS, compared.rows, batch, start)
-                block_changes.append(arrange_blocks(compared.blocks, self.blocks[0], batch))
+                passes = original, run_pass(second, batch.inputs, self.blocks[1], original)
+                self.pairing.add_divergences(values, OWN_ROWS, passes, batch, start)
+                block_changes.append(compare_blocks(passes, self.blocks[0], batch))
             start += batch.size
         self.progress("attention rows", total, total)
         rows = arrange_by_measure(values.means, first.heads, total)
         return rows | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
     def _draw_rounding(self) -> dict[str, Rounding]:
-        """Estimate the effect of rounding both models on each measure, from draws."""
-        tell = telling(self.progress, "rounding", 2 * draws.DRAWS) if self.pairing.first.batches else None
+        """Estimate the effect of rounding both models on each measure from random draws."""
+        tell = telling(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
         drawn: list[dict[str, Tensor]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.pairing.first.settings.seed + number)
-            drawn.append(draws.draw_weights(side, generator))
+            drawn.append(significance.draw_weights(side, generator))
             if tell is not None:
-                cut = replace(side.cut, sequences=min(draws.FEW, self.pairing.first.design.count))
-                drawn[-1] |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
+                cut = replace(side.cut, sequences=min(significance.FEW, self.pairing.first.design.count))
+                drawn[-1] |= significance.draw_tokens(side, cut, self.blocks[number], generator, tell)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
             first, second = drawn[0][name], drawn[1][name]

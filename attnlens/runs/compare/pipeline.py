@@ -27,7 +27,7 @@ from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
-from attnlens.runs.compare.sides import ComparedModel, Pairing, correspond, same_input
+from attnlens.runs.compare.sides import ComparedModel, Pairing
 from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
 from attnlens.runs.feeding import at_rest, wrap_model
 from attnlens.runs.inspect.pipeline import inspect, prepare
@@ -93,7 +93,7 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (getattr(each, "sha256", each) for each in values)
         if value != other_value:
-            raise UsageError(f"The two sides differ: settings.{name} is {value} and {other_value}.", AGAIN)
+            raise UsageError(f"settings.{name} differs between the two sides: {value} and {other_value}.", AGAIN)
     windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
     if windows != other_windows:
         raise UsageError("The two sides were computed on different windows of the text (settings.texts).", AGAIN)
@@ -170,8 +170,8 @@ def _quartiles(report: Report, name: str) -> Spread | None:
 
 SECOND = ("revision", "adapter")  # options that apply to the second model only
 OTHER_INPUT = (
-    "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
-    "of images): what reads them is not compared."
+    "The models receive different inputs for the same windows, because their tokenizers, window lengths or image sizes "
+    "differ: only their weights are compared."
 )
 Model = str | PathLike[str] | loading.Loaded | PreTrainedModel
 Side = Model | Report
@@ -268,9 +268,16 @@ def _inspect_sides(
 
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """Compare two inspected models: heads if they correspond, and text measures if their inputs are the same."""
-    if not correspond(first, second):
+    shapes, other_shapes = (
+        [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
+        for side in (first, second)
+    )
+    if shapes != other_shapes:  # masks may differ
         return compare_distributions(first.report, second.report, fdr)
-    same = same_input(first, second)
-    pairing = Pairing.of(first, second) if same else Pairing.of(first.without_text(), second.without_text())
-    comparison = Changes(pairing, fdr, progress).compare()
-    return comparison if same else comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})
+    inputs, others = ([batch.inputs for batch in side.batches] for side in (first, second))
+    if [batch.keys() for batch in inputs] == [batch.keys() for batch in others] and all(
+        torch.equal(batch[name], other[name]) for batch, other in zip(inputs, others, strict=True) for name in batch
+    ):
+        return Changes(Pairing.of(first, second), fdr, progress).compare()
+    comparison = Changes(Pairing.of(first.without_text(), second.without_text()), fdr, progress).compare()
+    return comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})

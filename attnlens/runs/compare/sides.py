@@ -1,28 +1,35 @@
-"""The two models of a comparison: the inspection of each, and the correspondence of their heads."""
+"""Inspect both models of a comparison, find the correspondence of their heads, and run both over the same windows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import nn
+from torch import Tensor, nn
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, measure_sources
+from attnlens.errors import UnreadableError
+from attnlens.kernels import OWN, attention
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design
-from attnlens.models import hooks, weights
-from attnlens.records import Measure, QueryKey, Site, Windows
+from attnlens.models import hooks, texts
+from attnlens.models.hooks.survey import hiding_padding, real_parts
+from attnlens.models.trace import call_arguments, remove_hooks
+from attnlens.records import Call, Measure, QueryKey, Site, Windows
 from attnlens.report.report import Report
 from attnlens.runs.feeding import at_rest
+from attnlens.runs.inspect import sequences
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, SiteFactors
 from attnlens.runs.inspect.pipeline import compute, survey
-from attnlens.runs.inspect.sequences import finite_heads
+from attnlens.runs.inspect.sequences import SequenceValues
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
 
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
@@ -31,7 +38,7 @@ heads that are merely similar to several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Match the second model's heads to the first's by the distances of their forms; they stay in place if in doubt."""
+    """Match the second model's heads to the first's by the distances of their forms; keep the order if in doubt."""
     # ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0
     squares, others = (_inner_products(form, form).diagonal() for form in (first, second))
     size = torch.maximum(squares[:, None], others)
@@ -59,7 +66,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
     """Compute the distances of heads' forms; NaN if both M are 0 or a factor is not finite, and 1 if only M is 0."""
-    finite = sorted(set(finite_heads(first)) & set(finite_heads(second)))
+    finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:
         first, second = first.select(finite), second.select(finite)
@@ -77,7 +84,7 @@ Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel(Inspection):
-    """One model of a comparison: its inspection, and the results of that."""
+    """One model of a comparison: its inspection with the results."""
 
     report: Report
     design: Design  # sampling design of the windows
@@ -85,7 +92,7 @@ class ComparedModel(Inspection):
 
     @classmethod
     def of(cls, run: PreparedRun, swaps: hooks.Swaps) -> ComparedModel:
-        """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
+        """Inspect a model and keep the factors of its weights; with `swaps`, tokens.* get no value."""
         with at_rest(run.loaded.model):
             inspection = survey(run, factors={})
             report, results = compute(inspection)
@@ -99,7 +106,7 @@ class ComparedModel(Inspection):
         return [(head.site, head.head) for head in self.report.heads]
 
     def without_text(self) -> ComparedModel:
-        """Return a copy without batches and windows, so that only its weights are compared."""
+        """Return a copy without batches and windows, so that a comparison covers the weights only."""
         report = self.report.model_copy().with_windows(Windows([], [], {}))
         return replace(self, inputs=None, report=report)
 
@@ -107,19 +114,14 @@ class ComparedModel(Inspection):
         """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
         return (self.factors or {}).get(site)
 
-    def blocks(self) -> list[Block]:
-        """Return the model's blocks that run once per forward pass; none without a text."""
-        return hooks.blocks(self.loaded.model, self.batches[0].inputs) if self.batches else []
-
 
 def _remove_token_measures(report: Report) -> Report:
-    reason = "the measure requires the exponential kernel, but this model uses another one"
-    missing = Measure(value=None, reason=reason)
+    missing = Measure(value=None, reason="the measure requires the exponential kernel, but this model uses another one")
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}
-    heads = [
-        head.model_copy(update={"measures": head.measures | dict.fromkeys(head.measures.keys() & tokens, missing)})
-        for head in report.heads
-    ]
+    heads = []
+    for head in report.heads:
+        measures = head.measures | dict.fromkeys(head.measures.keys() & tokens, missing)
+        heads.append(head.model_copy(update={"measures": measures}))
     return report.model_copy(update={"heads": heads}).with_windows(Windows([], [], {}))
 
 
@@ -137,22 +139,28 @@ class Pairing:
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by form if forms can be read and all heads are inspected, else by number."""
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
-        order, unmoved = dict[Site, tuple[int, ...]](), list[Site]()
-        for site, other in sites.items():
-            forms = _forms(first, second, site, other)
-            by_number = tuple(range(len(first.key_heads[site])))
-            best = match_heads(*forms) if forms else by_number
-            all_heads = first.settings.heads is None
-            order[site] = best if all_heads else by_number
-            unmoved += [site] if best != order[site] else []
-        return cls(first, second, sites, order, unmoved)
+        numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
+        by_number = cls(first, second, sites, numbers, [])
+        forms = ((site, by_number.ordered_forms(site)) for site in sites)  # one site at a time
+        order = {site: numbers[site] if isinstance(pair, str) else match_heads(*pair) for site, pair in forms}
+        if first.settings.heads is None:
+            return replace(by_number, order=order)
+        return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
 
-    def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
-        """Return the forms of both models, with the second's heads in the order of their partners."""
-        forms = _forms(self.first, self.second, site, self.sites[site])
-        if forms is None:
-            return None
-        return forms[0], replace(forms[1].select(self.order[site]), heads=forms[0].heads)
+    def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | str:
+        """Return both forms, the second's heads in the order of their partners, or why they can't be compared."""
+        forms = []
+        for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
+            factors = side.factors_of(place)
+            if isinstance(factors, UnreadableError):
+                return f"the form M of the {which} model can't be computed: {factors.problem}"
+            if factors is None:
+                return "the weights were not read"
+            forms.append(factors.query_key)
+        first, second = forms
+        if first.query.shape != second.query.shape or first.paired_key.shape != second.paired_key.shape:
+            return "the forms have different sizes"
+        return first, replace(second.select(self.order[site]), heads=first.heads)
 
     @property
     def partners(self) -> torch.Tensor:
@@ -162,32 +170,122 @@ class Pairing:
         partners = [(pairs[site][0], pairs[site][1][head]) for site, head in self.first.heads]
         return torch.tensor([places[partner] for partner in partners])
 
+    def add_divergences(
+        self, values: SequenceValues, name: str, passes: tuple[Pass, Pass], batch: texts.Batch, start: int
+    ) -> None:
+        """Add the divergence of both passes' attention rows to `values` as measure `name`; `start`: first sequence."""
+        for first, second in self.sites.items():
+            before, after = passes[0].calls.get(first), passes[1].calls.get(second)
+            if before is not None and after is not None:  # own-kernel sites of a saved swap are not visited
+                rows = self.divergence(first, (before, after), batch.inputs)
+                numbers = sequences.sequence_numbers(len(rows), batch, start)
+                values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
 
-def _forms(first: ComparedModel, second: ComparedModel, site: Site, other: Site) -> tuple[QueryKey, QueryKey] | None:
-    """Return the forms of both models, heads in their own order; None if one cannot be read or shapes differ."""
-    factors, other_factors = first.factors_of(site), second.factors_of(other)
-    if not isinstance(factors, weights.Factors) or not isinstance(other_factors, weights.Factors):
-        return None
-    pair = factors.query_key, other_factors.query_key
-    same = pair[0].query.shape == pair[1].query.shape and pair[0].paired_key.shape == pair[1].paired_key.shape
-    return pair if same else None
+    def divergence(self, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Average Σ_j p log(p/p') of a site's two calls over queries that see keys: (sequences, heads); NaN if none."""
+        parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
+        wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
+        calls = [hiding_padding(call, inputs) for call in wide]
+        swaps = self.first.swaps.get(first), self.second.swaps.get(self.sites[first])
+        means = calls[0].query.new_full(calls[0].query.shape[:2], torch.nan)
+        for batch, queries, keys in real_parts(calls[0].allowed, len(means), first.part):
+            real = [call.sequences(batch, queries, keys) for call in calls]
+            step = max(1, sequences.PIECE_BYTES // (8 * means.shape[1] * real[0].query.shape[2] * real[0].key.shape[2]))
+            for start in range(0, len(batch), step):
+                part = range(start, min(start + step, len(batch)))
+                pieces = (call.sequences(part, slice(None), slice(None)) for call in real)
+                p, q = (_attention_rows(piece, swap) for piece, swap in zip(pieces, swaps, strict=True))
+                terms = p * (p.clamp(min=FLOOR).log() - q[:, list(self.order[first])].clamp(min=FLOOR).log())
+                # rounding can make the divergence of equal rows negative
+                means[[batch[row] for row in part]] = terms.sum(-1).mean(-1).clamp(min=0)
+        return means.cpu()
 
 
-def correspond(first: ComparedModel, second: ComparedModel) -> bool:
-    """Return True if the models have the same sites with equal numbers of heads and key heads; masks may differ."""
-    shapes, other_shapes = (
-        [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.reached]
-        for side in (first, second)
-    )
-    return shapes == other_shapes
+FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
+STATES = ("hidden_states", "encoder_hidden_states")
+"""Names of block inputs that are states, besides the first input, which is one whatever its name."""
 
 
-def same_input(first: ComparedModel, second: ComparedModel) -> bool:
-    """Return True if both models read the same inputs, window by window."""
-    if len(first.batches) != len(second.batches):
-        return False
-    pairs = [(batch.inputs, other.inputs) for batch, other in zip(first.batches, second.batches, strict=True)]
-    return all(
-        inputs.keys() == others.keys() and all(torch.equal(inputs[name], others[name]) for name in inputs)
-        for inputs, others in pairs
-    )
+@dataclass
+class Pass:
+    """Record of a model's forward pass on one batch."""
+
+    calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each inspected site
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Input states of each block, by the block's path and the input's name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # output states of each block, by its path
+
+
+def run_pass(
+    side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block] = (), original: Pass | None = None
+) -> Pass:
+    """Run one side's model, and record its attention calls and the input and output states of `blocks`.
+
+    With `original`, each block runs on the input states recorded there. The output states of a block are its output or
+    the first element of its output; blocks without a tensor there are left out.
+    """
+    recorded, model, sites = Pass(), side.loaded.model, side.all_sites
+
+    def visit(site: Site, call: Call) -> None:
+        if site in side.key_heads:
+            recorded.calls[site] = call
+
+    def enter(
+        path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        names = list(signature(block.forward).parameters)
+        if original is None:
+            arguments = call_arguments(block, args, kwargs)
+            states = {name: arguments.get(name) for name in {*names[:1], *STATES}}
+            recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
+            return None
+        known = original.states[path]
+        changed = [_convert_state(known.get(name), value) for name, value in zip(names, args, strict=False)]
+        named = {name: _convert_state(known.get(name), value) for name, value in kwargs.items()}
+        return (*changed, *args[len(names) :]), named
+
+    watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
+    handles = [block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in blocks]
+    with remove_hooks(handles), hooks.record_outputs(blocks) as outputs, torch.no_grad(), watching:
+        hooks.forward(model, inputs)
+    for path, output in outputs.items():
+        state = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(state, Tensor):
+            recorded.outputs[path] = state.clone()
+    return recorded
+
+
+def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
+    """Compute ‖o' − o‖/‖o‖ of each block's outputs o and o' without padding: (sequences, blocks); NaN if missing."""
+    masks = [batch.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch.inputs]
+    changes = torch.full((batch.size, len(blocks)), torch.nan, dtype=torch.float64)
+    for place, (path, _) in enumerate(blocks):
+        output, other = (each.outputs.get(path) for each in passes)
+        if output is None or other is None or other.shape != output.shape:
+            continue
+        output, other = output.double(), other.to(output.device).double()
+        mask = next((mask[..., None] for mask in masks if mask.shape == output.shape[:2]), None)
+        if mask is not None:
+            output, other = output * mask, other * mask
+        moved = (other - output).flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1)
+        # more rows than sequences if a model cuts each into windows
+        changes[:, place] = moved.cpu().view(batch.size, -1).mean(1)
+    return changes
+
+
+def _convert_state(state: Tensor | None, value: object) -> object:
+    """Convert `state` to the type and device of `value`; `torch.where` lets tracers see `value` as a source too."""
+    if state is None or not isinstance(value, Tensor) or value.shape != state.shape:
+        return value
+    always = torch.ones((), dtype=torch.bool, device=value.device)
+    return torch.where(always, state.to(value.device, value.dtype), value)
+
+
+def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
+    """Compute attention weights, with a sink's share appended; NaN for swapped heads with negative weights."""
+    rows = attention.weights(call, OWN)
+    if swap is not None:
+        heads = list(range(call.query.shape[1]) if swap.heads is None else swap.heads)
+        is_matrix = swap.kernel.info.form != "output" and swap.kernel.info.positive
+        rows[:, heads] = attention.weights(call.select(heads), swap.kernel).to(rows.dtype) if is_matrix else torch.nan
+    return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)

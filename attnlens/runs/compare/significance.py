@@ -1,21 +1,30 @@
-"""Test changes: p beyond sampling and rounding, q over all tests, and the smallest detectable change."""
+"""Test changes: p beyond sampling and rounding, q over all tests, the smallest detectable change; draw rounding."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from scipy import stats
 from torch import Tensor
 
+from attnlens.analyzers.registry import OWN_ROWS, ROWS, Analyzer
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values, standard_error
-from attnlens.records import Head, MeasureChange
+from attnlens.models import texts, weights
+from attnlens.models.hooks.survey import hiding_padding
+from attnlens.records import Head, MeasureChange, QueryKey, Site
+from attnlens.runs.compare.sides import Block, ComparedModel, Pairing, Pass, compare_blocks, form_distances, run_pass
+from attnlens.runs.inspect import sequences
+from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from transformers import PreTrainedModel
 
 POWER = 0.8  # probability with which the smallest detectable change is named
 
@@ -24,8 +33,7 @@ POWER = 0.8  # probability with which the smallest detectable change is named
 class Rounding:
     """The effect on a measure of rounding the weights, estimated from draws."""
 
-    size: Float[Tensor, " heads"]
-    """Root mean square of the changes; for a divergence their mean, since it is quadratic in its cause."""
+    size: Float[Tensor, " heads"]  # root mean square of the changes; mean of divergences, which are squares
     freedom: int  # number of draws per model
     squared: bool = False  # True for a divergence
 
@@ -52,7 +60,7 @@ class ChangeTest:
 
 
 def _detectable_errors(level: float, freedom: int) -> float:
-    """Return the standard errors by which a change must differ from 0 to be reported with probability POWER."""
+    """Return the number of standard errors by which a change must exceed 0 to be detected with probability POWER."""
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
@@ -86,10 +94,7 @@ def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeT
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
-    """Test changes between two unpaired readings by Student's t, from their standard errors; conservative.
-
-    Readings of the same windows are correlated, so the true error of their difference is smaller than `se`.
-    """
+    """Test unpaired changes by Student's t; conservative, since the same windows make the true error less than `se`."""
     p = torch.from_numpy(2 * stats.t.sf((delta.abs() / se).numpy(), max(freedom, 1)))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
     return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)
@@ -186,3 +191,161 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
     columns = ([getattr(head.measures.get(name), field, None) for head in side] for side in heads)
     first, second = ([math.nan if number is None else number for number in column] for column in columns)
     return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
+
+
+DRAWS = 5
+"""Number of random roundings of each model's weights: each draw costs passes, and p of rounding uses Student's t with
+as many degrees of freedom."""
+FEW = 2
+"""Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each
+costs 2 × DRAWS passes per model."""
+BLOCKS = "compare.block_change"
+"""Name of ‖o' − o‖/‖o‖ of block outputs for the first model's input states; one value per block, not per head."""
+BITS = {
+    torch.bfloat16: (torch.int16, 7),
+    torch.float16: (torch.int16, 10),
+    torch.float32: (torch.int32, 23),
+    torch.float64: (torch.int64, 52),
+}
+"""Integer type with the same number of bits, and number of mantissa bits, of each number type that weights can be
+stored in, from the widest spacing to the finest."""
+DIFFERENT, MANY = 16, 4096
+"""Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
+of 2 are exact in every type."""
+MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing
+
+
+def stored_type(weight: Tensor) -> torch.dtype:
+    """Return the coarsest number type that holds all values exactly; float32 for few distinct values (gains of 1)."""
+    sample = weight.flatten()[:MANY]
+    if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
+        return torch.float32
+    # most weights are ruled out by the sample
+    exact = (kind for kind in BITS if all(torch.equal(part.to(kind).to(part.dtype), part) for part in (sample, weight)))
+    return next(exact, torch.float64)
+
+
+def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
+    """Return the coarsest stored type of the matrices in a site's module, which stands for its queries and keys."""
+    kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+
+
+def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
+    """Return the floating-point weights of a model with their stored types."""
+    return [(weight.data, stored_type(weight.data)) for weight in model.parameters() if weight.is_floating_point()]
+
+
+@contextmanager
+def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
+    """Move one value in twelve of each weight by ± one spacing of its stored type inside the block; restore at exit."""
+    replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        for data, kind in types:
+            places, values = _draw_moves(data, kind, generator)
+            replaced_values.append((data, places, data.take(places)))
+            data.put_(places, values)
+        yield
+    finally:
+        for data, places, before in replaced_values:
+            data.put_(places, before)
+
+
+def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
+    return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
+
+
+def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw flat indices, one in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
+    part, remainder = divmod(tensor.numel(), MOVED)
+    count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
+    places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
+    values = tensor.take(places)
+    whole, behind = BITS[values.dtype]
+    step = 1 << max(behind - BITS[kind][1], 0)
+    steps = (2 * torch.randint(2, values.shape, generator=generator) - 1).to(values.device, whole) * step
+    # floats of one sign are ordered like their bits read as integers
+    return places, torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
+
+
+def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw the effect of rounding on the measures of forms: (draws, heads), NaN for heads without a form."""
+    analyzers = side.analyzers_of("weights")
+    tables: dict[sequences.Place, Tensor] = {}
+    for site in side.key_heads:
+        factors = side.factors_of(site)
+        if isinstance(factors, weights.Factors):
+            changes = _draw_site_changes(factors, analyzers, site_type(side.loaded.model, site), generator)
+            tables |= {(site.name, name): values for name, values in changes.items()}
+    return sequences.arrange_by_measure(tables, side.heads, DRAWS)
+
+
+def _draw_site_changes(
+    factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
+    form = factors.query_key
+    finite = sequences.finite_heads(form)
+    analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
+
+    def scalars(form: QueryKey) -> dict[str, Tensor]:
+        """Compute the scalar measures (no curves) by name; NaN for heads that are not finite."""
+        by_name: dict[str, Tensor] = {}
+        for analyzer in analyzers:
+            readings = analyzer.function(form.select(finite))
+            for name in (info.name for info in analyzer.measures if not info.curve and info.name in readings):
+                by_name[name] = torch.full((len(form.heads),), torch.nan, dtype=torch.float64)
+                by_name[name][finite] = readings[name].double().cpu()
+        return by_name
+
+    before, drawn = scalars(form), list[dict[str, Tensor]]()
+    for _ in range(DRAWS):
+        query, key = (move_values(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
+        rounded = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
+        changes = {name: values - before[name] for name, values in scalars(rounded).items()}
+        drawn.append(form_distances(form, rounded) | changes)
+    return {name: torch.stack([changes[name] for changes in drawn]) for name in drawn[0]}
+
+
+def draw_tokens(
+    side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
+) -> dict[str, Tensor]:
+    """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
+    batches = texts.batches(side.loaded, side.contents, cut)
+    recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
+    order = {site: tuple(range(len(key_heads))) for site, key_heads in side.key_heads.items()}
+    identity, analyzers = Pairing(side, side, {site: site for site in order}, order, []), side.analyzers_of("tokens")
+
+    def measure(passes: Sequence[Pass], compared: Mapping[str, Sequence[Pass]]) -> dict[str, Tensor]:
+        """Compute tokens.* in `passes`, and the divergence of rows in `compared` by measure, as (windows, heads)."""
+        values, start = sequences.SequenceValues(batches.sequences), 0
+        for number, batch in enumerate(batches):
+            for site, call in passes[number].calls.items():
+                query_key = hiding_padding(call, batch.inputs).query_key(site)
+                if finite := sequences.finite_heads(query_key):
+                    numbers = sequences.sequence_numbers(len(call.query), batch, start)
+                    values.measure(query_key.select(finite), analyzers, numbers, len(query_key.heads))
+            for name, others in compared.items():
+                identity.add_divergences(values, name, (recorded[number], others[number]), batch, start)
+            start += batch.size
+        return sequences.arrange_by_measure(values.means, side.heads, batches.sequences)
+
+    before = measure(recorded, {})
+    types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
+    for _ in range(DRAWS):
+        with move_weights(types, generator):
+            passes = [run_pass(side, batch.inputs) for batch in batches]
+            block_passes = []
+            if blocks:  # each with its input states before rounding
+                originals = zip(batches, recorded, strict=True)
+                block_passes = [run_pass(side, batch.inputs, blocks, original) for batch, original in originals]
+        after = measure(passes, {ROWS: passes} | ({OWN_ROWS: block_passes} if blocks else {}))
+        if blocks:
+            pairs = zip(zip(recorded, block_passes, strict=True), batches, strict=True)
+            after[BLOCKS] = torch.cat([compare_blocks(pair, blocks, batch) for pair, batch in pairs])
+        for name, values in after.items():
+            change = values - before[name] if name in before else values
+            changes[name].append(change.nanmean(0))
+        tell(1)
+    return {name: torch.stack(drawn) for name, drawn in changes.items()}

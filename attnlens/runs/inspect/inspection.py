@@ -52,14 +52,11 @@ class Unit(TypedDict, total=False):
 
 SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
-PAST_ONLY = "not identified: the model never compares a query with a later key"
-"""Reason why causal heads lack a value that only a comparison of all pairs determines."""
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
-SEES_NOTHING = "its mask hides all keys from every query"
 NULL_DRAWS = 64  # number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %
 GATHERED_TOGETHER = 4
-"""Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
-would keep the tokens of all."""
+"""Number of sites that gatherers read in one pass through the texts: a pass per site would be slow, and a single pass
+would hold the tokens of all sites in memory."""
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
@@ -75,8 +72,9 @@ def build_measure(
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
-        hidden = info.identified == "all pairs" and site.part == "decoder"
-        return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
+        hidden = info.identified == "all pairs" and site.part == "decoder"  # of causal heads
+        reason = "not identified: the model never compares a query with a later key" if hidden else info.missing
+        return Measure(value=None, reason=reason)
     if base is not None and not bool(base.isnan()):
         fields["base"] = float(base)
     label = info.labels[round(float(value))] if info.labels else None
@@ -97,13 +95,14 @@ def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
 class WorkUnit:
     """Part of an inspection that is read independently of the others."""
 
-    stage: Literal["weights", "tokens", "gathered"]  # what it reads
-    sites: tuple[Site, ...]  # its sites
-    batch: int | None = None  # its batch; None if it reads weights, or all batches
+    stage: Literal["weights", "tokens", "gathered"]  # source of its values
+    sites: tuple[Site, ...]  # sites that are read
+    batch: int | None = None  # number of the batch that is read; None for weights, and for all batches
+    size: int = 1  # steps of progress: the number of sequences of the batch, or 1
 
     @property
     def name(self) -> str:
-        """Name that is unique within the run and readable."""
+        """Readable name, unique within the run."""
         if self.stage == "tokens":
             return f"tokens of batch {self.batch}"
         layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
@@ -130,8 +129,7 @@ class PreparedRun:
 
     def analyzers_of(self, source: str) -> list[Analyzer]:
         """Return the analyzers that read one QueryKey of that source at a time."""
-        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
-        return [analyzer for analyzer in plain if analyzer.source == source]
+        return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
     @property
     def gatherings(self) -> list[Gathering]:
@@ -148,9 +146,8 @@ class Inspection(PreparedRun):
     window: Sequence[SiteCall]  # the same sites of `weights_model`, reached by a window of text alone
     reached: Sequence[SiteCall]  # requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
-    skipped: Sequence[Skipped] = ()  # what the survey found but can't read
-    identity_error: float | None = None
-    """Change of the model's outputs if its attention is recomputed; None if it is unknown."""
+    skipped: Sequence[Skipped] = ()  # attention that the survey found but attnlens can't read
+    identity_error: float | None = None  # change of the model's outputs if its attention is recomputed, if known
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
@@ -176,11 +173,6 @@ class Inspection(PreparedRun):
         """Key head of each query head, by requested site."""
         return {each.site: list(each.call.key_heads) for each in self.reached}
 
-    @cached_property
-    def requested(self) -> dict[Site, list[int]]:
-        """Requested heads by requested site."""
-        return {site: self._select_requested(range(len(key_heads))) for site, key_heads in self.key_heads.items()}
-
     @property
     def reads_weights(self) -> bool:
         """True if the weights are measured, or their factors kept."""
@@ -194,9 +186,8 @@ class Inspection(PreparedRun):
             "versions": versions(),
             "model": self.loaded.info.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
             "from_files": self.loaded.deferred is not None,
-            "settings": self.settings.model_dump(
-                mode="json", exclude={"notes", "options"}
-            ),  # the others determine numbers
+            # notes and options do not determine numbers
+            "settings": self.settings.model_dump(mode="json", exclude={"notes", "options"}),
             "show": self.show,
             "weights": self.reads_weights,
             "analyzers": [[each.name, each.source] for each in self.analyzers],
@@ -212,17 +203,16 @@ class Inspection(PreparedRun):
         """Units of the run by name, in the order in which they enter the report."""
         sites = tuple(self.key_heads)
         units = [WorkUnit("weights", (site,)) for site in sites if self.reads_weights]
-        units += [WorkUnit("tokens", sites, batch) for batch in range(len(self.batches))]
+        units += [WorkUnit("tokens", sites, number, batch.size) for number, batch in enumerate(self.batches)]
         if self.batches and self.gatherings:
             blocks = range(0, len(sites), GATHERED_TOGETHER)
             units += [WorkUnit("gathered", sites[start : start + GATHERED_TOGETHER]) for start in blocks]
         return {unit.name: unit for unit in units}
 
     def read_unit(self, name: str) -> Unit:
-        """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
-        unit = self.units[name]
-        with time_stage(self.timings, unit.stage):
-            return self._compute_unit(unit)
+        """Read one unit. Raise Stopped if the user interrupts it and the results so far can be used."""
+        with time_stage(self.timings, self.units[name].stage):
+            return self._compute_unit(self.units[name])
 
     def _compute_unit(self, unit: WorkUnit) -> Unit:
         if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
@@ -287,36 +277,28 @@ class Inspection(PreparedRun):
             finite = sequences.finite_heads(query_key)
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
-                heads = list(query_key.heads)
-                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
+                heads, reason = list(query_key.heads), "its mask hides all keys from every query"
+                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=reason))
             elif finite:
                 numbers = sequences.sequence_numbers(len(call.query), batch, 0)
                 values.measure(query_key.select(finite), analyzers, numbers, call.query.shape[1])
             if self.show == ATTENTION and number == 0:
                 sentence = sequences.sentence_of(site.part, self.loaded, inputs.batches, 0)
-                heads = self._select_requested(finite)
+                heads = self.select_requested(finite)
                 rows.extend(sequences.attention_rows(query_key.select(heads), sentence) if heads else [])
 
         with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit):
             result = hooks.forward(self.loaded.model, batch.inputs)
         alone = replace(inputs, batches=(batch,), sequences=batch.size)
         losses, vocabulary = measure_losses(self.loaded, alone, result)
-        return {
-            "sequences": batch.size,
-            "values": values.means,
-            "curves": values.curves,
-            "losses": losses,
-            "vocabulary": vocabulary,
-            "rows": rows,
-            "skipped": skipped,
-        }
+        measured: Unit = {"sequences": batch.size, "values": values.means, "curves": values.curves}
+        return {**measured, "losses": losses, "vocabulary": vocabulary, "rows": rows, "skipped": skipped}
 
     def _read_gathered(self, inputs: texts.Batches, work: WorkUnit) -> Unit:
         """Compute the gatherers' answers for a unit's sites over all sequences; an interruption raises Stopped."""
-        gatherers: dict[Site, list[Gatherer]] = {}
         answers: dict[Place, dict[int, Answer]] = {}
         try:
-            self._gather(inputs, work.sites, gatherers)
+            gatherers = self._gather(inputs, work.sites)
             for done, site in enumerate(gatherers):
                 for gathering, gatherer in zip(self.gatherings, gatherers[site], strict=True):
                     self.progress(gathering.name, done, len(gatherers))
@@ -330,8 +312,9 @@ class Inspection(PreparedRun):
             raise Stopped(work.name, {"answers": answers}) from None
         return {"answers": answers}
 
-    def _gather(self, inputs: texts.Batches, sites: Sequence[Site], gatherers: dict[Site, list[Gatherer]]) -> None:
-        """Run the model on all batches, and pass every sequence of these sites to their gatherers."""
+    def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
+        """Run the model on all batches, and pass every sequence of these sites to their gatherers; return these."""
+        gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
             for site, (factors, _) in zip(sites, self._read_factors(sites), strict=True):
@@ -351,7 +334,7 @@ class Inspection(PreparedRun):
                 gatherers[site] = [gathering.begin(place) for gathering in self.gatherings]
             numbers = sequences.sequence_numbers(len(call.query), batch, start)
             for row, sequence in sequences.split_sequences(query_key):
-                if heads := self._select_requested(sequences.finite_heads(sequence)):
+                if heads := self.select_requested(sequences.finite_heads(sequence)):
                     for gatherer in gatherers[site]:
                         gatherer.update(sequence.select(heads), numbers[row])
 
@@ -363,8 +346,10 @@ class Inspection(PreparedRun):
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.all_sites, visit_batch):
                     hooks.forward(self.loaded.model, batch.inputs)
                 start += batch.size
+        return gatherers
 
-    def _select_requested(self, heads: Iterable[int]) -> list[int]:
+    def select_requested(self, heads: Iterable[int]) -> list[int]:
+        """Return the heads that `--heads` requests."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
@@ -390,7 +375,7 @@ class Inspection(PreparedRun):
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
-        """Return M on (x, 1) in the model's own dtype, which is exact; or why it is not bilinear in one input x."""
+        """Return M on (x, 1) in the model's dtype, which is exact, or why scores are not bilinear in one input x."""
         if isinstance(factors, UnreadableError):
             return factors.problem
         if (form := factors.on_inputs) is not None:
@@ -398,16 +383,13 @@ class Inspection(PreparedRun):
             return replace(form, query=form.query.to(dtype), key=form.key.to(dtype))
         if factors.site.part == "cross":
             return "queries and keys come from different inputs (cross-attention)"
-        if factors.qk_norm:
-            reason = "are normalised per token (QK-norm)"
-        elif factors.rotation is None:
-            reason = "have their position added to them"
-        else:
-            reason = "turn with their position (RoPE)"
+        added = factors.rotation is None
+        position = "have their position added to them" if added else "turn with their position (RoPE)"
+        reason = "are normalised per token (QK-norm)" if factors.qk_norm else position
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
-        """Return the nulls of sites with this shape, scale and rotation; each is drawn once."""
+        """Return the nulls of sites with this shape, scale and rotation, drawn at the first call."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             layout = replace(query_key, base=None)
@@ -419,6 +401,6 @@ class Inspection(PreparedRun):
         heads = [head for head in query_key.heads if head not in finite]
         if not heads:
             return []
-        named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
-        reason = f"{named[0]} contains NaN or Inf" if named else "its inputs are NaN or Inf, caused by an earlier layer"
+        weight = next((name for name in self.loaded.nonfinite if name.startswith(site.path)), None)
+        reason = f"{weight} contains NaN or Inf" if weight else "its inputs are NaN or Inf, caused by an earlier layer"
         return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]

@@ -68,7 +68,7 @@ def run_inspect(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function that removes the finished units once it is written, unless a unit failed."""
+    """Return the report, and a function to call once it is written, which removes finished units unless one failed."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
@@ -98,7 +98,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> PreparedRun:
-    """Read the texts and load the model; one too large for memory is left in its files if possible."""
+    """Read the texts and load the model; leave a model too large for memory in its files if possible."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -118,7 +118,7 @@ def prepare(
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, reading.files(request), settings.length)
     settings = feeding.of_model(settings, loaded)
-    contents = feeding.contents(named, loaded) if settings.source != "weights" else ()
+    contents = (named or texts.sample(loaded.info.id)) if settings.source != "weights" else ()
     cut = feeding.cut_of(settings, request)
     return PreparedRun(loaded, settings, analyzers, contents, cut, progress, timings, request.show)
 
@@ -130,16 +130,9 @@ def compute(
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Report, Results]:
     """Read the units; return the report and its results. Raise Interrupted with the finished part, and ModelError."""
-    units = plan.select_units(list(inspection.units))
-    sizes = [batch.size for batch in inspection.batches]
-    outcome = run_units(
-        list(inspection.units),
-        inspection.read_unit,
-        plan,
-        store,
-        elsewhere=elsewhere,
-        tell=report_stages(inspection.progress, {name: inspection.units[name] for name in units}, sizes),
-    )
+    names = list(inspection.units)
+    tell = report_stages(inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)})
+    outcome = run_units(names, inspection.read_unit, plan, store, elsewhere=elsewhere, tell=tell)
     results = Results(inspection, outcome.values, outcome.missing, outcome.stopped)
     if not any(head.measures for head in results.heads):
         if outcome.stopped:
@@ -152,12 +145,11 @@ def compute(
     return report, results
 
 
-def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
+def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable[[str], None]:
     """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
-    sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
     totals, done = Counter[str](), Counter[str]()
-    for name, size in sizes.items():
-        totals[units[name].stage] += size
+    for unit in units.values():
+        totals[unit.stage] += unit.size
     stages = list(totals)
     if len(stages) > 1:
         totals[ALL] = len(units)
@@ -169,7 +161,7 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
 
     def tell(name: str) -> None:
         report(ALL, 1)  # first, because plain output prints only one line
-        report(units[name].stage, sizes[name])
+        report(units[name].stage, units[name].size)
 
     for stage in (*stages[:1], ALL):
         report(stage, 0)
@@ -177,7 +169,7 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
 
 
 def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
-    """Measure some `sites` of a verified model in this process; `inputs` are cut already."""
+    """Measure some `sites` of a verified model on `inputs`, in this process."""
     inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
     return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
@@ -225,9 +217,10 @@ def inspect_sites(
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
         shapes = survey_shapes(loaded, sample)
-        sites = checks.match_sites(all_sites, shapes.sites) or ()
-        if not sites:
+        calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
+        if calls != others:
             raise ModelError("A pass on the meta device misses some attention modules.", "Omit --device spread.")
+        sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
     one_token, window = checks.without_media(loaded, sites, settings.length or 2, settings.seed)
     return Inspection(**vars(run), calls=all_sites, one_token=one_token, window=window, reached=reached, inputs=inputs)
 

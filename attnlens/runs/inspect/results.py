@@ -41,20 +41,16 @@ class Results:
     missing: Mapping[str, str] = field(default_factory=dict)  # reasons of the units that failed
     interrupted: bool = False  # True if the user interrupted the run
 
-    def _units(self, stage: str) -> list[tuple[WorkUnit, Unit]]:
+    def _units(self, stage: str) -> dict[WorkUnit, Unit]:
         """Return the finished units of a stage with their values, in the order of the run."""
         units = self.inspection.units.items()
-        return [(unit, self.values[name]) for name, unit in units if unit.stage == stage and name in self.values]
-
-    @cached_property
-    def _tokens(self) -> list[Unit]:
-        return [value for _, value in self._units("tokens")]
+        return {unit: self.values[name] for name, unit in units if unit.stage == stage and name in self.values}
 
     @cached_property
     def finished(self) -> list[int]:
         """Numbers of the sequences whose batches have a value."""
         starts = list(accumulate((batch.size for batch in self.inspection.batches), initial=0))
-        batches = [unit.batch or 0 for unit, _ in self._units("tokens")]
+        batches = [unit.batch or 0 for unit in self._units("tokens")]
         return [number for batch in batches for number in range(starts[batch], starts[batch + 1])]
 
     @property
@@ -63,22 +59,22 @@ class Results:
         return sum(batch.size for batch in self.inspection.batches)
 
     @cached_property
-    def window_texts(self) -> list[str]:
-        """Name of the text of each finished sequence; empty for inputs that are not texts."""
-        names = self.inspection.window_texts
-        return [names[number] for number in self.finished] if names else []
-
-    @cached_property
     def design(self) -> Design:
         """Sampling design of the finished sequences."""
         names = self.inspection.window_texts or [""] * self.total
         return Design.of(names, self.inspection.settings.intervals).select(self.finished)
 
     @cached_property
+    def window_texts(self) -> list[str]:
+        """Name of the text of each finished sequence; empty for inputs that are not texts."""
+        names = self.inspection.window_texts
+        return [names[number] for number in self.finished if names]
+
+    @cached_property
     def skipped(self) -> list[records.Skipped]:
-        """What could not be measured, and why."""
+        """Sites, heads and measures without a value, each with its reason."""
         skipped = list(self.inspection.skipped)
-        for _, value in [*self._units("weights"), *self._units("tokens")]:
+        for value in [*self._units("weights").values(), *self._units("tokens").values()]:
             skipped += value.get("skipped", ())
         units = self.inspection.units
         for name, reason in self.missing.items():
@@ -94,23 +90,12 @@ class Results:
     @cached_property
     def heads(self) -> list[records.Head]:
         """Requested heads, ordered by layer and head."""
-        measured = []
-        for site, heads in self.inspection.requested.items():
-            for head in heads:
-                values = self._read_head(site, head)
-                curves = {name: curve for name, curve in values.curves.items() if not any(map(math.isnan, curve))}
-                measured.append(
-                    records.Head(
-                        site=site.name,
-                        layer=site.layer,
-                        head=head,
-                        kv_head=self.inspection.key_heads[site][head],
-                        part=site.part,
-                        measures=values.measures,
-                        curves=curves,
-                    )
-                )
-        return sorted(measured, key=lambda each: (each.layer, each.head))
+        heads = [
+            self._read_head(site, head)
+            for site, key_heads in self.inspection.key_heads.items()
+            for head in self.inspection.select_requested(range(len(key_heads)))
+        ]
+        return sorted(heads, key=lambda each: (each.layer, each.head))
 
     @cached_property
     def windows(self) -> dict[Place, Float[Tensor, "windows heads"]]:
@@ -124,7 +109,7 @@ class Results:
             return tables[place]
 
         start = 0
-        for unit in self._tokens:
+        for unit in self._units("tokens").values():
             for place, values in unit["values"].items():
                 table(place)[start : start + unit["sequences"]] = values
             start += unit["sequences"]
@@ -143,24 +128,25 @@ class Results:
     @cached_property
     def layer_symmetry(self) -> dict[int, float | None]:
         """Symmetry of the sum of the heads' matrices, by layer."""
-        units = self._units("weights")
+        units = self._units("weights").items()
         return {unit.sites[0].layer: value["layer_symmetry"] for unit, value in units if "layer_symmetry" in value}
 
     def build_report(self) -> Report:
         """Build the report of the run."""
         inspection, settings = self.inspection, self.inspection.settings
-        units = [unit for unit in self._tokens if unit["losses"]]
+        tokens, weights = self._units("tokens").values(), self._units("weights").values()
+        units = [unit for unit in tokens if unit["losses"]]
         if units and not self.interrupted and all(entry.measure != LOSS for entry in inspection.skipped):
             means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
             worse = guess_notes(means, counts, self.window_texts, units[0]["vocabulary"])
             settings = settings.model_copy(update={"notes": [*settings.notes, *worse]})
         if len(self.finished) < self.total:
             settings = settings.model_copy(update={"windows": len(self.finished)})
-        traits = [Traits(**value["traits"]) for _, value in self._units("weights") if "traits" in value]
+        traits = [Traits(**value["traits"]) for value in weights if "traits" in value]
         how = checks.conventions(inspection.reached, traits) if inspection.analyzers_of("weights") else None
         body = records.InspectionBody(
             selections=[each.shown for part in self._answers.values() for each in part.values() if each.shown],
-            attention=[rows for unit in self._tokens for rows in unit["rows"]],
+            attention=[rows for unit in tokens for rows in unit["rows"]],
         )
         # values of each head per window; for noise, each input is one window
         places = [(text.name, number) for text in settings.texts for number in text.windows]
@@ -181,7 +167,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads that have a value, and those of them that lack values from one source."""
+        """Count the requested heads with a value, and how many of these lack the values of each source."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -208,7 +194,7 @@ class Results:
     @cached_property
     def _curves(self) -> dict[Place, Float[Tensor, "heads steps"]]:
         streams: dict[Place, Stream] = defaultdict(Stream)
-        for unit in self._tokens:
+        for unit in self._units("tokens").values():
             for place, pieces in unit["curves"].items():
                 for count, mean in pieces:
                     streams[place].merge(count, mean)
@@ -217,42 +203,47 @@ class Results:
     @cached_property
     def _answers(self) -> dict[Place, dict[int, Answer]]:
         # the values of gatherers cover every sequence
-        gathered = self._units("gathered") if len(self.finished) == self.total else []
-        units = [value for _, value in [*self._units("weights"), *gathered]]
+        gathered = self._units("gathered") if len(self.finished) == self.total else {}
+        units = [*self._units("weights").values(), *gathered.values()]
         return {place: by_head for unit in units for place, by_head in unit.get("answers", {}).items()}
 
-    def _read_head(self, site: records.Site, head: int) -> Answer:
-        values = Answer({})
-
-        def add(answer: Answer | None) -> None:
-            if answer is not None:
-                values.measures.update(answer.measures)
-                values.curves.update(answer.curves)
-
-        add(self._answers.get((site.name, "weights"), {}).get(head))
+    def _read_head(self, site: records.Site, head: int) -> records.Head:
+        """Collect a head's measures and curves from weights, tokens and gatherers."""
+        measures: dict[str, records.Measure] = {}
+        curves: dict[str, list[float]] = {}
+        if answer := self._answers.get((site.name, "weights"), {}).get(head):
+            measures |= answer.measures
+            curves |= answer.curves
         analyzers = self.inspection.analyzers_of("tokens") if self.inspection.batches else ()
         for info in (info for analyzer in analyzers for info in analyzer.measures):
             place = site.name, info.name
             if place in self._curves:
-                values.curves[info.name] = self._curves[place][head].tolist()
+                curves[info.name] = self._curves[place][head].tolist()
             elif place in self._errors:
-                values.measures[info.name] = self._average(info, site, head)
+                measures[info.name] = self._average(info, site, head)
             elif site.part == "cross" and info.self_only and not info.curve:
-                values.measures[info.name] = records.Measure(value=None, reason=TWO_DOMAINS)
+                measures[info.name] = records.Measure(value=None, reason=TWO_DOMAINS)
         for gathering in self.inspection.gatherings:
             by_head = self._answers.get((site.name, gathering.name))
-            if by_head is not None and head in by_head:
-                add(by_head[head])
-                for info in gathering.measures:
-                    if info.name in by_head[head].windows:
-                        values.measures[info.name] = self._average(info, site, head)
-            elif by_head is not None and (site.name, head) in self._reasons:  # the gatherer never saw the head
+            if by_head is not None and (answer := by_head.get(head)):
+                averages = (info for info in gathering.measures if info.name in answer.windows)
+                measures |= answer.measures | {info.name: self._average(info, site, head) for info in averages}
+                curves |= answer.curves
+            elif by_head is not None and (site.name, head) in self._reasons:  # the gatherer never received the head
                 missing = records.Measure(value=None, reason=self._reasons[site.name, head])
-                values.measures.update({info.name: missing for info in gathering.measures if not info.curve})
-        return values
+                measures |= {info.name: missing for info in gathering.measures if not info.curve}
+        return records.Head(
+            site=site.name,
+            layer=site.layer,
+            head=head,
+            kv_head=self.inspection.key_heads[site][head],
+            part=site.part,
+            measures=measures,
+            curves={name: curve for name, curve in curves.items() if not any(map(math.isnan, curve))},
+        )
 
     def _average(self, info: MeasureInfo, site: records.Site, head: int) -> records.Measure:
-        """Return a head's mean over windows with its standard error, or why there is none."""
+        """Return a head's mean over windows with its standard error, or the reason for a missing mean."""
         values, error = (part[site.name, info.name][..., head] for part in (self.windows, self._errors))
         values = values[~values.isnan()]
         if not len(values):
@@ -269,11 +260,10 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
+    """Return up to eight heads at the ends of measures that define one, the furthest from the median in spreads first.
 
-    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: some head
-    is always the largest. Only measures that define an end are considered. Calls of one module share its weights, so
-    that weights.* count and name them once.
+    Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so that
+    weights.* count and name them once.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
@@ -292,7 +282,7 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
+    """Return the heads at both ends of one measure with distances; each entry of `heads` has the calls of one head."""
     by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -339,6 +329,10 @@ def summarise(results: Results) -> records.Summary:
     middles = [_summarise_heads([heads[place] for place in group], seed) for group in groups]
     errors = _errors(results.by_measure, results.design, groups, seed)
     texts = _summarise_texts(results, seed)
+    by_text: dict[str, list[float]] = defaultdict(list)
+    for name, median in (pair for text in texts for pair in text.medians.items()):
+        by_text[name].append(median)
+    several = [(name, medians) for name, medians in by_text.items() if len(medians) > 1]
     lone = {"median_errors": ONE_WINDOW} if results.windows and results.design.freedom < 1 else {}
     return records.Summary(
         medians=middles[0][0],
@@ -350,7 +344,7 @@ def summarise(results: Results) -> records.Summary:
         layer_numbers=list(by_layer),
         layer_symmetry=[results.layer_symmetry.get(layer) for layer in by_layer] if results.layer_symmetry else [],
         texts=texts,
-        between_texts=_spread(texts),
+        between_texts={name: float(torch.tensor(medians, dtype=torch.float64).std()) for name, medians in several},
         extremes=extremes(heads, measure_infos()),
         identity_error=results.inspection.identity_error,
         reasons=lone | ({"identity_error": NEVER_RUN} if results.inspection.loaded.deferred is not None else {}),
@@ -391,9 +385,7 @@ def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
     """Compute the medians of each text's own windows; empty for a single text."""
     distinct = list(dict.fromkeys(results.window_texts))
     summaries: list[records.TextSummary] = []
-    if len(distinct) < 2 or not results.by_measure:
-        return summaries
-    for text in distinct:
+    for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]
         values = {name: part[rows] for name, part in results.by_measure.items()}
         middles = {name: float(part.nanmean(0).nanquantile(0.5)) for name, part in values.items()}
@@ -409,11 +401,3 @@ def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
             )
         )
     return summaries
-
-
-def _spread(texts: Sequence[records.TextSummary]) -> dict[str, float]:
-    each: dict[str, list[float]] = defaultdict(list)
-    for name, median in (pair for text in texts for pair in text.medians.items()):
-        each[name].append(median)
-    several = {name: torch.tensor(medians, dtype=torch.float64) for name, medians in each.items() if len(medians) > 1}
-    return {name: float(medians.std()) for name, medians in several.items()}

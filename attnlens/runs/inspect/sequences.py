@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +21,7 @@ from attnlens.records import AttentionRows, QueryKey, Selection, Sentence, Site
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-PIECE_BYTES = 32 * 2**20
-"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once, in bytes."""
+PIECE_BYTES = 32 * 2**20  # bytes of the largest float64 matrix (sequences, heads, tokens, tokens) analysed at once
 Place = tuple[str, str]  # name of a site, and name of a measure
 
 
@@ -58,7 +56,7 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return each row's sequence number; several rows share one if a module splits sequences into windows (Swin)."""
+    """Return the sequence number of each row; a module may split sequences into several rows (Swin's windows)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
@@ -74,7 +72,7 @@ class SequenceValues:
     """Number of sequences and mean curve of each piece, both (heads, steps)."""
 
     def measure(self, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], total: int) -> None:
-        """Add what analyzers return for a batch with rows of these sequences; `total` is the number of heads."""
+        """Add the analyzers' values for a batch whose rows belong to sequences `numbers`; `total`: number of heads."""
         for rows, piece in split_batch(query_key):
             for analyzer in analyzers:
                 readings = analyzer.function(piece)
@@ -120,29 +118,24 @@ def arrange_by_measure(
 
 SIGNS = {"\n": "↵", "\t": "→"}  # symbols for tokens of white space; ␣ for a space
 MOST_TOKENS, MOST_ROWS = 512, 40_000  # maximum number of tokens in a sequence, and of rows over all heads, in a report
-MOST_WEIGHTS, LEAST = 8, 0.02
-"""Maximum number of weights kept per row, and the smallest weight kept; the largest always is."""
+MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights kept per row, and the smallest kept besides the largest
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
-    """Return the selection, if any, with the texts of its sequences, if the model reads text."""
+    """Add the texts of a selection's sequences if the model reads text; return None for None."""
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})
-    sentences = [sentence_of(shown.part, loaded, batches, number) for number in numbers]
+    sentences = (sentence_of(shown.part, loaded, batches, number) for number in numbers)
     return shown.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
 def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """Return the tokens of a sequence that this part of the model reads, one word each; None if it reads no text."""
+    """Return the tokens that this part of the model reads in a sequence, as words; None if it reads no text."""
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
-    inputs, row = next(
-        (batch.inputs, number - start)
-        for batch, start in zip(batches, accumulate((batch.size for batch in batches), initial=0), strict=False)
-        if number < start + batch.size
-    )
+    inputs, row = [(batch.inputs, row) for batch in batches for row in range(batch.size)][number]
 
     def words(prefix: str) -> list[str]:
         ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
@@ -158,9 +151,9 @@ def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batc
 
 def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
     """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
-    longest = max((max(each.call.query.shape[2], each.call.key.shape[2]) for each in reached), default=0)
-    shapes = [each.call.query.shape for each in reached]
-    rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
+    shapes = [(*each.call.query.shape[1:3], each.call.key.shape[2]) for each in reached]
+    longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
+    rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
     if longest > MOST_TOKENS:
         raise UsageError(
             f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}.",
@@ -174,7 +167,7 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return the attention rows of every head in the batch's first sequence, without padding; none if it is empty."""
+    """Return each head's attention rows in the batch's first sequence, without padding; [] if it is all padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []

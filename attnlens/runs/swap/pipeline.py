@@ -193,7 +193,7 @@ def prepare(
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
     feeding.refuse_text(loaded, [*files, *request.calibration], settings.length)
     settings = feeding.of_model(settings, loaded).model_copy(update={"source": "tokens"})
-    contents = feeding.contents(named, loaded)
+    contents = named or texts.sample(loaded.info.id)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
     if repeated is not None:
         problem = f"The calibration text ({repeated.name}) is the same as the evaluation text."
