@@ -512,7 +512,7 @@ REASONS = [
     (call(), "rbf+symmetric", "transpose"),
     (call(bias=bias(150)), "elu", "bias"),
     (call(allowed=sliding(150)), "elu", "neither causal nor"),
-    (call(), "sink-window:2,9", "not a mask that SDPA"),
+    (call(), "sink-window:2,9", "SDPA cannot apply the filter sink-window"),
     (call(), "polynomial", "GPU"),
     (call(), "laplacian", "row tiles"),
 ]

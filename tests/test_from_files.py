@@ -611,7 +611,7 @@ def test_a_layer_that_is_not_turned_is_not_read_as_its_leader_is(tmp_path, monke
     place = deep(tmp_path, "smollm3", **DEEP["smollm3"])
     asked = {"source": "weights", "from_files": True, "layers": [3]}
     assert attnlens.inspect(place, **asked).coverage.complete
-    monkeypatch.setattr(query_key_maps, "_holds", lambda *_: True)
+    monkeypatch.setattr(query_key_maps, "_fits", lambda *_: True)
     with pytest.raises(ModelError, match="No head could be analysed"):
         attnlens.inspect(place, **asked)
 

@@ -19,7 +19,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels import TIES as EVERY_TIE
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.attention import attend, weights
-from attnlens.kernels.nearest import NearestFit, factorise, nearest_positive, nearest_symmetric, own_form
+from attnlens.kernels.lowrank import NearestFit, factorise, nearest_positive, nearest_symmetric, own_form
 from attnlens.models import hooks, texts
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel

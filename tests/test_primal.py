@@ -198,11 +198,11 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: PrimalHeads(2, 4, 0), "scores must be at least 1"),
-        (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must be at least 0"),
-        (lambda: PrimalHeads(2, 4, 1.5), "scores must be a whole number, not 1.5"),
-        (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number, not 2.0"),
-        (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number, not '4'"),
+        (lambda: PrimalHeads(2, 4, 0), "scores must be a whole number of at least 1, not 0"),
+        (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must be a whole number of at least 0, not -1"),
+        (lambda: PrimalHeads(2, 4, 1.5), "scores must be a whole number of at least 1, not 1.5"),
+        (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number of at least 0, not 2.0"),
+        (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number of at least 1, not '4'"),
         (lambda: primal.build(families.build("bert"), scores=1.5), "scores must be a whole number"),
         (lambda: PrimalAttention(10, 3, 4), "cannot be split into"),
         (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future tokens would leak"),

@@ -58,7 +58,7 @@ def call(sequences=8, tokens=TOKENS, seed=0, **more):
 def observed(asked, scores, samples=0, output=None):
     found, seen = PrimalFit(scores, samples), features(asked, samples)
     output = attend(asked, hooks.OWN).transpose(1, 2) if output is None else output
-    found.observe(seen.query, seen.key, seen.real, output)
+    found.observe(*seen, output)
     return found
 
 
@@ -74,7 +74,7 @@ def pooled(x):
 def test_scores_are_singular_vectors_of_all_calibration_tokens(causal, samples):
     asked = call(causal=causal)
     solved, seen = observed(asked, 4, samples).solve(), features(asked, samples)
-    phi_q, phi_k = pooled(seen.query), pooled(seen.key)
+    phi_q, phi_k = pooled(seen[0]), pooled(seen[1])
     kernel = torch.stack(
         [torch.stack([torch.stack([q @ k for k in ks]) for q in qs]) for qs, ks in zip(phi_q, phi_k, strict=True)]
     )
@@ -95,7 +95,7 @@ def test_the_mean_objective_of_the_calibration_sequences_is_zero():
     solved, seen = observed(asked, 4).solve(), features(asked)
 
     def mean_j(query_map):
-        e, r = seen.query @ query_map, seen.key @ solved["key_map"]
+        e, r = seen[0] @ query_map, seen[1] @ solved["key_map"]
         lam = solved["log_multipliers"].exp()[:, None]
         halves = ((e.square() + r.square()) * lam).sum((-2, -1)) / 2
         return (halves - (query_map * solved["key_map"]).sum((-2, -1))).mean(0)
@@ -107,7 +107,7 @@ def test_the_mean_objective_of_the_calibration_sequences_is_zero():
 def test_an_output_that_is_linear_in_the_scores_is_found_again():
     asked = call(causal=True)
     solved, seen = observed(asked, 4).solve(), features(asked)
-    z = torch.cat([seen.query @ solved["query_map"], seen.key @ solved["key_map"]], -1)
+    z = torch.cat([seen[0] @ solved["query_map"], seen[1] @ solved["key_map"]], -1)
     truth, offset = torch.randn(HEADS, 8, DIM).double(), torch.randn(HEADS, DIM).double()
     output = z @ truth + offset[:, None]
     again = observed(asked, 4, output=output).solve()
@@ -136,7 +136,7 @@ def test_the_regression_is_ridge_and_its_loss_the_naive_one():
 def test_ridge_is_strong_where_there_is_only_noise_and_weak_where_there_is_none():
     asked = call(sequences=4, tokens=8)
     seen = features(asked)
-    z = torch.cat([seen.query, seen.key], -1)
+    z = torch.cat([seen[0], seen[1]], -1)
     clean = z @ torch.randn(HEADS, 2 * DIM, DIM).double()
     sizes = [observed(asked, DIM, output=y).solve()["output_map"].norm() for y in (clean, torch.randn_like(clean))]
     fits = [observed(asked, DIM, output=y) for y in (clean, torch.randn_like(clean))]
@@ -175,7 +175,7 @@ def test_padding_and_batches_do_not_matter_to_the_fit():
         seen = features(
             Call(padded.query[rows], padded.key[rows], padded.value[rows], asked.scale, padded.allowed[rows])
         )
-        split.observe(seen.query, seen.key, seen.real, attend(padded, hooks.OWN).transpose(1, 2)[rows])
+        split.observe(*seen, attend(padded, hooks.OWN).transpose(1, 2)[rows])
     solved = split.solve()
     for name in ("log_multipliers", "tokens"):
         torch.testing.assert_close(solved[name], whole[name], rtol=1e-9, atol=1e-12)
@@ -344,7 +344,7 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
             healed[site].kernel.fitted,
         )
         both = features(part)
-        e, r = both.query.double() @ of["query_map"].double(), both.key.double() @ of["key_map"].double()
+        e, r = both[0].double() @ of["query_map"].double(), both[1].double() @ of["key_map"].double()
         lam = of["log_multipliers"].double().exp()[:, None] ** (1 if convention == "paper" else 2)
         halves = ((e.square() + r.square()) * lam).sum(-1) / 2
         halves = halves.sum(-1) if convention == "paper" else halves.mean(-1)

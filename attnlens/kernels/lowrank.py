@@ -1,4 +1,4 @@
-"""The kernel `rank`: best logits of a given rank, in closed form from calibration text, and latents of key heads."""
+"""The kernels `rank` and `nearest`: logits of a given rank, or of a symmetric or positive form, in closed form."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.registry import SCORE, KernelParameter, choice, kernel, torch
-from attnlens.kernels.spec import output_weighted, pairs_weighted, wide
+from attnlens.kernels.registry import SCORE, KernelParameter, choice, kernel, positive_part, torch
+from attnlens.kernels.spec import output_weighted, own_attention, pairs_weighted, refuse_unpaired, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
     Gram = Float[Tensor, "*latents size size"]
     Map = Float[Tensor, "heads head_dim rank"]
+    Part = Float[Tensor, "heads ..."] | None
+    Square = Float[Tensor, "*heads size size"]
     Low = tuple[Float[Tensor, "batch heads queries rank"], Float[Tensor, "batch heads keys rank"], float]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """RoPE as one frequency and one partner of each coordinate: x_c(p) = x_c cos ω_c p + x_π(c) sin ω_c p.
+    """RoPE with a frequency and a partner for each coordinate: x_c(p) = x_c cos ω_c p + x_π(c) sin ω_c p.
 
     Su et al. 2021 (RoFormer), Eq. 16. In a pair that rotates by θ, the first coordinate has ω = −θ, the second θ.
     """
 
     frequency: Float[Tensor, " head_dim"]  # ω; 0 for an unrotated coordinate
-    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each rotates with; itself if unrotated
+    partner: Int[Tensor, " head_dim"]  # π, the other coordinate of its pair; itself if unrotated
 
     def rotate(self, x: Tokens, positions: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
         """Rotate x from position 0 to its positions, or `back` to position 0."""
@@ -44,14 +46,12 @@ class Turn:
 
 
 def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """Return the positions of queries and keys; with a key-value cache, keys before the first query are consecutive.
-
-    Raises UsageError if the model does not pass positions to its attention.
-    """
+    """Return the positions of queries and keys; raise UsageError if the model does not pass any to its attention."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         problem = "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back."
         raise UsageError(problem, "Leave out rotation=before.")
+    # keys in a key-value cache directly precede the first query
     before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
     return positions, torch.cat((before.clamp_min(0), positions), -1)[..., :keys]
 
@@ -61,31 +61,30 @@ class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
     C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of its weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ
-    of the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the query heads that read them. Before
-    the rotation one mean serves all queries, since softmax ignores a row's common part only after the rotation.
+    of the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the query heads that read them. For keys
+    before the rotation, k̄ is one mean for all queries: softmax ignores a common part of rotated keys only.
     """
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among those swapped
     key_of: tuple[int, ...]  # key head of each swapped query head, as index among those swapped
-    turn: Turn | None = None  # rotation by which keys are first brought back to position 0, if they are
+    turn: Turn | None = None  # rotation that is removed from queries and keys; None for latents of rotated keys
     sums: list[Tensor] = field(default_factory=list)
     """C_q, (kv_heads, head_dim, head_dim), then for each latent C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j
-    and Σ_j w_j; empty before any batch."""
+    and Σ_j w_j; empty before the first batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
-        """Add the pairs of a batch, each with its weight."""
+        """Add the pairs of a batch; `weight` is that of each pair."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
             of_queries, of_keys = token_positions(call)
             query, key = (self.turn.rotate(x, at, back=True) for x, at in ((query, of_queries), (key, of_keys)))
         elif call.sinks is None:
-            # affects only rounding, in which keys with a large common part would lose their differences
+            # changes only rounding, in which keys with a large common part would lose their differences
             key = key - key.mean(-2, keepdim=True)
-        # a sink is one more outcome: each query that has a choice counts equally, and the rest of 1 is the weight of a
-        # key at 0; else a row's weights are the whole
-        rows = weight.sum(-1, keepdim=True)
-        whole = rows if call.sinks is None else torch.ones_like(rows)
-        rows = rows if call.sinks is None else (rows > 0).to(rows)
+        whole = rows = weight.sum(-1, keepdim=True)
+        if call.sinks is not None:
+            # a sink acts as a key at 0 with the weight that is missing to 1; queries with a choice count equally
+            whole, rows = torch.ones_like(rows), (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
         sums = [by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head)]
@@ -111,14 +110,14 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of both moments; if `equal`, first scale the other's weights to the same total as these."""
+        """Return the sum of both moments; `equal` first scales the weights of `other` to the same total."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
         return both
 
     def solve(self) -> Latents:
-        """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
+        """Compute the directions of every latent, leading directions first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
         queries, *sums = self.sums
         size, maps = queries.shape[-1], []
         means = queries.new_zeros(len(queries), size) if self.turn is not None else None
@@ -136,7 +135,7 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return the query heads with identical copies of a map, by parameter name; empty if no maps are shared."""
+    """Return for each parameter with shared maps a number per query head, equal for equal maps; empty if none."""
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -146,15 +145,12 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
 
 @dataclass(frozen=True)
 class Latents:
-    """The directions of one site's latents, the leading ones first; query heads of one key head share them.
+    """The directions of one site's latents, leading directions first; query heads share those of their key head."""
 
-    Otherwise each query head would need a key of its own, and a cached token would grow instead of shrink.
-    """
-
-    groups: tuple[tuple[int, ...], ...]  # see Grams
-    key_of: tuple[int, ...]  # see Grams
+    groups: tuple[tuple[int, ...], ...]  # as in Grams
+    key_of: tuple[int, ...]  # as in Grams
     query_map: Float[Tensor, "latents size size"]
-    """A = C_q^{−½}UΣ^½, C_q the block diagonal of those of the latent's key heads; zeros beyond a smaller latent."""
+    """A = C_q^{−½}UΣ^½, with the C_q of the latent's key heads as diagonal blocks; zeros beyond a smaller latent."""
     key_map: Float[Tensor, "latents size size"]  # B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩
     mean: Float[Tensor, "kv_heads head_dim"] | None = None  # k̄ before the rotation; None for latents of rotated keys
     turn: Turn | None = None  # rotation applied to the reconstructed keys; None for latents of rotated keys
@@ -166,13 +162,13 @@ class Latents:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each latent before it is cut: the numbers of its keys."""
+        """Size of each latent before it is cut: how many numbers its keys have."""
         return [self.head_dim * len(group) for group in self.groups]
 
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """Return the fitted parameters of the swapped query heads if each latent keeps that many numbers.
+        """Return the fitted parameters of the swapped query heads if each latent keeps `ranks` numbers.
 
-        They are as wide as the largest latent, with zeros beyond a smaller one; the identity if a latent keeps all.
+        Maps are as wide as the largest latent, with zeros beyond a smaller one; an uncut latent has the identity.
         """
         width, device = max(1, *ranks), self.key_map.device
         dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
@@ -180,7 +176,7 @@ class Latents:
         identity = torch.eye(self.key_map.shape[-1]).to(self.key_map)
         cut = (side * dimensions[:, None] for side in (self.query_map, self.key_map))
         query_map, key_map = (torch.where(whole[:, None, None], identity, side)[..., :width] for side in cut)
-        # one map per query head if no other reads its latent: no sharing has to be preserved
+        # without shared latents, each query head gets separate maps
         if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((key_head,)) for key_head in self.key_of]
             return {"query_map": query_map[order], "key_map": key_map[order]}
@@ -194,11 +190,11 @@ class Latents:
         start = group.index(key_head) * size
         to_query = query_map[number, start : start + size]
         readers = [self.key_of.index(member) for member in group]
-        # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
+        # the last latent can be smaller than the others: it repeats its first member, with zeros in its map
         members = readers + readers[:1] * (most - len(group))
         parameters = {"query_map": to_query, "key_map": key_map[number].view(most, size, -1)}
-        parameters["key_head"] = torch.tensor(key_head, device=key_map.device)
-        parameters["members"] = torch.tensor(members, device=key_map.device)
+        for name, value in (("key_head", key_head), ("members", members)):
+            parameters[name] = torch.tensor(value, device=key_map.device)
         if self.mean is not None:
             latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
             parameters["offset"] = self.mean[key_head] - latent @ to_query.mT
@@ -250,12 +246,12 @@ class MapsFit:
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT
         self.turn: Turn | None = None  # the rotation; callers that fit keys before it must set it
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
-        """G = E[g gᵀ] of the gradient g of each head's output; callers that fit by the output must set it."""
+        """G = E[g gᵀ] of the loss's gradient g in each head's output; callers that fit by the output must set it."""
         self.grams: Grams | None = None
         self.outputs: Grams | None = None  # the same moments, with pairs weighted by their effect on the output
 
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
-        """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
+        """Add the moments of a batch; `by_attention` is its `pairs_weighted`, if already computed."""
         numbers = sorted(set(call.key_heads))
         indices = tuple(range(len(numbers)))  # if the group does not divide their number, the last latent is smaller
         groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
@@ -268,25 +264,25 @@ class MapsFit:
             self.outputs.update(call, output_weighted(call, self.output))
 
     def plus(self, other: MapsFit) -> MapsFit:
-        """Return the fit to both texts."""
+        """Return the fit to the texts of both."""
         both = copy(self)
         both.grams = self.grams.plus(other.grams) if self.grams and other.grams else None
         both.outputs = self.outputs.plus(other.outputs) if self.outputs and other.outputs else None
         return both
 
     def latents(self) -> Latents:
-        """Return the directions; with the output metric half of the weight is the attention's, half the output's."""
+        """Return the directions; with the output metric both kinds of weights count half."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
     def solve(self) -> dict[str, Tensor]:
-        """Return the parameters of the swapped heads, r at most head_dim; the identity if nothing is cut."""
+        """Return the parameters of the swapped heads: identities if r is at least head_dim."""
         latents = self.latents()
         return latents.maps([min(self.rank, latents.head_dim) * len(group) for group in latents.groups])
 
 
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
-    """Return ⟨qA, kB⟩'s factors; raise UsageError if several key heads share a latent."""
+    """Return the factors of ⟨qA, kB⟩; raise UsageError if several key heads share a latent."""
     if "members" in more:
         problem = "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head."
         raise UsageError(problem, TOGETHER)
@@ -307,9 +303,8 @@ def share_keys(
 ) -> Call | None:
     """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
 
-    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it; `key_map` is B, (heads,
-    members, head_dim, size). With `frequency`, z is of keys before the rotation: they are rebuilt and rotated. None
-    without `members`: each head has its own latent.
+    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no shared latents,
+    and no call); `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ are rebuilt and rotated.
     """
     if members is None:
         return None
@@ -317,10 +312,10 @@ def share_keys(
     turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
     if turn is not None:
         key = turn.rotate(key, token_positions(call)[1], back=True)
-    rows = [tuple(row) for row in members.tolist()]  # each latent is computed once, from the first head that reads it
-    distinct = list(dict.fromkeys(rows))
-    leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
-    latent = torch.einsum("bugnd,ugdw->bunw", key[:, distinct], key_map[leaders].to(key))[:, which]
+    rows = [tuple(row) for row in members.tolist()]
+    distinct = list(dict.fromkeys(rows))  # each latent is computed once, with the map of the first head that reads it
+    maps, which = key_map[[rows.index(row) for row in distinct]], [distinct.index(row) for row in rows]
+    latent = torch.einsum("bugnd,ugdw->bunw", key[:, distinct], maps.to(key))[:, which]
     if turn is None or offset is None:
         query, key = query @ query_map.to(query), latent
     else:
@@ -365,4 +360,193 @@ def share_keys(
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel of the best rank-r logits; for r ≥ head_dim, the model's own kernel."""
+    return score
+
+
+STEPS, ENOUGH = 500, 1e-9  # largest number of steps towards the nearest positive form, and relative change of the last
+
+
+def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
+    """Return N₀ = [[0, I], [0, 0]] of each head: uᵀN₀u' = ⟨q, k'⟩."""
+    size = like.shape[-1] // 2
+    return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
+
+
+def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
+    """Compute P, X and weights: N = PXPᵀ is the symmetric N of least tr (N−N₀)ᵀC_q(N−N₀)C_k, N₀ = `form`.
+
+    PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and X_ab = (λ_a X₀_ab +
+    λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The
+    weights are (λ_a+λ_b)/2: the error of another X' is that of X plus Σ weights (X'−X)².
+    """
+    root, inverse = matrix_roots(queries + keys)
+    values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
+    # share of C_q in C_q + C_k in each direction; rounding can exceed [0, 1]
+    share = values.clamp(0, 1)
+    basis = inverse @ vectors
+    back = vectors.mT @ root @ form @ root @ vectors
+    weights = share[..., :, None] * (1 - share[..., None, :])
+    both = weights + weights.mT
+    # here and below, `tiny` turns 0/0 into 0
+    mean = (weights * back + weights.mT * back.mT) / both.clamp_min(torch.finfo(both.dtype).tiny)
+    # if both weights are 0, any value has the same error
+    return basis, torch.where(both > 0, mean, (back + back.mT) / 2), both / 2
+
+
+def nearest_positive(form: Square, weights: Square) -> Square:
+    """Find the positive semidefinite X' of least Σ weights (X'−X)², by accelerated projected gradients.
+
+    For equal weights it is [X]₊, the first step. Beck & Teboulle 2009 (FISTA); restarts of O'Donoghue & Candès 2015.
+    """
+    step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    border = ENOUGH * form.norm(dim=(-2, -1))
+    nearest = ahead = positive_part(form)
+    pace = torch.ones_like(border)[..., None, None]
+    for _ in range(STEPS):
+        following = positive_part(ahead - step * (ahead - form))
+        moved = following - nearest
+        back = ((ahead - following) * moved).sum((-2, -1), keepdim=True) > 0  # momentum points uphill: restart
+        quicker = torch.where(back, 1.0, (1 + (1 + 4 * pace.square()).sqrt()) / 2)
+        ahead = following + torch.where(back, 0.0, (pace - 1) / quicker) * moved
+        nearest, pace = following, quicker
+        if bool((moved.norm(dim=(-2, -1)) <= border).all()):
+            break
+    return nearest
+
+
+def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
+    """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| first; zeros beyond a head's rank."""
+    values, vectors = torch.linalg.eigh(form)
+    order = values.abs().argsort(-1, descending=True)
+    values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
+    # strict: a zero form has border 0 and keeps no direction
+    border = torch.finfo(form.dtype).eps * form.shape[-1] * values[..., :1].abs()
+    signs = values.sign() * (values.abs() > border)
+    width = max(1, int(signs.abs().sum(-1).max()))
+    factor = basis @ vectors * (values.abs().sqrt() * signs.abs())[..., None, :]
+    return factor[..., :width].contiguous(), signs[..., :width].contiguous()
+
+
+SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # the part of the logits that is kept
+FITTED, ORACLE = 0, 1  # a form fitted to calibration text, or the parts of the evaluated text's own logits
+TIES_OF = ("skewless", "mercer", "keyless", "skewless")  # the tie that extracts each part exactly
+
+
+class NearestFit:
+    """the form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
+
+    The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, u = [q; k], N₀ = [[0, I], [0, 0]]. With ū the mean of u over queries they
+    are s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax ignores. C_q = Σ_i
+    (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, m_i = Σ_j p_ij u_j, p the head's own attention. This is the
+    variance of the logits' error under p, twice the KL to second order, if queries and keys are independent.
+    """
+
+    def __init__(self, part: int, how: int = FITTED) -> None:
+        self.typed: dict[str, float] = {}
+        self.part = part
+        # number of queries that have a choice, Σ u and Σ uuᵀ over them, and Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, head by head
+        self.count = self.total = self.second = self.seen = torch.zeros(())
+
+    def update(self, call: Call) -> None:
+        """Add the pairs of a batch. Raises UsageError if the logits are not a form of a token's query and key."""
+        _refuse(call)
+        u, weight = torch.cat((call.query.double(), call.paired_key.double()), -1), own_attention(call)
+        rows = weight.sum(-1, keepdim=True)
+        choosing = (rows > 0).to(u)
+        self.count = self.count + choosing.sum((0, 2))
+        self.total = self.total + (u * choosing).sum((0, 2))
+        self.second = self.second + ((u * choosing).mT @ u).sum(0)
+        apart = u - u.mean(-2, keepdim=True)  # changes only rounding, as in Grams
+        mean = weight @ apart
+        self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
+
+    def solve(self) -> dict[str, Tensor]:
+        """Return the fitted parameters of the swapped heads: centre ū and, except for no-key, factor, signs and gate.
+
+        N = F diag(signs) Fᵀ, factor F (heads, 2·head_dim, r), signs ±1 (0 beyond the rank of a head).
+        """
+        count = self.count.clamp_min(1)  # 0/1, not 0/0, in a head without any choice
+        centre = self.total / count
+        if self.part == NO_KEY:
+            return {"centre": centre}
+        queries = self.second / count[..., None] - centre[..., None] * centre[..., None, :]
+        start = own_form(centre)
+        basis, form, weights = nearest_symmetric(start, queries, self.seen / self.count.sum())
+        if self.part == POSITIVE:
+            form = nearest_positive(form, weights)
+        factor, signs = factorise(basis, form)
+        return {"centre": centre, "factor": factor, "signs": signs, "gate": (start.mT @ centre[..., None])[..., 0]}
+
+
+def _refuse(call: Call) -> None:
+    """Raise UsageError if queries and keys belong to different tokens, or if query-only terms of logits matter."""
+    refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
+    if call.softcap is not None or call.sinks is not None:
+        what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
+        problem = f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}."
+        raise UsageError(problem, "Choose another kernel for this model.")
+
+
+def nearest_call(
+    call: Call, *, part: int, how: int, centre: Part = None, factor: Part = None, signs: Part = None, gate: Part = None
+) -> Call:
+    """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
+
+    Under no-skew g_i is omitted, which softmax ignores; under no-key it is s⟨q_i−q̄, k_j⟩.
+    """
+    if centre is None:
+        raise UsageError("nearest must be fitted before it can be used.", "Add calibration text.")
+    _refuse(call)
+    if factor is None or signs is None or gate is None:
+        query = wide(call.query)
+        return replace(call, query=(query - centre[:, None, : query.shape[-1]].to(query)).to(call.query))
+    u = torch.cat((wide(call.query), wide(call.paired_key)), -1)
+    u = u - centre[:, None].to(u)
+    x, g = u @ factor.to(u), (u * gate[:, None].to(u)).sum(-1, keepdim=True)
+    ones = torch.ones_like(g)
+    queries, keys = [x * signs[:, None].to(x), ones], [x, g]
+    if part != NO_SKEW:
+        queries, keys = [*queries, g], [*keys, ones]
+    query, key = (torch.cat(side, -1).to(call.query) for side in (queries, keys))
+    return replace(call, query=query, key=key, value=call.paired_value)
+
+
+def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
+    """Return queries and keys unchanged for the oracle; raise UsageError for the fitted form, which mixes both."""
+    if how == ORACLE:
+        return query, key, scale
+    raise UsageError("nearest needs query and key of both tokens: a query and a key alone have no score.", TOGETHER)
+
+
+@kernel(
+    "nearest",
+    formula="s(u_i−ū)ᵀN(u_j−ū) + gates, u = [q; k], N nearest to N₀, u_iᵀN₀u_j = ⟨q_i, k_j⟩",
+    source="Schoenberg 1938; Wright & Gonzalez 2021; closed form of attnlens",
+    **SCORE | {"symmetric": False},
+    parameters=(
+        choice(
+            "part",
+            "part of the logits to keep: symmetric, positive definite (Mercer), all but the key gate or the skew part",
+            ("symmetric", "positive", "no-key", "no-skew"),
+        ),
+        choice(
+            "how",
+            "fitted: a model with a form from calibration text; oracle: an analysis that splits the evaluated text's "
+            "own logits (bidirectional heads)",
+            ("fitted", "oracle"),
+            default=FITTED,
+        ),
+    ),
+    dot=alone,
+    prepare=nearest_call,
+    fused="SDPA on [Fᵀu, gate]",
+    fit=NearestFit,
+    needs_fit=True,
+    trainable=("factor", "gate"),
+    caution="nearest needs query and key of every token, so the model must run without a key-value cache; "
+    "symmetric and no-skew give the same attention because softmax cancels a gate on queries.",
+    oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
+)
+def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
+    """Exponential kernel of the logits' symmetric or Mercer part, or of all but the key gate or antisymmetric part."""
     return score

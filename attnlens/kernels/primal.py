@@ -30,7 +30,7 @@ STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths t
 
 @dataclass
 class Moments:
-    """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's own output y, in float64."""
+    """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's output y under the model's own kernel, in float64."""
 
     gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
     cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
@@ -72,7 +72,7 @@ class PrimalFit:
         self.parts: list[Moments | None] = [None, None]
 
     def update(self, call: Call) -> None:
-        """Add the features and the own output of a batch's heads."""
+        """Add the features of a batch, and the heads' outputs under the model's own kernel."""
         from attnlens.kernels.attention import attend
         from attnlens.kernels.attention.sums import features
 
@@ -80,11 +80,11 @@ class PrimalFit:
         self.observe(*features(call, self.samples), output)
 
     def observe(self, query: Side, key: Side, real: Real, output: Output) -> None:
-        """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
+        """Add a batch's features and head outputs at the tokens that `real` marks (None: all)."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
         if real is not None:
-            z, y = z.masked_fill(~real[..., None], 0.0), y.masked_fill(~real[..., None], 0.0)
+            z, y = (x.masked_fill(~real[..., None], 0.0) for x in (z, y))
         held_out = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
         self.seen += len(z)
         for part, chosen in enumerate((~held_out, held_out)):
@@ -96,8 +96,8 @@ class PrimalFit:
         """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
         They are `query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
-        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence; s' =
-        min(s, features), and scores beyond the rank of K are zero.
+        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean tokens per sequence, with s' =
+        min(s, features). Scores beyond the rank of K are zero.
         """
         train, held_out = self.parts
         if train is None or held_out is None:

@@ -26,8 +26,7 @@ dual = LazyModule("attnlens.maths.ksvd.dual")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
-# float64 above this order: the terms of the alternating sum are e^{2|x|} times as large as the sum
-LARGEST_NARROW_ORDER = 8
+LARGEST_NARROW_ORDER = 8  # float64 above it: terms of the alternating sum are e^{2|x|} times as large as the sum
 
 
 @kernel(
@@ -46,8 +45,7 @@ def exponential(score: Score) -> Score:
 class OffsetFit:
     """the offset c of each head: least squares of s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|, row-centred, on a grid of both signs.
 
-    The grid is 0 and ±p·10^{−1 … 2}, with sixteen values per factor of 10; its best value is refined by a parabola in
-    log|c|. The degree p stays fixed, so that no c makes (x + c)^p the exponential: that would need p = c → ∞.
+    The grid is 0 and ±p·10^{−1 … 2}, with PER_DECADE values per factor of 10; a parabola in log|c| refines the best.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -69,11 +67,11 @@ class OffsetFit:
         """Return `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets, best = errors.new_tensor(self.offsets), errors.argmin(0)
-        size = len(self.offsets) // 2  # 0 and the ends of each sign's grid have only one neighbour of the same sign
+        size = len(self.offsets) // 2  # 0 and the ends of each sign's grid lack a neighbour of the same sign
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
         at = best.clamp(1, len(self.offsets) - 2)
         before, here, after = (errors.gather(0, (at + step)[None])[0] for step in (-1, 0, 1))
-        # the vertex of the parabola; its curvature is 0 if all three errors are equal, and then so is the step
+        # to the vertex of the parabola; 0/tiny if all three errors are equal
         step = (before - after) / (2 * (before - 2 * here + after)).clamp_min(torch.finfo(errors.dtype).tiny)
         ratio = 10 ** (step / PER_DECADE * offsets[best].sign())
         return {"offset_of_head": torch.where(inner, offsets[best] * ratio, offsets[best])}
@@ -84,7 +82,7 @@ def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
 
 
 def _odd_sign(value: Score) -> Score:
-    """Return the sign, + at 0: the magnitude is bounded from below, so that a row of zeros stays uniform."""
+    """Return the sign, + at 0, since the magnitude there is not 0: a row of zeros gives uniform attention."""
     return 1.0 - 2.0 * (value < 0).to(value)
 
 
@@ -156,8 +154,8 @@ def hard(score: Score) -> Score:
 class OriginFit:
     """the origin b of each head, so that distances are ‖q + b − k‖: minimises (s⟨q, k⟩ − log k)², row-centred.
 
-    Pairs are weighted half by attention, half uniformly. With γ fixed this is the regression of ½‖k‖² + (1 −
-    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖² unless all keys lie on a sphere.
+    Pairs are weighted half by attention, half uniformly. For a given γ this is the regression of ½‖k‖² + (1 −
+    2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -169,7 +167,7 @@ class OriginFit:
         """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never stored."""
         seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
-        # a shift of all keys changes no difference k_j − m_i, but without it their scatter would be lost in rounding
+        # changes only rounding, in which keys with a large common part would lose their scatter
         key = key - key.mean(-2, keepdim=True)
         count = seen.sum(-1)[..., None]
         mean = seen @ key / count.clamp_min(1)  # a count below 1 is 0, of a query without a choice
@@ -182,7 +180,7 @@ class OriginFit:
 
     def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
         """Return `origin`, (heads, head_dim)."""
-        # eps · size · largest: directions in which the keys do not vary have no slope
+        # eps · size · largest: no slope in directions in which the keys do not vary
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
         inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
@@ -198,11 +196,11 @@ def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Origin = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
-    """Return the factors of 2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; half precision splits the last."""
+    """Return the factors of 2γs⟨[q, 1], [k, ⟨b, k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²."""
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        parts.append((term - parts[0]).to(key))  # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16
+        parts.append((term - parts[0]).to(key))  # bf16 has 8 bits for ‖k‖²/2; two dimensions have 16
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
 
@@ -222,8 +220,8 @@ def _rbf_dot(
 def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
     """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, equal to it if all ‖k‖ are equal.
 
-    −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
-    query's −γs‖q + b‖² counts where rows are mixed or measured against a sink.
+    The fitted `origin` b changes a row's softmax by its key term 2γs⟨b, k⟩ alone; the query term −γs‖q + b‖² matters if
+    rows are averaged or compared with a sink.
     """
     query = wide(query)
     shifted = query if origin is None else query + origin.to(query)[:, None]
@@ -269,10 +267,7 @@ def _distance(query: Query, key: Key, norm: int) -> Matrix:
 
 
 class BetaFit:
-    """the β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0.
-
-    The cosine contains no lengths, so that no β makes it the exponential kernel unless all ‖q‖‖k‖ are equal.
-    """
+    """the β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0."""
 
     def __init__(self, beta: float) -> None:
         self.typed = {"beta_of_head": beta}
@@ -320,8 +315,7 @@ def cosine(query: Query, key: Key, scale: float, beta: float, beta_of_head: PerH
 
 
 RELU_FLOOR = 1e-3  # Performer's code adds it to every feature (kernel_epsilon), so that no row of attention is 0/0
-# bound of ⟨ω, x√s⟩ − s‖x‖²/2, which is reached only √80 standard deviations of ω away: 40/‖x√s‖ + ‖x√s‖/2 ≥ √80
-LARGEST_EXPONENT = 40.0
+LARGEST_EXPONENT = 40.0  # bound of the exponent, √80 deviations of ω away: 40/‖x√s‖ + ‖x√s‖/2 ≥ √80
 
 
 @kernel(
@@ -357,8 +351,8 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
     """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
 
-    The exponent is bounded instead of shifted by a maximum over tokens, so that no later token changes an earlier one's
-    features. In float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
+    The exponent is bounded, not shifted by a maximum over tokens, so that features do not depend on later tokens. In
+    float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
     """
     x = wide(x) * scale**0.5
     draws: Tensor = dual.orthogonal_draws(count, x.shape[-1], seed).to(x)
@@ -375,8 +369,7 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 class LearnedStart:
     """the maps W of queries and keys: at first rows of random orthogonal directions with the lengths of Gaussian rows.
 
-    Before training, φ(q)φ(k) is therefore close to positive random features of ±ω (Choromanski et al. 2021, Lemma 1):
-    Σ_l e^{⟨ω_l, x⟩} is about e^{‖x‖²/2} times their number, and softmax divides by it. Only shapes are read.
+    Before training, φ(q)φ(k) is therefore close to positive random features of ±ω (Choromanski et al. 2021, Lemma 1).
     """
 
     def __init__(self, count: int) -> None:
@@ -385,7 +378,7 @@ class LearnedStart:
         self.weight = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Record the shapes of a batch."""
+        """Read the shapes of a batch."""
         weight = dual.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 

@@ -1,4 +1,4 @@
-"""Register kernels by a decorator, define their interface and their fits; and ties, filters and hybrids of kernels."""
+"""Registry of kernels, with the interface of kernels and fits; and the ties, filters and hybrids of kernels."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class KernelParameter:
     default: float | None = None  # value if none is typed; None: the parameter is required
     low: float | None = None  # smallest allowed value
     above: float | None = None  # exclusive lower bound
-    high: float | None = None  # largest allowed value: a larger one is a typo, and would fill the memory or never end
-    even: bool = False  # True if an odd value makes the kernel negative somewhere (refused unless these are allowed)
-    multiple_of: int = 1  # factor that every value must be a multiple of, for counts
+    high: float | None = None  # largest allowed value: a larger value is a typo, which would need too much memory
+    even: bool = False  # True if odd values make the kernel negative somewhere (refused unless allow_signed)
+    multiple_of: int = 1  # for counts: number that divides all allowed values
     words: tuple[tuple[str, float], ...] = ()  # values typed as words: the only values if there are no bounds
     shown_at_default: bool = True  # True if the kernel's spelling includes the parameter at its default
 
 
 def choice(name: str, meaning: str, words: Sequence[str], default: int | None = None) -> KernelParameter:
-    """Build a parameter whose values are words: their indices. A default is not part of the kernel's spelling."""
+    """Build a parameter with values typed as words, which stand for their indices; a default is not spelled."""
     values = tuple((word, index) for index, word in enumerate(words))
     return KernelParameter(name, meaning, int, default, words=values, shown_at_default=default is None)
 
@@ -54,15 +54,15 @@ class KernelInfo:
     """Attention kernel: attention = softmax(log k(q, k) + bias, over the allowed keys) v."""
 
     name: str  # on the command line
-    formula: str  # of log k(q, k), with s the scale; for the form "output" the whole output, `output = …`
-    meaning: str  # first line of the function's docstring: a description and its origin
+    formula: str  # of log k(q, k), with s the scale; for the form "output" of the output, `output = …`
+    meaning: str  # first line of the function's docstring
     source: str  # paper that defines the kernel
-    positive: bool  # True if k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex
+    positive: bool  # True if k ≥ 0 everywhere, so that rows of the attention matrix are probabilities
     symmetric: bool  # True if k(x, y) = k(y, x) for equal projections of queries and keys
-    features: Literal["finite", "infinite", "none"]  # number of them in k = ⟨φ(q), φ(k)⟩; none: no such form is known
+    features: Literal["finite", "infinite", "none"]  # number of features in k = ⟨φ(q), φ(k)⟩; none: no known φ
     form: Literal["score", "pair", "features", "output"]
-    """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
-    pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
+    """Arguments of `function`: the score s⟨q, k⟩ (or that of `dot`); queries and keys; queries or keys, for their φ; or
+    features of both, for the output (attention is then not a sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k; features: (x, scale,
     "query" or "key", **parameters) → φ; output: (φ(q), φ(k), **parameters) → output."""
@@ -80,12 +80,12 @@ class KernelInfo:
     fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none
     fit_reads: bool = True  # True if the fit reads queries and keys; False if it reads only their shapes
     trainable: tuple[str, ...] = ()  # fitted parameters that healing can train further
-    equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty if there is none
+    equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty: none
     reads: bool = True  # True if the kernel depends on queries and keys at all
     needs_fit: bool = False  # True if the kernel is undefined without calibration text (rank)
     caution: str = ""  # caveat for readers of its numbers, in one sentence
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → tie of the model's own kernel that replaces it, to analyse the evaluated text; None if none."""
+    """(**parameters) → tie that replaces this kernel to analyse the evaluated text's own logits, or None."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:
@@ -107,13 +107,12 @@ class Fit(Protocol):
 
 
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
-SCORE = {**PAIR, "form": "score"}  # facts that most kernels of queries and keys, and of the score, have in common
-KERNELS: dict[str, KernelInfo] = {}
-"""Registered kernels by name. Python imports the package, which registers the built-in ones, first: before plug-ins."""
+SCORE = {**PAIR, "form": "score"}  # common facts of kernels of queries and keys, and of kernels of the score
+KERNELS: dict[str, KernelInfo] = {}  # registered kernels by name; importing the package registers the built-in kernels
 
 
 def kernels() -> dict[str, KernelInfo]:
-    """Return every kernel by name: the built-in ones, then those of other packages, in the order of registration."""
+    """Return all kernels by name, in the order of registration: built-in kernels, then those of other packages."""
     load_plugins("attnlens.kernels")
     return dict(KERNELS)
 
@@ -123,7 +122,7 @@ def kernel(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
-    `replace`: replace a kernel that another module registered under that name; otherwise that is a UsageError.
+    Raises UsageError if the name is taken, unless `replace` replaces the kernel of another module.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -144,7 +143,7 @@ def _positive(core: Pairs) -> Pairs:
 
 
 def positive_part(form: Pairs) -> Pairs:
-    """Compute [X]₊ of a symmetric X: negative eigenvalues become 0. If eigenvalues are equal, it has no gradient."""
+    """Compute [X]₊ of a symmetric X: negative eigenvalues become 0. Has no gradient if eigenvalues are equal."""
     values, vectors = torch.linalg.eigh(form)
     positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return positive
@@ -160,11 +159,11 @@ class Modifier:
     source: str  # paper that defines it
     parameters: tuple[KernelParameter, ...] = ()
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
-    """Filters: (query positions, key positions, **parameters) → which keys are kept, with broadcasting."""
+    """Filters: (query positions, key positions, **parameters), which broadcast → which keys are kept."""
     reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
     from_start: bool = False  # filters: whether positions count from the start of the text
     part: Callable[[Pairs], Pairs] | None = None  # ties of whole sequences: log k → part kept, up to query-only terms
-    caution: str = ""  # warning for readers of its numbers, one sentence
+    caution: str = ""  # caveat for readers of its numbers
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class KeyFilter:
     parameters: Mapping[str, int]
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
-        """Return which keys at positions `keys` a query at `queries` keeps; causality is left to the mask."""
+        """Return which keys at positions `keys` queries at positions `queries` keep, regardless of causality."""
         assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
         return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
 
@@ -186,10 +185,7 @@ class KeyFilter:
 
 
 def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]) -> Modifier:
-    """Build a tie of whole sequences of bidirectional heads; `combine` maps JLJ and c to the part that is kept.
-
-    LJ = JLJ + 1cᵀ is all of L that softmax sees (maths in `linalg.anatomy`).
-    """
+    """Build a tie of whole sequences: `combine` maps JLJ and c to the part kept of LJ = JLJ + 1cᵀ."""
 
     def part(log_k: Pairs) -> Pairs:
         seen = log_k - log_k.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A Kernel in use: a registered kernel with its parameters, tie and filter; helpers that fit one to a head's own."""
+"""Kernel: a registered kernel with its parameters, tie and filter; weights of token pairs for fits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with everything needed to compute it."""
+    """A kernel with all that is needed to compute it."""
 
     info: KernelInfo  # the registered kernel
     parameters: Mapping[str, float] = field(default_factory=dict)  # its parameters, including defaults
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # chosen per head by a fit
-    near: KeyFilter | None = None  # for a hybrid: filter of keys that keep the model's own kernel, unlike all others
+    near: KeyFilter | None = None  # for a hybrid: filter of the keys that keep the model's own kernel
 
     @cached_property
     def spelling(self) -> str:
@@ -42,13 +42,9 @@ class Kernel:
         if self.oracle:
             return base
         parts = ["" if (self.tie or self.filter) and self.info.name == "exponential" else base, self.tie]
-        parts += [_spell(f.modifier.name, f.modifier.parameters, f.parameters, named=False) for f in self.filters]
+        for each in filter(None, (self.filter, self.near)):
+            parts.append(_spell(each.modifier.name, each.modifier.parameters, each.parameters, named=False))
         return "+".join(filter(None, parts))
-
-    @property
-    def filters(self) -> list[KeyFilter]:
-        """Its filter, and the filter of a hybrid's near keys."""
-        return [each for each in (self.filter, self.near) if each is not None]
 
     @cached_property
     def formula(self) -> str:
@@ -56,7 +52,7 @@ class Kernel:
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         modifiers = [TIES[self.tie]] if self.tie is not None else []
-        modifiers += [key_filter.modifier for key_filter in self.filters]
+        modifiers += [each.modifier for each in (self.filter, self.near) if each is not None]
         return "; ".join([self.info.formula, *(f"{modifier.name}: {modifier.formula}" for modifier in modifiers)])
 
     @cached_property
@@ -66,12 +62,12 @@ class Kernel:
 
     @property
     def oracle(self) -> bool:
-        """Whether its tie decomposes the evaluated text's own log k: an analysis, not a model."""
+        """Whether its tie decomposes log k of the evaluated text itself: an analysis, not a model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property
     def tied_by(self) -> str:
-        """Name the user typed for its tie: the tie's, or that of its analysis (`nearest:positive,oracle`)."""
+        """Name that the user typed for its tie, or for its analysis (`nearest:positive,oracle`)."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -91,19 +87,19 @@ class Kernel:
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
-        """Map from a whole sequence's log k to its tie's part, up to query-only terms; None for pairwise ties."""
+        """Map from log k of a whole sequence to the part its tie keeps; None without such a tie."""
         return None if self.tie is None else TIES[self.tie].part
 
     @property
     def joins(self) -> bool:
-        """Whether key heads share its fitted parameters, so that it cannot be applied to a single head."""
+        """Whether key heads share its fitted parameters, so that a single head cannot have it."""
         return self.parameters.get("group", 1) > 1
 
     def of_head(self, index: int) -> Kernel:
-        """Return the kernel of one of the heads that it is fitted to, by index among them."""
+        """Return the kernel of one fitted head, by its index among the fitted heads."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
         if "members" in fitted:
-            fitted["members"] = fitted["members"] * 0  # the only key there is its own
+            fitted["members"] = fitted["members"] * 0  # a single head has a single key head
         return self.with_fitted(fitted)
 
     @property
@@ -112,7 +108,7 @@ class Kernel:
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
+        """Return the call and kernel to compute: unchanged, or an equal call with the exponential kernel."""
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:
@@ -127,7 +123,7 @@ class Kernel:
 
     @property
     def chosen(self) -> list[str]:
-        """Names of parameters chosen by the fit: not which key heads share a latent, nor the model's own rotation."""
+        """Names of the parameters that a fit chooses, without indices of key heads and the model's rotation."""
         return sorted(name for name in self.fitted if name not in ("members", "key_head", "frequency", "partner"))
 
     @property
@@ -136,12 +132,12 @@ class Kernel:
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
     def fitting(self) -> Fit | None:
-        """Return the object that chooses free parameters per head from calibration text; None if there are none."""
+        """Build the fit of its free parameters per head; None if there are none."""
         fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         return fit if self.near is None else NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
-        """Compute φ of the queries or keys (`side`: query or key); raise UsageError if it needs a fit and has none."""
+        """Compute φ of the queries or keys (`side`: "query" or "key"); raise UsageError without a required fit."""
         assert self.info.feature_map is not None  # noqa: S101  # callers that sum features check this
         self._refuse_unfitted()
         return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
@@ -153,20 +149,20 @@ class Kernel:
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms; keys are repeated under GQA.
+        """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms, for equally many heads.
 
         Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. In float32 at least, unless
-        the result is the score itself (exponential, rank, hard). A tie of whole sequences treats these tokens as one
-        sequence, without query-only terms. For a hybrid: the kernel of far keys. Raises UsageError for a tie if queries
-        and keys are of different tokens, and for a rank without fit.
+        the result is the score itself (exponential, rank, hard). A tie of whole sequences treats the tokens as one
+        sequence, without query-only terms. A hybrid gives the kernel of far keys. Raises UsageError for a tie of
+        queries and keys of different tokens, and for a kernel without a required fit.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
             return self.part(self._log(query, key, scale, softcap))[..., rows, columns]
         forward = self._log(query[..., rows, :], key[..., columns, :], scale, softcap)
-        if self.tie != "symmetric":
-            return forward
-        return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
+        if self.tie == "symmetric":
+            return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
+        return forward
 
     def sign(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
@@ -180,13 +176,12 @@ class Kernel:
     def apply_tie(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
-        """Return queries and keys after the tie; raise UsageError if they must be, but are not, of the same tokens."""
+        """Return queries and keys after the tie; raise UsageError for a tie if they belong to different tokens."""
         if self.tie is not None:
             refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
-        """Compute log|k| of untied queries and keys."""
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
             problem = f"{info.name} is not a function of a query and a key: it has no attention matrix."
@@ -208,7 +203,7 @@ class Kernel:
 
 
 def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
-    """Raise UsageError unless queries and keys are of the same tokens; `cross`: they are of different sequences."""
+    """Raise UsageError if queries and keys belong to different tokens; `cross`: to different sequences."""
     if cross or queries != keys:
         what = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
         remedy = "Leave out cross-attention with --part, and run without a key-value cache (use_cache=False)."
@@ -241,7 +236,7 @@ def smallest_kernel(of: dtype) -> float:
 
 
 def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
-    """Spell a kernel, filter or hybrid with its parameters; those that are left out at their default are not named."""
+    """Spell a kernel, filter or hybrid with its parameters, without those not `shown_at_default`."""
     words = []
     for parameter in known:
         value = values[parameter.name]
@@ -252,7 +247,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """A hybrid's fit: log γ, initially 0, together with the parameters that the fit of its far part chooses."""
+    """A hybrid's fit: log γ, initially 0, and the parameters that the fit of its far part chooses."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
@@ -260,7 +255,7 @@ class NearFit:
         self.heads = 0
 
     def update(self, call: Call) -> None:
-        """Add a batch."""
+        """Add a batch to the fit of the far part."""
         self.heads = call.query.shape[1]
         if self.far is not None:
             self.far.update(call)
@@ -268,7 +263,7 @@ class NearFit:
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
         """Return the parameters of the far part, and `near_log_weight`."""
         parameters = {} if self.far is None else self.far.solve()
-        device = next(iter(parameters.values())).device if parameters else None
+        device = next((part.device for part in parameters.values()), None)
         return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}
 
 
@@ -276,7 +271,7 @@ MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters w
 
 
 def pairs_seen(call: Call, rows: slice = WHOLE) -> Seen:
-    """Return 1 where a query of `rows` sees a key, in float64; 0 for queries that see fewer than two (no choice)."""
+    """Return 1 for keys that queries of `rows` see, in float64; 0 for queries that see fewer than two (no choice)."""
     query, seen = call.query[..., rows, :].double(), call.visible(rows)
     pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
     return pairs * (pairs.sum(-1, keepdim=True) >= 2)
@@ -285,9 +280,8 @@ def pairs_seen(call: Call, rows: slice = WHOLE) -> Seen:
 def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
-    The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
-    the head attends. The uniform half keeps the other keys, which a wrong fit could raise. A sink takes half its
-    weight.
+    The variance of a change of logits under the attention is twice its KL divergence to second order. The uniform half
+    gives weight to other keys, whose logits a wrong fit could raise. A sink takes half of its weight.
     """
     seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
@@ -302,16 +296,16 @@ def own_attention(call: Call) -> Matrix:
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
-    """Compute a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
+    """Compute a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
 
-    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or a substitute for it.
+    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is G of each head, such as W_OᵀW_O.
     """
     attention = own_attention(call)
     value, metric = call.paired_value.double(), metric.double().to(attention.device)
     mean = attention @ value
     onto = value @ metric
     length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
-    # a squared length, which only rounding makes negative
+    # only rounding makes a squared length negative
     return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
 
 

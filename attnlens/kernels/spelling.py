@@ -52,7 +52,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
 
 
 def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
-    """Parse `gamma=1,…` or bare values in order, check them, and add defaults."""
+    """Parse `gamma=1,…`, or values without names, and add defaults."""
     values: dict[str, float] = {}
     remedy, known = _suggest_spelling(name, parameters), {p.name: p for p in parameters}
     for index, word in enumerate(filter(None, words.split(","))):
@@ -103,7 +103,7 @@ def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
 
 
 def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """Return the remedy for a wrong parameter: how the kernel, filter or hybrid is spelled."""
+    """Return the remedy for a wrong parameter: an example of the spelling."""
     if not parameters:
         return f"Write it as {name}."
     if modifier := FILTERS.get(name) or HYBRIDS.get(name):
@@ -113,7 +113,7 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield why parts of the kernel do not go together, and what to do."""
+    """Yield problem and remedy for parts of the kernel that cannot be combined."""
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
     if info.oracle is not None and ties:
@@ -161,15 +161,15 @@ def example(name: str, parameters: Sequence[KernelParameter]) -> str:
     return f"{name}:{','.join(str(EXAMPLES[parameter.name]) for parameter in parameters)}"
 
 
-ONE_KEY, FLOOR = "hard", "uniform"  # the two extreme kernels: all weight on one key, and equal weight on all keys
-SINKS, WIDTH = 4, 64  # of the sink-window that is compared with a kernel whose state grows with the text
+ONE_KEY, FLOOR = "hard", "uniform"  # extreme kernels: all weight on one key, and equal weight on all keys
+SINKS, WIDTH = 4, 64  # of the sink-window that is compared with a kernel that stores all tokens
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes that determine the state of a site's heads."""
+    """The sizes that determine how much a site's heads store."""
 
-    heads: int  # number of query heads that have the kernel
+    heads: int  # number of query heads with the kernel
     head_dim: int
     value_dim: int
     tokens: int  # number of keys that the last query sees
@@ -182,10 +182,10 @@ class HeadShape:
 
 
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
-    """Return the numbers that a head stores after reading `tokens` tokens; None if it stores all of them in full.
+    """Return how many numbers a head stores after reading `tokens` tokens; None if it stores all keys and values.
 
-    A filter stores the keys and values that one query may see; running sums over m features store m·(value_dim + 1);
-    keys of r numbers store tokens·(r + value_dim). A hybrid stores sums and the keys of its window.
+    A filter stores the keys and values that one query sees; running sums over m features store m·(value_dim + 1); keys
+    of r numbers store tokens·(r + value_dim). A hybrid stores sums, and the keys and values of its window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -203,18 +203,17 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
 
 
 def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
-    """Return the most keys that any of `tokens` queries sees through the filter."""
+    """Return the largest number of keys that one of `tokens` queries sees through the filter."""
     places = torch.arange(shape.tokens)
-    most = 0
+    counts = []
     for rows in torch.split(places, 1024):  # in parts, because the text may be long
-        visible = key_filter.keeps(rows, places)
-        visible &= (rows[:, None] >= places) | (not shape.causal)
-        most = max(most, int(visible.sum(-1).max()))
-    return most
+        visible = key_filter.keeps(rows, places) & ((rows[:, None] >= places) | (not shape.causal))
+        counts.append(int(visible.sum(-1).max()))
+    return max(counts, default=0)
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return the numbers a cache stores per key (its part of a latent), mean over heads; None if not shortened."""
+    """Return how many numbers a cache stores per key (its part of a latent), mean over heads; None if head_dim."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
@@ -226,10 +225,10 @@ def cached_numbers(kernel: Kernel) -> float | None:
 
 
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
-    """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if every key fits.
+    """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    These are the first 4 tokens (at most half of the keys) and the nearest; an unbounded state gives 4 and 64. In
-    bidirectional heads |i − j| < w keeps 2w − 1 keys, so the sink count drops by 1 if needed to fit.
+    These are the first 4 tokens (at most half of the keys) and the nearest; without `state`, the first 4 and the 64
+    nearest. In bidirectional heads |i − j| < w keeps 2w − 1 keys, which can cost one of the first tokens.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     Unpadded = Bool[Tensor, "batch tokens"] | None
 
 Placing = Literal["none", "sum", "table", "product", "symmetric product"]
-"""How positions t enter attention next to features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
-a learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
+"""How positions t enter the kernel of features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with a
+learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
 kernels (Eq. 9)."""
 Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; cross: cross-attention
 
@@ -62,8 +62,8 @@ class AttentionForm:
     eta: float = 0.0  # weight η of the primal layers' regulariser ΣJ² in the loss
 
 
-FURTHEST = 16  # largest distance with a vector of its own; larger ones are clipped to it (Shaw et al. 2018)
-WAVELENGTH = 10_000.0
+FURTHEST = 16  # largest distance in tokens with a separate vector; larger distances are clipped (Shaw et al. 2018)
+WAVELENGTH = 10_000.0  # of the slowest sinusoid, in units of 2π tokens
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
@@ -78,66 +78,54 @@ def distances(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
 
 
-class PositionTable(nn.Module):
-    """Additive scores log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6)."""
+class PositionScores(nn.Module):
+    """Additive scores of every query and key that depend on positions.
 
-    def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__()
-        self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, d_model // heads) * (d_model // heads) ** -0.5)
-
-    def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute log L for every query and key, with distances clipped to ±FURTHEST; `scale` is s."""
-        index = distances(query.shape[2], keys, query.device).clamp(-FURTHEST, FURTHEST) + FURTHEST
-        products = query @ self.vectors.mT * scale
-        return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
-
-
-class AsymmetricProduct(nn.Module):
-    """Additive scores log k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5).
-
-    They are a sum of cos((t_i − t_j)/λ_p) and sin((t_i − t_j)/λ_p) with coefficients computed from the query's
-    features, as in Transformer-XL, without its two learned offsets.
+    table: log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log
+    k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL
+    without its two learned offsets. symmetric product: log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩ (Eq. 9).
     """
 
-    def __init__(self, d_model: int, heads: int) -> None:
+    def __init__(self, positions: Placing, d_model: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.relative = heads, _projection(d_model)
+        self.heads, head_dim = heads, d_model // heads
+        self.vectors = self.relative = self.place = None
+        if positions == "table":
+            self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, head_dim) * head_dim**-0.5)
+        elif positions == "product":
+            self.relative = _projection(d_model)
+        else:
+            self.place = _projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute log k_f for every query and key from one product per query and distance; `scale` is s."""
+        """Compute the scores of `query` = f W_Q with this number of keys and s = `scale`; a batch of 1 without f."""
         queries = query.shape[2]
-        places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
-        projected = self.relative(sinusoids(places, self.relative.in_features))
-        products: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
-        index = distances(queries, keys, query.device) + keys - 1
-        return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
+        if self.place is not None:
+            projected = self._project(self.place, query, 0, max(queries, keys))
+            return (projected[:, :queries] @ projected[:, :keys].mT * scale)[None]
+        index = distances(queries, keys, query.device)
+        if self.relative is not None:
+            vectors, index = self._project(self.relative, query, 1 - keys, queries), index + keys - 1
+        else:
+            vectors, index = cast("Tensor", self.vectors), index.clamp(-FURTHEST, FURTHEST) + FURTHEST
+        products = query @ vectors.mT * scale
+        return products.gather(-1, index.expand(*query.shape[:2], -1, -1))
+
+    def _project(self, projection: nn.Linear, like: Tensor, start: int, stop: int) -> Tensor:
+        places = torch.arange(start, stop, device=like.device, dtype=like.dtype)
+        projected: Tensor = projection(sinusoids(places, projection.in_features))
+        return projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class SymmetricProduct(nn.Module):
-    """Additive scores log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩, exponential kernel of sinusoids (Eq. 9)."""
-
-    def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.place = heads, _projection(d_model)
-
-    def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute log k_T for every query and key, which is the same for all sequences (batch of 1); `scale` is s."""
-        places = torch.arange(max(query.shape[2], keys), device=query.device, dtype=query.dtype)
-        projected: Tensor = self.place(sinusoids(places, self.place.in_features))
-        split: Tensor = projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
-        return (split[:, : query.shape[2]] @ split[:, :keys].mT * scale)[None]
-
-
-OWN = "eager"  # transformers' name of the implementation under which a module computes attention by its own kernel
-ADDED = {"table": PositionTable, "product": AsymmetricProduct, "symmetric product": SymmetricProduct}
+OWN = "eager"  # implementation in transformers' terms under which a module computes attention with its kernel
 
 
 class KernelAttention(nn.Module):
     """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, all heads (Tsai et al. 2019, Def. 1).
 
-    x = (f, t): features and positions, combined according to `form`. If the configuration names another attention
-    implementation than OWN, as it does while attnlens watches or replaces attention, that implementation computes the
-    softmax of the kernel's logarithm, which it receives as products of transformed queries and keys.
+    x = (f, t): features and positions, combined according to `form`. If the configuration names an attention
+    implementation other than OWN, as it does while attnlens watches or replaces attention, that implementation computes
+    the softmax of log k, which it receives as products of transformed queries and keys.
     """
 
     def __init__(
@@ -155,13 +143,13 @@ class KernelAttention(nn.Module):
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
         self.value = None if primal else _projection(d_model)
         self.output = _projection(d_model)
-        added = ADDED.get(self.positions)
-        self.added = None if added is None else added(d_model, heads)
+        adds = self.positions not in ("none", "sum")
+        self.added = PositionScores(self.positions, d_model, heads) if adds else None
 
     def forward(
         self, features: States, key_value_states: States | None = None, mask: Bool[Tensor, "batch keys"] | None = None
     ) -> States:
-        """Return what `features` attend to in `key_value_states` (None: themselves); `mask` masks out padding keys."""
+        """Compute attention of `features` to `key_value_states` (None: to themselves); `mask` is False at padding."""
         source = features if key_value_states is None else key_value_states
         query, key, value = features, source, source
         if self.positions == "sum":  # Eq. 4
@@ -178,14 +166,14 @@ class KernelAttention(nn.Module):
 
     @property
     def kernel_parameters(self) -> int:
-        """Number of the kernel's parameters: projections of queries, keys and positions, without values and output."""
+        """Number of parameters of the projections of queries, keys and positions."""
         parts = [part for part in (self.query, self.key, self.added) if part is not None]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
     def _attend(self, query: Split, key: Split, value: Split, mask: Tensor | None, *, cross: bool) -> Split:
         scale = query.shape[-1] ** -0.5
         bias = None if self.added is None else self.added(query, key.shape[2], scale)
-        # allowed keys: not padding and, if causal, not later; None if `causal` alone decides
+        # keys that are not padding and, if causal, not later; None if `causal` alone decides
         allowed = None if mask is None else mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         if allowed is not None and self.causal:
             allowed = allowed.tril()
@@ -213,13 +201,13 @@ def _projection(d_model: int) -> nn.Linear:
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids t of each token, whose size is that of features after a layer norm."""
+    """Return the sinusoids t of each token, which are about as large as features after a layer norm."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
 
 class Layer(nn.Module):
-    """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if any, then x + F(LN(x)) with GELUs in F."""
+    """Pre-norm layer: x + A(LN(x)), with `crosses` cross-attention to a memory, then x + F(LN(x)) with GELUs in F."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool
@@ -239,7 +227,7 @@ class Layer(nn.Module):
     def forward(
         self, x: States, mask: Unpadded = None, memory: States | None = None, memory_mask: Unpadded = None
     ) -> States:
-        """Return the layer's output; `mask` and `memory_mask` are True for tokens that are not padding."""
+        """Compute the layer; `mask` and `memory_mask` are True for tokens that are not padding."""
         x = x + self.dropout(self.attention(self.attention_norm(x), mask=mask))
         if self.cross_attention is not None and self.cross_norm is not None:
             x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, memory_mask))
@@ -316,7 +304,7 @@ class EncoderDecoder(nn.Module):
         return self.words.logits(self.decoder(self.words(decoder_inputs), None, memory, mask))
 
     def forward(self, inputs: Tensor, mask: Unpadded, decoder_inputs: Tensor) -> Tensor:
-        """Map source ids and target ids to logits; targets are padded on the right, which causality hides."""
+        """Map source ids and target ids to logits; targets need no mask if they are padded on the right."""
         return self.decode(decoder_inputs, self.encode(inputs, mask), mask)
 
 
@@ -375,7 +363,7 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Base class of the three small transformers as models of transformers."""
+    """Base class of the three small transformers in the transformers library."""
 
     config_class = KernelTransformerConfig
     stacks: ClassVar[type[nn.Module]]  # class of the module that computes the logits
@@ -407,7 +395,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Return True: transformers would guess it from names in a model's file, and miss `KernelAttention`."""
+        """Return True: transformers would look for names in the source file, and miss `KernelAttention`."""
         return True
 
     def attentions(self) -> list[KernelAttention]:
@@ -415,7 +403,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         return [module for module in self.modules() if isinstance(module, KernelAttention)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the modules draw their weights when they are built."""
+        """Do nothing: the modules initialise their weights when they are built."""
 
 
 class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]
@@ -451,7 +439,7 @@ AutoModelForSequenceClassification.register(
 
 
 def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
-    """Build a new model for this kind of task, whose weights depend on `seed` alone."""
+    """Build a new model for this kind of task, with weights drawn from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config.is_encoder_decoder = task == "translation"

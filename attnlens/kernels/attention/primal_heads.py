@@ -27,22 +27,21 @@ if TYPE_CHECKING:
 class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
-    One layer's heads, after the projections of queries and keys; there are no values. O(T·s) time and memory. As in the
-    published code, W_c and b are shared by the heads of a layer. Initially W_e and W_r are orthogonal between heads
-    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), W_c is torch's Linear. Λ is stored as its logarithm and so stays
+    The heads of one layer, after the projections of queries and keys; there are no values. O(T·s) time and memory. As
+    in the published code, the heads of a layer share W_c and b. Initially W_e and W_r are orthogonal between heads
+    (each head's ‖W‖_F is 1), Λ is uniform in (0, 1), W_c is torch's Linear. The logarithm of Λ is stored, so that Λ is
     positive; the published code squares a free Λ. The rank is at most head_dim and, with F = X' (`samples` evenly
     spaced rows of those passed to `forward`; 0: F = I), at most `samples`.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Build the module; warn about scores beyond the bound of the rank; raise UsageError for wrong counts."""
+        """Build the module; warn if `scores` exceeds the bound of the rank; raise UsageError for wrong counts."""
         super().__init__()
         for name, count in {"heads": heads, "head_dim": head_dim, "scores": scores, "samples": samples}.items():
             least = 0 if name == "samples" else 1
-            if not isinstance(count, Integral):
-                raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
-            if count < least:
-                raise UsageError(f"{name} must be at least {least}, not {count}.", "Give a larger number.")
+            if not isinstance(count, Integral) or count < least:
+                problem = f"{name} must be a whole number of at least {least}, not {count!r}."
+                raise UsageError(problem, f"Give an int from {least}.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
         if scores > bound:
             text = f"{scores} scores requested, but {what} limits their rank to {bound}; further scores have no effect."
@@ -54,7 +53,7 @@ class PrimalHeads(nn.Module):
         # torch.rand is occasionally 0, whose logarithm is not finite
         self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
         self.output = nn.Linear(2 * scores, value_dim or head_dim)
-        # e, r and `real` of the last pass: in training with graph until `regulariser` uses them, in eval mode without
+        # e, r and `real` of the last pass; in training with their graph, which `regulariser` releases
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def forward(
@@ -62,7 +61,8 @@ class PrimalHeads(nn.Module):
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
-        For `causal` see `features`. Raises UsageError if rows are missing, or for sampling with `causal`.
+        If `causal`, means over the tokens 0 … i replace queries and keys. Raises UsageError if `samples` > 0 and `rows`
+        are missing, or if `causal`.
         """
         if self.samples and rows is None:
             raise UsageError("Primal attention needs the inputs that its rows are sampled from.", "Pass rows.")
@@ -74,7 +74,7 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute J of the last forward pass, by sequence and head.
 
-        Raises UsageError if there was no pass, if `regulariser` used it up, or if it recorded no gradients.
+        Raises UsageError if there was no pass, if `regulariser` released it, or if it recorded no gradients.
         """
         if self.last is None:
             problem = "J is computed from a forward pass, but none has run since the last call of the regulariser."
@@ -87,12 +87,11 @@ class PrimalHeads(nn.Module):
         return objectives(e, r, *maps, real, convention)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without scores, since they belong to a graph."""
-        return {**self.__dict__, "last": None}
+        return {**self.__dict__, "last": None}  # copies and pickles cannot contain the graph of the scores
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` at which `warnings.warn` names the caller outside attnlens (Python 3.12 can do it)."""
+    """Return the `stacklevel` at which `warnings.warn` names the caller outside attnlens."""
     frame, level = sys._getframe(1), 1  # private by name only: documented, and much cheaper than inspect.stack()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
         frame, level = frame.f_back, level + 1
@@ -135,9 +134,9 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     """Compute the term ≥ 0 that η multiplies in the training loss L + η·ΣJ², for all primal layers' last forward pass.
 
     paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
-    tokens with Λ². Both are averaged over the batch's sequences. After a training pass it is differentiable and uses
-    the pass up, so that no graph outlives the step; after an eval pass it is a number, computed under torch.no_grad.
-    Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
+    tokens with Λ². Both are averaged over the batch's sequences. After a training pass the term is differentiable, and
+    the layers release the pass, so that no graph outlives the step; after an eval pass call it under torch.no_grad.
+    Raises UsageError for a model without primal attention, and if `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

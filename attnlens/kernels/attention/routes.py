@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
-    """Compute softmax(log k(q, k) + bias, over the allowed keys) v, for signed kernels Σ k v / Σ k, in models' layout.
+    """Compute softmax(log k(q, k) + bias, over the allowed keys) v; for signed kernels, Σ k v / Σ k.
 
-    All routes sum over the same keys without truncation and differ only by rounding. Rows that may see nothing have no
-    such sum: they are uniform in row tiles and bands, zero elsewhere. Raises UsageError if no route supports the call.
+    All routes sum over the same keys without truncation and differ only by rounding. Queries that see no key have
+    uniform weights in row tiles and bands, zero weights elsewhere. Raises UsageError if no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
@@ -36,7 +36,16 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
     """
     call, kernel = _prepare(call, kernel)
-    _refuse(call, kernel)
+    if call.cross and (kernel.filter is not None or kernel.near is not None):
+        raise position_error("this site attends to another sequence")
+    if name := "primal" if kernel.info.form == "output" else kernel.tie:
+        refuse_unpaired(name, call.query.shape[2], call.key.shape[2], cross=call.cross)
+    if kernel.part is not None:
+        refuse_hidden(call, kernel)
+    if call.sinks is not None and kernel.signed:
+        problem = f"{kernel.spelling} can be negative, but this model's attention sinks require a softmax."
+        raise UsageError(problem, "Choose a positive kernel for this model.")
+
     if kernel.info.form == "output":
         return "primal scores"
     if kernel.part is not None and path != "fused":
@@ -47,7 +56,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     for name in FUSED:
         if path == "auto" and name in LONG_ON_GPU and call.query.is_cuda and min(lengths) < LONG:
             continue
-        obstacle = next(_find_obstacles(name, call, kernel), None)
+        obstacle = _find_obstacle(name, call, kernel)
         if obstacle is None:
             return name
         obstacles.append(obstacle)
@@ -59,23 +68,10 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
 
 
 def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
-    """Return the call and the kernel to compute; an analysis is refused by the name the user typed, not by its tie."""
+    # here, so that the refusal has the name that the user typed, not that of the tie
     if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
         refuse_hidden(call, kernel)
     return kernel.prepare_call(call)
-
-
-def _refuse(call: Call, kernel: Kernel) -> None:
-    """Raise UsageError for combinations that are not defined."""
-    if call.cross and (kernel.filter is not None or kernel.near is not None):
-        raise position_error("this site attends to another sequence")
-    if name := "primal" if kernel.info.form == "output" else kernel.tie:
-        refuse_unpaired(name, call.query.shape[2], call.key.shape[2], cross=call.cross)
-    if kernel.part is not None:
-        refuse_hidden(call, kernel)
-    if call.sinks is not None and kernel.signed:
-        problem = f"{kernel.spelling} can be negative, but this model's attention sinks require a softmax."
-        raise UsageError(problem, "Choose a positive kernel for this model.")
 
 
 FUSED = ("sdpa", "running sums", "window and running sums", "flex attention", "banded tiles")  # fastest first
@@ -84,53 +80,44 @@ LONG, LONG_ON_GPU = 4096, ("flex attention", "banded tiles")
 bands are many small operations (H100, torch 2.11)."""
 
 
-def _find_obstacles(name: str, call: Call, kernel: Kernel) -> Iterator[str]:
-    """Yield why the fused route `name` cannot compute the call: "" if it is for other kernels."""
+def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
+    """Return why the fused route `name` cannot compute the call, "" if it is for other kernels; None if it can."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
-    sums = info.feature_map is not None
+    sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {
         "sdpa": info.dot is not None,
-        "running sums": sums and near is None,
-        "window and running sums": sums and near is not None,
+        "running sums": info.feature_map is not None and near is None,
+        "window and running sums": info.feature_map is not None and near is not None,
         "flex attention": info.form == "score" and not kernel.signed,
         "banded tiles": hidden is not None,
     }
     if not applies[name]:
-        yield ""
-    if name == "banded tiles" and hidden is not None:
-        if hidden.reach is None:
-            yield f"the filter {hidden.modifier.name} keeps keys at any distance"
-        return
-    if near is not None:
-        if call.query.shape[2] != call.key.shape[2]:
-            yield "with a key-value cache, rows are computed as a whole"
-        if near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
-            yield "in left-padded sequences the first tokens are not at position 0"
-    if name == "flex attention":
-        if not call.query.is_cuda:
-            yield f"{info.name} is fused only by FlexAttention, which requires a GPU"
-        if kernel.fitted:
-            yield "its parameters are fitted per head"
-    else:
-        if info.form == "score" and call.softcap is not None:
-            yield "the model caps its scores (softcap)"
-        if hidden is not None:
-            what = "mask that SDPA computes by itself" if name == "sdpa" else "running sum"
-            yield f"the filter {hidden.modifier.name} is not a {what}"
-        if name != "sdpa" and call.bias is not None:
-            yield "the model adds a bias to its scores, which running sums do not support"
-    if call.dropout:
-        yield "dropout acts on attention weights, which a fused path does not materialise"
-    if call.sinks is not None:
-        yield "the model has attention sinks, which need the full form"
-    if kernel.part is not None:
-        yield f"{kernel.tie} needs log k of the whole sequence at once"
-    if kernel.tie == "symmetric":
-        yield f"{kernel.tie} needs log k and its transpose"
-    if info.hard:
-        yield f"{info.name} picks a single key instead of summing over keys"
-    if name.endswith("running sums") and find_reach(call) is None:
-        yield "the mask is neither causal nor a mask of padded keys alone"
+        return ""
+    filter_name = "" if hidden is None else hidden.modifier.name
+    if hidden is not None and name == "banded tiles":
+        return f"the filter {filter_name} keeps keys at any distance" if hidden.reach is None else None
+    cached = near is not None and call.query.shape[2] != call.key.shape[2]
+    from_start = near is not None and near.modifier.from_start
+    padded_left = from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all())
+    obstacles = {
+        "with a key-value cache, rows are computed as a whole": cached,
+        "in left-padded sequences the first tokens are not at position 0": padded_left,
+        f"{info.name} is fused only by FlexAttention, which requires a GPU": flex and not call.query.is_cuda,
+        "its parameters are fitted per head": flex and bool(kernel.fitted),
+        "the model caps its scores (softcap)": not flex and info.form == "score" and call.softcap is not None,
+        f"running sums cannot apply the filter {filter_name}": sums and hidden is not None,
+        f"SDPA cannot apply the filter {filter_name} by itself": name == "sdpa" and hidden is not None,
+        "the model adds a bias to its scores, which running sums do not support": sums and call.bias is not None,
+        "dropout acts on attention weights, which a fused path does not materialise": bool(call.dropout),
+        "the model has attention sinks, which need the full form": call.sinks is not None,
+        f"{kernel.tie} needs log k of the whole sequence at once": kernel.part is not None,
+        f"{kernel.tie} needs log k and its transpose": kernel.tie == "symmetric",
+        f"{info.name} picks a single key instead of summing over keys": info.hard,
+    }
+    if any(obstacles.values()):
+        return next(reason for reason, present in obstacles.items() if present)
+    unknown_reach = sums and find_reach(call) is None  # computed last, since it compares whole masks
+    return "the mask is neither causal nor a mask of padded keys alone" if unknown_reach else None
 
 
 COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {

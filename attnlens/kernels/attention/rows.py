@@ -13,28 +13,28 @@ from torch.nn.functional import dropout, one_hot
 from torch.utils.checkpoint import checkpoint
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.sums import near_scores
-from attnlens.kernels.registry import KeyFilter
-from attnlens.kernels.spec import Kernel
+from attnlens.kernels.registry import NEAR_WEIGHT, KeyFilter
+from attnlens.kernels.spec import Kernel, score, wide
 from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
     Key = Float[Tensor, "batch heads keys head_dim"]
+    Near = Bool[Tensor, "#batch #heads rows columns"]
     Tile = Float[Tensor, "batch heads rows columns"]
     Outputs = Float[Tensor, "batch heads queries value_dim"]
 
 
-GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more has no weight: e^−36 is float64's rounding
-LOST = -1 / torch.finfo(torch.float32).eps  # numbers up to this erase a float32 score's decimals: −1e9, dtype's minimum
+GAP = -math.log(torch.finfo(torch.float64).eps)  # a score lower by more than this (36) has a weight below rounding
+LOST = -1 / torch.finfo(torch.float32).eps  # adding a number below this (−8e6) erases the decimals of a float32 score
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into the allowed keys and the position bias that it adds, or None.
+    """Split a mask into the allowed keys and the position bias that it adds (None: no bias).
 
-    A constant added to all visible pairs is not a bias (EoMT adds 1). A masked pair gets the bias that the same head
-    gives it in other sequences (Swin's windows), if all that see it agree, else 0.
+    A constant added to all visible pairs is not a bias (EoMT adds 1). A masked pair gets the bias of its head in the
+    sequences in which the pair is visible (Swin's windows), or 0 if these differ.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -48,9 +48,8 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
-    Entries are masked if a float32 score added to them is lost, or if their weight is below rounding in their row and a
-    gap of that width without entries of their head separates them from the others. So −100 on top of a position bias is
-    a mask (Swin), and a bias that falls with distance in small steps is not (ALiBi).
+    An entry is masked if it is below LOST, or GAP below the largest of its row without entries of the head that bridge
+    the gap: −100 on top of a position bias is a mask (Swin), a bias that falls in small steps is not (ALiBi).
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -63,24 +62,40 @@ def visible_under(mask: Tensor) -> Tensor:
     return below >= lowest
 
 
+def near_scores(
+    call: Call, kernel: Kernel, key: Key, near: Near, rows: slice, columns: slice | Int[Tensor, " columns"]
+) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
+    """Compute s_ij − max_near s_ij + log γ, and that maximum (0 if no key is near); `key` has one head per query head.
+
+    s are the model's own scores, bias included (Zhang et al. 2024, LoLCATs).
+    """
+    scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
+    scores = scores if call.bias is None else scores + call.bias[..., rows, columns]
+    largest = scores.masked_fill(~near, -torch.inf).amax(-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    weight = kernel.fitted.get(NEAR_WEIGHT)
+    shifted = scores - largest
+    return shifted if weight is None else shifted + weight.to(shifted)[:, None, None], largest
+
+
 @dataclass(frozen=True)
 class Positions:
     """Positions of a call's queries among its keys."""
 
-    query: Int[Tensor, "#batch queries"]  # index, among the keys, of each query's own token
-    first: Int[Tensor, "#batch 1"]  # index of the sequence's first token; keys before it are padding
+    query: Int[Tensor, "#batch queries"]  # index of each query's token among the keys
+    first: Int[Tensor, "#batch 1"]  # index of the first token of each sequence; keys before it are padding
 
     def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Return which keys of `columns` the filter keeps for queries `rows`, by positions from the first token."""
+        """Return which keys of `columns` the filter keeps for queries `rows`; positions count from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.query.device) - self.first
         return key_filter.keeps(self.query[:, rows] - self.first, keys)[:, None]
 
 
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
-    """Find the position of every query among the keys, and the start of each sequence: the first key that is seen.
+    """Find the position of each query among the keys, and the start of each sequence: the first key that is seen.
 
-    Without a key-value cache query i is key i; with one, a query's own key is the last one that it may see. Raises
-    UsageError for cross-attention, and if the filter counts from a start that a sliding window hides behind a cache.
+    Without a key-value cache, query i has position i; with a cache, that of the last key it sees. Raises UsageError for
+    cross-attention, and if the filter counts from a start that a sliding window hides in a run with a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
@@ -92,9 +107,8 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
             "this model's own sliding window hides where the text begins.",
             "Run without a key-value cache, leave out such layers with --layers, or filter with window or strided.",
         )
-    first = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
-    if seen is not None:
-        first = seen.any(dim=1).int().argmax(-1, keepdim=True)
+    start = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
+    first = start if seen is None else seen.any(dim=1).int().argmax(-1, keepdim=True)
     if queries == keys or call.causal:
         query = torch.arange(queries, device=call.query.device)[None]
     elif queries == 1 and seen is None:
@@ -109,7 +123,6 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
 
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
-    """Return whether the module declares a sliding window, or its mask shows one."""
     config = getattr(call.module, "config", None)
     # transformers' names; the layer's own setting first: it is None in a full-attention layer among sliding ones
     if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
@@ -127,10 +140,7 @@ def position_error(reason: str) -> UsageError:
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
-    """Compute softmax(log k after its tie + bias) v over each sequence's real tokens; padded rows are zero.
-
-    O(T²) memory, for one sequence of the batch at a time, in float64, since means are subtracted.
-    """
+    """Compute softmax(log k after its tie + bias) v of each sequence's real tokens, in O(T²); padded rows are zero."""
     value = call.paired_value
     output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
     for index, real, rows in _sequences(call, kernel):
@@ -139,7 +149,7 @@ def by_whole(call: Call, kernel: Kernel) -> Outputs:
 
 
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
-    """Raise UsageError if the tie's parts are not properties of the model: a mask hides pairs, or a sink competes."""
+    """Raise UsageError for a tie of whole sequences if a mask hides pairs of tokens, or if the model has sinks."""
     name = kernel.tied_by
     if call.sinks is not None:
         problem = f"{name} omits terms of the query alone, which matter in this model because of its attention sinks."
@@ -153,7 +163,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
-    """Yield for each sequence of the batch its index, the positions of its real tokens, and its attention matrices."""
+    """Yield index, positions of real tokens and attention of one sequence at a time, in float64 for its means."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
     for index, tokens in enumerate(_real(call)):
@@ -166,7 +176,7 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
 
 
 def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
-    """Return which tokens are not padding: those that some query may see."""
+    """Return which tokens are not padding: the keys that some query sees."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
@@ -181,9 +191,9 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     """Compute softmax(log k(q, k) + bias, over the allowed keys) of the queries `rows`, in float32 or better.
 
     The weight of a sink is left out. A signed kernel gives k · exp(bias) / Σ, which is not finite if the sum is zero;
-    the hard kernel gives 1 to the largest score, the first of equal ones. A row that may see nothing is uniform, as in
-    transformers' eager attention; under a tie of whole sequences, padded rows are zero. Raises UsageError for a tie or
-    a filter if queries have no position among the keys.
+    the hard kernel gives weight 1 to the first of the largest scores. The row of a query that sees no key is uniform,
+    as in transformers' eager attention; under a tie of whole sequences, padded rows are zero. Raises UsageError for a
+    tie or a filter if queries have no position among the keys.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
@@ -197,10 +207,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
 
 def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
-    """Compute the output tile by tile of rows; if `banded`, each tile uses only the keys that its filter can reach.
-
-    If gradients are required, the backward pass recomputes each tile's weights: memory stays O(T · tile).
-    """
+    """Compute the output in tiles of rows; if `banded`, each tile uses only the keys that its filter can reach."""
     key, value, where = call.paired_key, call.paired_value, _positions(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
 
@@ -212,9 +219,9 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
     tiles = _tiles(call, reach)
     if len(tiles) == 1:
         return output(tiles[0])
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # the backward pass recomputes the weights of each tile, in O(T · tile) memory
         return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
-    # written in place, the widest tile first: small results between large scratch tensors would fragment the heap
+    # written in place, widest tile first: small results between large temporary tensors would fragment the heap
     whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)
@@ -222,15 +229,14 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Outputs:
 
 
 def _positions(call: Call, kernel: Kernel) -> Positions | None:
-    """Return the positions among the keys, if the kernel needs them."""
     key_filter = kernel.filter or kernel.near
     return None if key_filter is None else positions(call, key_filter)
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Split the queries into equal slices within the memory budget; a band's tiles are about as high as wide."""
+    """Split the queries into slices within the memory budget; with `reach`, tiles are about as high as wide."""
     batch, heads, queries = call.query.shape[:3]
-    # a band of at most `reach` keys on both sides of a tile of at most max(reach, 64) rows is less than 4 of these wide
+    # a tile of at most max(reach, 64) rows, with `reach` keys on both sides, is less than 4 · max(reach, 64) wide
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
     tile_bytes = TILE_BYTES_ON_GPU if call.query.is_cuda else TILE_BYTES
     height = max(16, tile_bytes // (4 * batch * heads * width))
@@ -240,7 +246,7 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
 
 
 def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
-    """Return the range of keys that some query of the tile may see; all keys if one of the queries may see none."""
+    """Return the range of keys that queries of the tile can see; all keys if one of these queries sees none."""
     keys = call.key.shape[2]
     start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
     if where is not None and reach is not None:
@@ -267,16 +273,16 @@ def _weights(call: Call, kernel: Kernel, key: Key, where: Positions | None, rows
         visible = where.keys_kept(kernel.filter, rows, columns)
         seen = visible if seen is None else seen & visible
     sinks = None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
+    sign = None
+    if kernel.signed:
+        sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     if kernel.near is not None and where is not None:
         near = where.keys_kept(kernel.near, rows, columns)
         near = near if seen is None else near & seen
         near_logits, largest = near_scores(call, kernel, key, near, rows, columns)
         log_k, sinks = torch.where(near, near_logits, log_k), None if sinks is None else sinks - largest
-    sign = None
-    if kernel.signed:
-        sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     if seen is not None:
-        # −∞, since a finite minimum would exceed log 0 = −∞ of allowed keys; a sink takes the weight of blind rows
+        # −∞, since allowed keys can have log 0 = −∞; rows that see no key are uniform, unless a sink takes their weight
         blind = ~seen.any(-1, keepdim=True) & (call.sinks is None)
         log_k = torch.where(seen, log_k, torch.where(blind, 0.0, -torch.inf).to(log_k.dtype))
         sign = None if sign is None else torch.where(blind, 1, sign)

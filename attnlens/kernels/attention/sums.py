@@ -1,4 +1,4 @@
-"""Fused attention: SDPA for kernels that are products, running sums for features, hybrids, and Primal-Attention."""
+"""Fused attention: SDPA for products, running sums for features, hybrids, and Primal-Attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attnlens.errors import ModelError, UsageError
-from attnlens.kernels.registry import NEAR_WEIGHT
-from attnlens.kernels.spec import Kernel, refuse_unpaired, score, smallest_kernel, wide
+from attnlens.kernels.attention.rows import near_scores
+from attnlens.kernels.spec import Kernel, refuse_unpaired, smallest_kernel, wide
 from attnlens.maths import ksvd
 from attnlens.records import Call
 
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     Scores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
     Multipliers = Float[Tensor, "heads scores"]
-    Near = Bool[Tensor, "#batch #heads rows columns"]
     Real = Bool[Tensor, "#batch #heads tokens"] | None  # which tokens are not padding; None for all
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
-    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v by the kernel's own q', k', s'; blind rows are zero.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's q', k', s'; blind rows are zero.
 
     No tensor of size queries × keys is made except the model's own mask, or its sum with the bias.
     """
@@ -48,7 +47,8 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
     if call.bias is not None:
         seen, mask = call.visible(), call.bias.to(call.query.dtype)
         mask = mask if seen is None else mask.masked_fill(~seen, -torch.inf)
-    if mask is None and call.causal:
+    causal = mask is None and call.causal
+    if causal:
         # with equally many queries and keys torch uses its fast kernel; no query sees the keys cropped here
         key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
     # torch's fast kernels need one head_dim for all three, on a GPU a multiple of 8; zeros change no product
@@ -56,7 +56,6 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
     width += -width % 8 if query.is_cuda else 0
     # `pad` copies even a tensor that has that width
     query, key, padded = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    causal = mask is None and call.causal
     output = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
     return output[..., : value.shape[-1]]
 
@@ -64,8 +63,7 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
 def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor, float]:
     """Return q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to terms that a row's softmax ignores.
 
-    For kernels that are products (exponential, rbf, cosine) head_dim is the same or one larger; otherwise q' is log k
-    itself and k' the identity. Raises ModelError for a kernel that can be negative, whose attention is not a softmax.
+    For kernels that are not products, q' is log k itself and k' the identity. Raises ModelError for a signed kernel.
     """
     if kernel.signed:
         problem = f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax."
@@ -77,7 +75,7 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
     return logits, identity.expand(*key.shape[:2], -1, -1), 1.0
 
 
-CHUNK = 64  # tokens whose pairs are computed one by one before they are added to the running sum
+CHUNK = 64  # tokens in a chunk, within which each pair is computed; other chunks enter by a running sum
 CHUNK_ON_GPU = 512  # 4 to 6 times as fast there as 64, since fewer operations are started
 
 
@@ -92,8 +90,8 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
     In float32 or better, with `smallest_kernel` added to φ(q_i)φ(k_j) as in Kernel.log: queries whose features
-    underflow attend uniformly, with signed features only those whose sums are all zero. A query that sees nothing gets
-    zero; one whose signed denominators cancel gets no finite number.
+    underflow attend uniformly; with signed features, only queries whose sums are all zero. A query that sees no key
+    gets zero; a query whose signed denominators cancel gets no finite number.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -123,7 +121,7 @@ Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", row
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute row i as φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ: pairs within a chunk by products, earlier keys by the sum."""
+    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: pairs within a chunk by products, earlier keys by the sum."""
     total, chunks, size = None, [], CHUNK_ON_GPU if query.is_cuda else CHUNK
     for start in range(0, query.shape[-2], size):
         rows = slice(start, start + size)
@@ -135,7 +133,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute row i as φ(q_i) Σ_j φ(k_j) v_jᵀ, in the order of products that needs fewer numbers."""
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i, in the order of products that needs less memory."""
     size = CHUNK_ON_GPU if query.is_cuda else CHUNK
     queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:
@@ -146,7 +144,7 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def find_reach(call: Call) -> Reach | None:
-    """Return the keys each query sums over; None unless the mask is causal, hides padded keys, both, or nothing."""
+    """Return the keys that each query sums over; None if a mask does more than causality and hiding padded keys."""
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
     if seen is None:
@@ -163,28 +161,12 @@ def find_reach(call: Call) -> Reach | None:
     return Reach(causal=True, real=real)
 
 
-def near_scores(
-    call: Call, kernel: Kernel, key: Key, near: Near, rows: slice, columns: slice | Int[Tensor, " columns"]
-) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
-    """Compute s_ij − max_near s_ij + log γ, and that maximum (0 if no key is near).
-
-    s are the model's own scores, bias included (Zhang et al. 2024, LoLCATs); keys are paired with their query heads.
-    """
-    scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
-    scores = scores if call.bias is None else scores + call.bias[..., rows, columns]
-    largest = scores.masked_fill(~near, -torch.inf).amax(-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    weight = kernel.fitted.get(NEAR_WEIGHT)
-    shifted = scores - largest
-    return shifted if weight is None else shifted + weight.to(shifted)[:, None, None], largest
-
-
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
-    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries visits the chunks of keys that its window
-    touches, and first tokens that are near to all; the others enter by Σ_j φ(k_j) v_jᵀ. In float32 or better, with
-    `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
+    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries is multiplied with the first tokens (sinks) and
+    with the chunks of keys in its window; other keys enter by Σ_j φ(k_j) v_jᵀ. In float32 or better, with
+    `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that sees no key gets zero.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # route guarantees both
@@ -196,7 +178,6 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
 
     def meet(rows: slice, columns: Int[Tensor, " columns"]) -> Tensor:
-        """Compute Σ w_ij v_j over the keys `columns`, near and far."""
         near = near_keys.keeps(places[rows], columns)
         far = ~near
         if causal:
@@ -216,7 +197,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     chunks = []
     for number, start in enumerate(starts):
         rows = slice(start, min(start + CHUNK, tokens))
-        # the chunks of keys first … last − 1 hold all that is near to some query of these rows
+        # the chunks first … last − 1 contain all keys that are near to a query of these rows
         first = max(0, start - distance) // CHUNK
         last = number + 1 if after is None else min(len(sums), (rows.stop + distance - 1) // CHUNK + 1)
         far = before[first] if after is None else before[first] + after[last]
@@ -229,9 +210,9 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
 
 def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return φ(q), φ(k) and the values of the far part, (batch, heads, tokens, …), φ(k) without padding and sinks.
+    """Return φ(q), φ(k) and the values of the far part; φ(k) is zero at padding and sinks.
 
-    The least number is appended to φ(q) and 1 to φ(k), and 1 to the values to sum the denominators.
+    A further feature adds `smallest_kernel` to each product; a further value of 1 sums the denominator.
     """
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in (call.query, call.paired_key))
@@ -242,33 +223,25 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
     return query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0)
 
 
-class PrimalInputs(NamedTuple):
-    """Features mapped linearly to scores: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
+def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
+    """Compute Fφ(q) and Fφ(k), in float32 or better, with the mask of real tokens (None: all are real).
 
-    query: Features  # Fφ(q), in float32 or better
-    key: Features  # Fφ(k), with keys repeated under GQA
-    real: Real = None  # which tokens are not padding; None for all
-
-
-def features(call: Call, samples: int = 0) -> PrimalInputs:
-    """Compute cosine features of a call's queries and keys, or of their running means if the mask is causal.
-
-    As in the published code, both are averaged over the tokens 0 … i *before* they are normalised. F is the identity if
-    `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's input). Raises
-    UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
+    φ normalises queries and keys; if the mask is causal, their means over the tokens 0 … i, as in the published code.
+    F is the identity if `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's
+    input). Raises UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
-    return PrimalInputs(*cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real)
+    return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real
 
 
 def cosine_features(
     query: Tokens, key: Tokens, real: Real, *, causal: bool, samples: int = 0, rows: Tokens | None = None
 ) -> tuple[Features, Features]:
-    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`, times `samples` rows (or keys)."""
-    query, key = wide(query), wide(key)
-    if causal:
-        query, key = running(query, real), running(key, real)
-    query, key = ksvd.unit(query), ksvd.unit(key)
+    """Compute x/‖x‖ of queries and keys, or of their running means if `causal`; with `samples`, project on rows.
+
+    The rows are evenly spaced among `rows`, or among the normalised keys if `rows` is None.
+    """
+    query, key = (ksvd.unit(running(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
         problem = "samples takes rows of the whole text, but the mask is causal: future tokens would leak."
         raise UsageError(problem, "Leave out samples: causal primal attention is data-independent.")
@@ -279,7 +252,7 @@ def cosine_features(
 
 
 def whole_reach(call: Call) -> Reach:
-    """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
+    """Return the keys that each query sums over; raise UsageError if primal scores are undefined for this call."""
     refuse_unpaired("primal", call.query.shape[2], call.key.shape[2], cross=call.cross)
     if (keys_reached := find_reach(call)) is None:
         problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a mask of padding."
@@ -299,8 +272,8 @@ def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Ten
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
-    maps = query_map, key_map, log_multipliers.exp()
-    objective = objectives(query @ query_map, key @ key_map, *maps, real, convention)
+    scores = query @ query_map, key @ key_map
+    objective = objectives(*scores, query_map, key_map, log_multipliers.exp(), real, convention)
     return ksvd.regulariser(objective[:, None], convention).mean()
 
 
@@ -309,8 +282,7 @@ def objectives(
 ) -> Float[Tensor, "batch heads"]:
     """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
     if real is not None:
-        # in the code convention ksvd.objective divides by all tokens: rescale to the real ones (at least 1: a sequence
-        # may be all padding)
+        # under "code" ksvd.objective divides by all tokens: rescale to the real ones (at least 1, for all-padding rows)
         count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]
         share = (real * (real.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
         e, r = e * share, r * share
@@ -318,9 +290,8 @@ def objectives(
 
 
 def running(x: Tokens, real: Real = None) -> Tokens:
-    """Compute row i as the mean of the kept rows among 0 … i; zero before the first kept row."""
+    """Compute row i as the mean of the real rows among 0 … i; zero before the first real row."""
     if real is None:
-        count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
-        return x.cumsum(-2) / count
+        return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
     count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
     return x.masked_fill(~real[..., None], 0.0).cumsum(-2) / count

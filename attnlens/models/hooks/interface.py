@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,16 +28,12 @@ from attnlens.records import Call, Site
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
 """Families whose attention goes through transformers' interface, for error messages."""
 PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
-"""Name endings of modules whose names contain "Attention" although they do not compute it."""
+"""Endings of class names that contain "Attention" although the module does not compute it."""
 
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Use the attention implementation `name` inside the `with`, and restore every configuration after it.
-
-    Parts that were set to eager attention use `in_place_of_eager`, if it is given. A part that computes its attention
-    by hand can only be set to eager.
-    """
+    """Use the attention implementation `name` (`in_place_of_eager` in parts set to eager) inside the `with`."""
     previous = _implementations(model)
     try:
         _choose(model, name, in_place_of_eager or name)
@@ -49,8 +45,8 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 
 def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
-    """Set the implementation of each part that uses transformers' interface; return whether there is such a part."""
-    # private: transformers offers no public test; its setter only logs a warning about a class without the interface
+    """Set the implementation of all parts that use transformers' interface; return whether there are such parts."""
+    # private: transformers has no public test; its setter only logs a warning about a class without the interface
     parts = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
     ]
@@ -71,7 +67,6 @@ def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """Return every configuration that names an attention implementation, with that name."""
     # private: no public attribute of a configuration has the name
     configs = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation) for config in configs]
@@ -80,22 +75,21 @@ def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """Build the error for a model without readable attention, from reasons by path and the modules that ran."""
-    name = type(model).__name__
+    """Build the error for a model without readable attention; `refused` are reasons by path, `ran` modules that ran."""
+    name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
-        return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
+        return ModelError(f"{name} can't be read: at {path}, {reason}.", remedy)
     if not any(map(is_attention, model.modules())):
-        problem = f"{name} has no softmax attention that attnlens can reach."
-        return ModelError(problem, f"Choose another model: {IN_REACH}.")
+        return ModelError(f"{name} has no softmax attention that attnlens can reach.", remedy)
     if ran is not None and not any(map(is_attention, ran)):
         return ModelError(f"{name} does not run attention on this input.", "Give an input that reaches its attention.")
     problem = f"{name} has its own attention code, without a softmax over query–key products that weights the values."
-    return ModelError(problem, f"Choose a model with softmax attention: {IN_REACH}.")
+    return ModelError(problem, remedy)
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module's class name contains "Attention" and does not end like that of a helper module."""
+    """Return whether a module's class is named attention: its name contains "Attention" and does not end in PIECES."""
     name = type(module).__name__
     return "Attention" in name and not name.endswith(PIECES)
 
@@ -103,7 +97,7 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: Keywords
 ) -> Call:
-    """Convert the arguments of transformers' attention functions to a Call; raise ModelError for an unsupported one."""
+    """Convert the arguments of an attention function of transformers to a Call; raise ModelError if unsupported."""
     scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
     if more.get("sinks") is not None:
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
@@ -111,7 +105,7 @@ def read_call(
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
         raise ModelError(f"{name} scales its scores by a complex number, {scaling:.3g}.", "Correct its config.json.")
     key, value = pair_heads(key, value)
-    if mask is not None:  # one row may apply to all queries (LightGlue)
+    if mask is not None:  # a mask can have one row for all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
     allowed, added = split_mask(mask)
     bias = more.get("position_bias")
@@ -119,21 +113,14 @@ def read_call(
         bias = bias + added
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    places = more.get("position_ids")
-    call = Call(
-        *(query, key, value),
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        allowed,
-        causal=mask is None and query.shape[2] > 1 and bool(is_causal),  # the rule of transformers' SDPA function
-        bias=added if bias is None else bias,
-        softcap=more.get("softcap"),
-        sinks=more.get("s_aux"),
-        dropout=(more.get("dropout") or 0.0) if module.training else 0.0,
-        module=module,
-        places=places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None,
-    )
-    # A sparse model's indexer chooses the keys of each query. transformers' own functions get them as part of the mask,
-    # others as indices of keys or of blocks (MiniMax-M3).
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    causal = mask is None and query.shape[2] > 1 and bool(is_causal)  # the rule of transformers' SDPA function
+    places, softcap, sinks = (more.get(name) for name in ("position_ids", "softcap", "s_aux"))
+    places = places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None
+    dropout = (more.get("dropout") or 0.0) if module.training else 0.0
+    terms = allowed, causal, added if bias is None else bias, softcap, sinks, dropout
+    call = Call(query, key, value, scale, *terms, module=module, places=places)
+    # A sparse model's indexer chooses the keys of each query, here by indices of keys or of blocks (MiniMax-M3).
     indices, blocks = more.get("indices"), more.get("block_indices")
     if indices is None and blocks is None:
         return call
@@ -147,7 +134,7 @@ def read_call(
     return dataclasses.replace(call, allowed=chosen if visible is None else chosen & visible, causal=False)
 
 
-NAMES = "attnlens_"  # prefix of the names under which attnlens registers its answers with transformers
+NAMES = "attnlens_"  # prefix of the attention functions that attnlens registers with transformers
 _name_numbers = count()
 _answered_models: WeakSet[nn.Module] = WeakSet()  # also those in which no configuration names an implementation
 
@@ -161,10 +148,9 @@ def answer_calls(
     content: Collection[Tensor] | None = None,
     prove: bool = False,
 ) -> Iterator[Refused]:
-    """Context manager: compute all attention of `model` with `answer`; restore the model on exit.
+    """Compute all attention of `model` with `answer` inside the `with`; yield the reason for each unreadable module.
 
-    Attention that goes through transformers' interface is answered there. Hand-written attention is traced in `modules`
-    (None: all); `content` and `prove` are passed to `trace_attention`. Yields the reason for each unreadable module.
+    Hand-written attention is traced in `modules` (None: all), with `content` and `prove` as in `trace_attention`.
     """
     names = _register(f"{NAMES}{next(_name_numbers)}", answer)
     trace: AbstractContextManager[Refused] = nullcontext({})
@@ -184,62 +170,43 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently compute a model's attention with `answer`, registered as `name`. Raises ModelError without any."""
+    """Permanently compute a model's attention with `answer`, registered as `name`; raise ModelError if it has none."""
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers, and return its names in place of the SDPA and of the eager function.
-
-    Each name also gets a mask function; without one, transformers silently passes None as the mask.
-    """
+    """Register `answer` with transformers; return the names that replace the SDPA and the eager function."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, None]:
-        # private: the public `DisableTorchFunctionSubclass` leaves modes on, and the answer itself must not be traced
+        # private: the public `DisableTorchFunctionSubclass` does not disable modes, but the answer must not be traced
         with torch._C.DisableTorchFunction():
             output = answer(read_call(module, query, key, value, attention_mask, more))
             # transformers' own functions return contiguous tensors, and some modules rely on it
             return output.contiguous(), None
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    # eager functions apply no causal mask of their own
+    AttentionMaskInterface.register(name, sdpa_mask)  # without it, transformers silently passes None as the mask
+    # eager functions do not add a causal mask
     AttentionInterface.register(f"{name}_eager", lambda *args, **more: attention(*args, **more | {"is_causal": False}))
     AttentionMaskInterface.register(f"{name}_eager", eager_mask)
     return name, f"{name}_eager"
 
 
-@dataclass
+@dataclass(frozen=True)
 class CallCounter:
-    """Counts calls while attention is watched or replaced, so that each call can be matched to its site."""
+    """Number of calls of each attention module while attention is watched or replaced."""
 
-    sites: Mapping[str, Sequence[Site]]  # expected sites by path, in the order of their calls
-    names: Mapping[nn.Module, str]  # module → dotted path
-    calls: Counter[str] = field(default_factory=Counter)  # number of calls so far, by path
-
-    def site(self, module: nn.Module) -> Site:
-        """Return the site of the module's next call, or raise ModelError if no site of the module is known."""
-        path = self.names[module]
-        if path not in self.sites:
-            problem = f"{path} runs on this input, but did not run on the input used to find the sites."
-            raise ModelError(problem, "Give inputs of the same kind in both calls.")
-        self.calls[path] += 1
-        return self.sites[path][(self.calls[path] - 1) % len(self.sites[path])]
-
-    def begin(self, *_: object) -> None:
-        """Start a pass: set ordinals back to 0, even if an exception ended the previous pass."""
-        for path in self.calls:
-            self.calls[path] += -self.calls[path] % len(self.sites[path])
+    calls: Counter[str] = field(default_factory=Counter)  # by the module's path
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """The kernel that replaces a site's own, and the heads in which it does."""
+    """The kernel that replaces the model's own at a site, and the heads in which it does."""
 
-    kernel: Kernel  # the new kernel; its fitted parameters are those of `heads`, in their order
+    kernel: Kernel  # its fitted parameters are those of `heads`, in their order
     heads: tuple[int, ...] | None = None  # query heads; None for all
 
 
@@ -270,17 +237,28 @@ def replace(
 ) -> Iterator[CallCounter]:
     """Compute the sites of `swaps` with their new kernels by the route `path`, other sites with the model's own.
 
-    `visit` is called with each attention computation at the sites of `swaps`, and `answered` with its answer, (batch,
-    queries, heads, value_dim). Raises UsageError if a kernel does not support a site and, with `every_site`, ModelError
-    at the end of the `with` if a site of `swaps` was never reached.
+    `visit` gets each attention computation at the sites of `swaps`, and `answered` its output, (batch, queries, heads,
+    value_dim). Raises UsageError if a kernel does not support a site and, with `every_site`, ModelError at the end of
+    the `with` if a site of `swaps` was never reached.
     """
     by_path = defaultdict[str, list[Site]](list)
     for site in sorted(sites, key=attrgetter("ordinal")):
         by_path[site.path].append(site)
-    counter = CallCounter(dict(by_path), {module: name for name, module in model.named_modules()})
+    paths = {module: path for path, module in model.named_modules()}
+    counter = CallCounter()
+    calls = counter.calls  # the number of a call identifies its site
+
+    def begin_pass(*_: object) -> None:  # also after a pass that an exception ended
+        for path in calls:
+            calls[path] += -calls[path] % len(by_path[path])
 
     def answer(call: Call) -> Tensor:
-        site = counter.site(cast("nn.Module", call.module))
+        place = paths[cast("nn.Module", call.module)]
+        if place not in by_path:
+            problem = f"{place} runs on this input, but did not run on the input used to find the sites."
+            raise ModelError(problem, "Give inputs of the same kind in both calls.")
+        site = by_path[place][calls[place] % len(by_path[place])]
+        calls[place] += 1
         call = dataclasses.replace(call, cross=site.part == "cross")
         if site not in swaps:
             return attend(call, OWN)
@@ -292,10 +270,10 @@ def replace(
         return output
 
     traced = [model.get_submodule(site.path) for site in sites if site.traced]
-    counter_hook = model.register_forward_pre_hook(counter.begin)
+    counter_hook = model.register_forward_pre_hook(begin_pass)
     with remove_hooks([counter_hook]), answer_calls(model, answer, modules=traced):
         yield counter
-    missed = [site.name for site in swaps if not counter.calls[site.path]]
+    missed = [site.name for site in swaps if not calls[site.path]]
     if missed and every_site:
         problem = f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}."
         raise ModelError(problem, "Run a forward pass that uses these layers, or leave them out with --layers.")

@@ -27,40 +27,35 @@ from attnlens.models.trace import Keywords, Refused, call_arguments, remove_hook
 from attnlens.records import Call, Site
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""Tower of each modality, keyed by transformers' name for the modality."""
+"""Tower by transformers' name of its modality."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Return each module's tower if the model has more than one, and an empty dict if it has a single encoder.
-
-    A tower is the innermost submodel around a module that declares one input modality; a decoder is not a tower.
-    """
-    by_module: dict[nn.Module, Part] = {}
+    """Return the tower of each module: the modality of the innermost submodel around it, if the model has several."""
+    by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
             declared = inner.input_modalities
             modalities = [declared] if isinstance(declared, str) else declared
             parts = {OF_MODALITY[modality] for modality in modalities if modality in OF_MODALITY}
-            for module in inner.modules():
-                by_module.pop(module, None)
-            if len(parts) == 1:
-                by_module |= dict.fromkeys(inner.modules(), parts.pop())
+            by_module |= dict.fromkeys(inner.modules(), parts.pop() if len(parts) == 1 else None)
     decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
-    for module in decoder.modules() if isinstance(decoder, nn.Module) else ():
-        by_module.pop(module, None)
-    return by_module if len(set(by_module.values())) > 1 else {}
+    if isinstance(decoder, nn.Module):
+        by_module |= dict.fromkeys(decoder.modules())
+    known = {module: part for module, part in by_module.items() if part is not None}
+    return known if len(set(known.values())) > 1 else {}
 
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """Names under which transformers' attention modules take the other sequence of a cross-attention."""
 
 UNTRACED = "it has no softmax over query–key products that weights the values"
-"""Reason why a module that runs, and whose class is named attention, is not a site."""
+"""Why a module that runs, and whose class name contains "Attention", is not a site."""
 
 
 @dataclass(frozen=True)
 class SiteCall:
-    """A site that a forward pass reached, with the arguments of its module's call."""
+    """A site that a forward pass reached, with the call of its module."""
 
     site: Site
     module: nn.Module
@@ -74,7 +69,7 @@ class SiteCall:
 
     @property
     def other(self) -> str | None:
-        """Name of the argument with the other sequence of a cross-attention; None if there is none."""
+        """Name of the argument that is the other sequence of a cross-attention; None in self-attention."""
         return _other_input(self.arguments)
 
     @property
@@ -92,10 +87,15 @@ class SiteCall:
         """Return inputs of the module as (batch, tokens, …, d_model), by default with the `layout` of this call."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
+    def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the `sequences` of queries and of keys; they are the same except in cross-attention."""
+        names = self.input_name, self.other or self.input_name
+        return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
+
 
 @dataclass(frozen=True)
 class Survey:
-    """The attention that one forward pass of a model showed."""
+    """The attention found in one forward pass of a model."""
 
     model: PreTrainedModel
     sites: list[SiteCall]  # in the order of their calls
@@ -110,21 +110,21 @@ class Survey:
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
         missed: dict[str, str | None] = dict(refused)
         for name, module in named.items():
-            contains_attention = any(is_attention(child) for child in module.modules() if child is not module)
-            contains_site = any(part in parts_of_sites for part in module.modules())
+            parts = list(module.modules())
             covered = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in refused)
-            if is_attention(module) and not (contains_attention or contains_site or covered):
+            innermost = is_attention(module) and not any(map(is_attention, parts[1:]))
+            if innermost and not covered and parts_of_sites.isdisjoint(parts):
                 missed[name] = UNTRACED if module in self.ran else None
         return missed
 
 
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
-    """Return the sites of one forward pass, in order. Raises ModelError if no attention can be read."""
+    """Return the sites of one forward pass in order; raise ModelError if no attention can be read."""
     return run_survey(model, inputs).sites
 
 
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
-    """Run one forward pass and return the attention it shows. Raises ModelError if no attention can be read."""
+    """Run one forward pass and return the attention found; raise ModelError if none can be read."""
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
     ran = set[nn.Module]()
@@ -142,9 +142,9 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
         if not min(call.query.shape[2], call.key.shape[2]):
             raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give an input that reaches it.")
         calls.append((module, call, call_arguments(module, *running[module])))
-        return attend(call, OWN, "eager")
+        return recompute(call)
 
-    # Hook all modules, since it is not known which compute attention; only those running are kept.
+    # hook all modules, since it is not known which compute attention
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in paths]
     hooks += [module.register_forward_hook(leave) for module in paths]
     with remove_hooks(hooks), torch.no_grad(), answer_calls(model, answer, prove=True) as refused:
@@ -165,10 +165,8 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
-    """Return the model's outputs without a cache, with the same random draws in every pass in eval mode (ViTMAE).
-
-    `use_cache` is changed in all configurations, because submodels do not receive the argument.
-    """
+    """Return the model's outputs without a cache; in eval mode with the same random draws in all passes (ViTMAE)."""
+    # in all configurations, since submodels do not receive the argument `use_cache`
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
@@ -177,7 +175,7 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=draws):
             if draws and device.type == "cpu":
                 torch.default_generator.manual_seed(0)
-            elif draws:  # seeds all devices, and records the stack trace for devices that are not initialised yet
+            elif draws:  # slower: seeds all devices, and records a stack trace for uninitialised ones
                 torch.manual_seed(0)
             return model(**inputs, **without_cache(model), **more)
     finally:
@@ -186,12 +184,12 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """Return the argument that keeps a model from filling a cache, if its `forward` has one."""
+    """Return the argument that prevents a cache, if the model's `forward` has it."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs without padding, whose queries may see no key; nested ones if alone."""
+    """Return the floating-point outputs without padding, whose queries may see no key; nested outputs if no others."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -202,7 +200,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert real and complex tensors, also in tuples, lists and dictionaries, to double precision (on a device)."""
+    """Convert real and complex tensors, also in tuples, lists and dicts, to double precision, and move them."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -221,13 +219,12 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a (batch, tokens) mask of a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
+    """Return a float32 mask of a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
     mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return ones if mask is None else mask.to(ones)
 
 
 def _padding_mask(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the attention mask that has the tensor's first two axes; a decoder's mask takes precedence."""
     masks = [inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
     return next((mask for mask in masks if mask.shape == tensor.shape[:2]), None)
 
@@ -241,7 +238,6 @@ def _other_input(arguments: Mapping[str, object]) -> str | None:
 
 
 def _part(call: Call, arguments: Mapping[str, object]) -> Part:
-    """Return the part of a call: "cross" if it has another sequence, "decoder" if causal, "encoder" otherwise."""
     if _other_input(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     above = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).triu(1)
@@ -252,7 +248,7 @@ def _part(call: Call, arguments: Mapping[str, object]) -> Part:
 
 @contextmanager
 def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the latest inputs of these sites' modules inside the `with`: module → (batch, tokens, d_model)."""
+    """Record the last input of each site's module inside the `with`: module → (batch, tokens, d_model)."""
     latest: dict[nn.Module, Tensor] = {}
     by_module = {target.module: target for target in sites}
 
@@ -260,8 +256,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
         site = by_module[module]
         latest[module] = site.sequences(call_arguments(module, args, kwargs)[site.input_name])
 
-    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in by_module]
-    with remove_hooks(hooks):
+    with remove_hooks([module.register_forward_pre_hook(record, with_kwargs=True) for module in by_module]):
         yield latest
 
 
@@ -275,7 +270,7 @@ def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield the same computation without padding: sequence by sequence, or whole if there is no padding."""
+    """Yield the call without padding: sequence by sequence, or as a whole if there is no padding."""
     masked = hiding_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -284,28 +279,23 @@ def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> It
 def real_parts(
     allowed: Tensor | None, sequences: int, part: Part
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
-    """Yield the sequences of a batch with the indices of their queries and keys that are not padding, if there are any.
+    """Yield the sequences of a batch with the indices of their queries and keys that are not padding.
 
-    A key that no query may see is padding; in cross-attention so is a query that may see no key.
+    Keys that no query sees are padding; in cross-attention so are queries that see no key. Unpadded batches are whole.
     """
-    whole = list(range(sequences)), slice(None), slice(None)
-    if allowed is None:
-        yield whole
-        return
-    keys = allowed.any(dim=-2).any(dim=-2).expand(sequences, -1)
-    queries = allowed.any(dim=-1).any(dim=-2).expand(sequences, -1) if part == "cross" else keys
+    keys = queries = torch.ones(1, 1, dtype=torch.bool)
+    if allowed is not None:
+        keys = allowed.any(dim=-2).any(dim=-2).expand(sequences, -1)
+        queries = allowed.any(dim=-1).any(dim=-2).expand(sequences, -1) if part == "cross" else keys
     if bool(keys.all()) and bool(queries.all()):
-        yield whole
+        yield list(range(sequences)), slice(None), slice(None)
         return
     for sequence in keys.any(-1).nonzero().flatten().tolist():
         yield [sequence], queries[sequence].nonzero().squeeze(-1), keys[sequence].nonzero().squeeze(-1)
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return the path and module of each block that runs exactly once in a forward pass, in order of execution.
-
-    Blocks are the elements of the outermost module lists. A model that calls one module repeatedly (ALBERT) has none.
-    """
+    """Return path and module of the elements of outermost module lists that run once, in order of execution."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -315,8 +305,7 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
     handles = [block.register_forward_hook(lambda module, _args, _output: order.append(module)) for block in in_lists]
     with remove_hooks(handles), torch.no_grad():
         forward(model, inputs)
-    calls = Counter(order)
-    return [(in_lists[block], block) for block in order if calls[block] == 1]
+    return [(in_lists[block], block) for block, calls in Counter(order).items() if calls == 1]
 
 
 @contextmanager
@@ -352,7 +341,7 @@ def replay_outputs(
 def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected: dict[Site, Tensor]) -> Iterator[None]:
     """Collect in `collected` the attention weights that transformers' eager attention computes inside the `with`.
 
-    They come from the site's softmax if its shape fits; otherwise (a sink adds a column) from the module's output.
+    Weights come from the site's softmax, or from the module's output if the softmax has other axes (with a sink).
     """
     by_call = {(target.module, target.site.ordinal): target for target in sites}
     softmaxes, calls = Counter[nn.Module](), Counter[nn.Module]()
@@ -370,21 +359,19 @@ def collect_weights(model: PreTrainedModel, sites: Sequence[SiteCall], collected
     def search_output(module: nn.Module, _args: object, output: object) -> None:
         calls[module] += 1
         for part in output if isinstance(output, tuple) and softmaxes[module] < calls[module] else ():
-            collect(module, calls[module] - 1, part)  # keeps the last one: T5 returns its position bias first
+            collect(module, calls[module] - 1, part)  # the last part counts: T5 returns its position bias first
 
     handles = [module.register_forward_hook(search_output) for module in {target.module for target in sites}]
-    unused = attrgetter("value")  # the model does not use the answer
-    tracer = trace_attention(model, unused, prove=True, on_weights=collect_softmax)
+    # with `prove` the model does not use the answer
+    tracer = trace_attention(model, attrgetter("value"), prove=True, on_weights=collect_softmax)
     with remove_hooks(handles), implementation(model, "eager"), tracer:
         yield
 
 
 IDENTITY_TOLERANCE = 1e-5
-"""Largest relative difference between a model's outputs and those under attention recomputed by attnlens.
-
-float64 rebuilds of 44 architectures differ by at most 2e-6; a dropped softcap or mask moves outputs by over 0.1.
-"""
-PART = 2**22  # output numbers compared at once, to limit the memory of their float64 copies
+"""Largest relative difference between a model's outputs and those with recomputed attention: at most 2e-6 in float64
+for 44 architectures, and over 0.1 without a softcap or mask."""
+PART = 2**22  # numbers compared at once, to limit the memory of their float64 copies
 
 Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
 """Maps a site to a context in which its module, and the model the module belongs to, compute in float64."""
@@ -394,8 +381,8 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
     """Compute ‖original − recomputed‖ / ‖original‖ over the model's outputs.
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
-    by site, each module in float64 on its inputs in the unmodified model, unless a module cannot run so or the model
-    does not repeat its outputs. `precise` provides the float64 modules; None widens the model's own, one by one.
+    by site, each module in float64 on its inputs in the unmodified model, unless a module cannot compute in float64 or
+    two passes of the model differ. `precise` provides the float64 modules; None converts the model's, one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -415,8 +402,8 @@ def recompute(call: Call) -> Tensor:
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest error of any site's module on its own inputs, measured in one pass of the unmodified model."""
-    waiting: dict[nn.Module, list[SiteCall]] = defaultdict(list)
+    """Return the largest error of a site's module on its inputs, measured in one pass of the unmodified model."""
+    waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
     errors: list[Tensor] = []
@@ -433,13 +420,8 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
     return float(torch.stack(errors).max())
 
 
-def _site_error(
-    target: SiteCall, arguments: Mapping[str, object], inputs: Mapping[str, Tensor], precise: Precise
-) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64, on its inputs in the unmodified model.
-
-    Raises RuntimeError if the module computes no attention when run alone, so that nothing was recomputed.
-    """
+def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
+    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError if it can't run alone."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:
@@ -462,7 +444,7 @@ def _site_error(
 
 @contextmanager
 def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Let the site's module compute in float64 inside the `with`, and restore its original numbers at the end."""
+    """Convert the site's module to float64 inside the `with`, and restore its original numbers at the end."""
     module = target.module
     originals = {part: part.data for part in (*module.parameters(), *module.buffers()) if part.is_floating_point()}
     upcasting = _stop_upcasting(module)
@@ -478,7 +460,7 @@ def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrained
 
 
 def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
-    """Change and return the parts that were set to compute their attention in float32 whatever their dtype (GPT-2)."""
+    """Change and return the parts that are set to compute attention in float32 whatever their dtype (GPT-2)."""
     upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
     for part in upcasting:
         part.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
@@ -486,9 +468,9 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Switch off what refuses float64 in a model loaded by attnlens: grouped experts, and GPT-2's float32 attention."""
+    """Disable grouped experts and GPT-2's float32 attention, which cannot compute in float64."""
     for module in model.modules():
-        # private: transformers offers no public test of whether a model has such experts
+        # private: transformers has no public test for such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
             module.set_experts_implementation("eager")
     _stop_upcasting(model)

@@ -35,24 +35,20 @@ from attnlens.models.trace.scores import (
 )
 from attnlens.records import Call
 
-TOLERANCE = 1e-4
-"""Largest relative difference between a prediction and the result of the model's own steps: above float32's rounding
-over a long sum, and far below the difference that a wrong query, key or mask makes."""
-
-
-ROUNDINGS = 32  # roundings allowed between two values that a few steps in one dtype compute from one number
+TOLERANCE = 1e-4  # relative: above the float32 rounding of a long sum, far below the effect of a wrong query or mask
+ROUNDINGS = 32  # roundings by which two results of a few steps from the same number can differ
 
 
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return factor, visible pairs and bias of scores = factor · product + bias, up to a term per query.
 
-    The map gives `zero` for a product of 0 and `scores` for `signs`, (queries, keys). The factor is (heads,). Raises
-    UnreadableError if the factor differs in a head, or is 0.
+    `zero` are the scores for a product of 0, and `scores` those for the product `signs`, (queries, keys). The factor is
+    (heads,). Raises UnreadableError if the factor differs within a head, or is 0.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
     allowed, bias = split_mask(zero)
-    # pairs that no product changes are masked too: by a factor of 0, or by a number so large that scores are lost in it
+    # pairs that no product changes are masked too: by a factor of 0, or by a large number that absorbs the score
     visible = (scores != zero) if allowed is None else allowed & (scores != zero)
     products = _centre(signs.to(zero), visible)
     gain = _centre(scores - zero, visible)
@@ -67,7 +63,7 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
 
 
 def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor) -> None:
-    """Raise UnreadableError if the model's steps on other queries and keys do not give factor · ⟨query, key⟩ + bias."""
+    """Raise UnreadableError unless the model's scores of other queries and keys are factor · ⟨query, key⟩ + bias."""
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
     predicted = _centre(factor.view(1, -1, 1, 1) * product, visible)
     moved = _centre(scores.to(zero) - zero, visible)
@@ -79,12 +75,12 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the largest relative difference explained by rounding, for results that a module computes in this type."""
+    """Return the largest relative difference of results in this type that rounding explains."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: half precision, through a few steps
 
 
 def _centre(scores: Tensor, visible: Tensor) -> Tensor:
-    """Centre scores over the keys each query sees, with 0 elsewhere; without centring if no query sees two keys."""
+    """Centre scores over the keys each query sees, unless all queries see fewer than two; 0 elsewhere."""
     masked = torch.where(visible, scores, 0.0)
     if bool((visible.sum(-1) < 2).all()):
         return masked
@@ -92,12 +88,12 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
     return torch.where(visible, masked - mean, 0.0)
 
 
-Tokens = tuple[int, ...] | None  # sequences and tokens of a module's first floating-point input; None without one
+Tokens = tuple[int, ...] | None  # axes of a module's first floating-point input without the last; None: no such input
 
 
 @dataclass(frozen=True)
 class Lead:
-    """The leading axes of queries, keys and scores; heads are one of them, or the inner part of the only one."""
+    """The leading axes of queries, keys and scores; heads are one of the axes, or the inner part of a single axis."""
 
     shape: tuple[int, ...]
     axis: int  # axis of the heads, where a single axis counts as (sequences, heads)
@@ -105,17 +101,17 @@ class Lead:
 
     @property
     def _whole(self) -> tuple[int, ...]:
-        """The axes, with heads as an axis of their own."""
+        """The axes, with the heads as a separate axis."""
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
-        """Return the same axes, merged or separated like those of another tensor."""
+        """Return the axes merged or separated as in a tensor with these leading axes."""
         if self.axis != 1 or {len(shape), len(self.shape)} != {1, 2}:
             return self
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b); heads stay 1 if one entry serves all of them."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or (batch, 1, a, b) if all heads share an entry."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -125,17 +121,16 @@ class Lead:
         return tensor.expand(*sizes, *last).movedim(self.axis, -3).reshape(-1, heads, *last)
 
     def back(self, output: Tensor) -> Tensor:
-        """Reshape (batch, queries, heads, value_dim) to (…, queries, value_dim), with the original order of axes."""
+        """Reshape (batch, queries, heads, value_dim) to (leading axes, queries, value_dim)."""
         others = [size for axis, size in enumerate(self._whole) if axis != self.axis]
         separated = output.transpose(1, 2).reshape(*others, self.heads, *output.shape[1::2])
         return separated.movedim(-3, self.axis).reshape(*self.shape, *separated.shape[-2:])
 
 
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
-    """Determine the axes of scores with these numbers of queries and keys, in a module called with these tokens.
+    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
 
-    There are as many heads as queries per token, or as keys per token if a module pools its queries. Four axes are
-    (sequences, heads, queries, keys). Raises UnreadableError if the axis of the heads is ambiguous.
+    There are as many heads as queries per token, or as keys per token if a module pools its queries.
     """
     total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
@@ -143,7 +138,7 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
         if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
             raise unreadable(f"its heads can't be distinguished from its sequences: {axes}")
         return Lead(shape, 1, counts[0])
-    # Exclude the first axis of a lone sequence: tokens cannot be counted if channels come before them (SqueezeBERT).
+    # exclude the axis of a single sequence, since channels that precede tokens are counted as tokens (SqueezeBERT)
     lone = {0} if tokens and tokens[0] == shape[0] == 1 else set[int]()
     fitting = [axis for axis, size in enumerate(shape) if size in counts and axis not in lone]
     if 1 in fitting or (len(shape) == 2 and not fitting):
@@ -156,7 +151,7 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
 def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
     """Return the Call of a softmax whose weights sum up `value`, (…, keys, value_dim), in a module called with tokens.
 
-    Raises UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ plus a term without their product.
+    Raises UnreadableError unless the scores are factor · ⟨query, key⟩ plus a term that does not depend on both.
     """
     scores = softmax.scores()
     product = scores.product
@@ -171,7 +166,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
         moved_query, moved_key = map(lead.split, scores.moved)
         check_moved(moved_query, moved_key, factor, visible, zero, *moved)
     query, scale = lead.split(product.left), float(factor[0].detach())
-    # a Call has one scale: if heads have different factors, the queries contain them
+    # a Call has one scale: different factors of heads become part of the queries
     if bool(((factor - scale).abs() > ROUNDINGS * torch.finfo(factor.dtype).eps * abs(scale)).any()):
         query, scale = query * factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
@@ -196,21 +191,15 @@ def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[
         part if part.dim() == 4 and lead.axis == 1 and part.shape[0] == lead.shape[0] else lead.split(part)
         for part in (key, arguments["value"])
     ]
-    call = Call(
-        *(lead.split(query), *pair_heads(*with_batch)),
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
-        allowed,
-        causal=bool(arguments.get("is_causal")),
-        bias=bias,
-        dropout=arguments.get("dropout_p") or 0.0,
-        module=module,
-        traced=True,
-    )
-    return call, lead
+    key, value = pair_heads(*with_batch)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    causal, dropout = bool(arguments.get("is_causal")), arguments.get("dropout_p") or 0.0
+    options: Keywords = {"bias": bias, "dropout": dropout, "module": module, "traced": True}
+    return Call(lead.split(query), key, value, scale, allowed, causal, **options), lead
 
 
 def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys or of values if they have fewer, so that both have equally many."""
+    """Repeat the heads of keys or of values, so that both have equally many."""
     if key.shape[1] == value.shape[1]:
         return key, value
     heads = max(key.shape[1], value.shape[1])
@@ -220,7 +209,9 @@ def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # parameters of torch's fused attention
 
-Refused = dict[nn.Module, str]  # unreadable attention that was found: maps the module that computes it to the reason
+Refused = dict[nn.Module, str]  # modules with unreadable attention → reason
+RunningModule = tuple[nn.Module, Tokens]  # a module that is running, and the axes of its input
+SiteReader = Callable[[nn.Module, Tokens], tuple[Call, Lead]]
 
 
 @contextmanager
@@ -245,11 +236,10 @@ def trace_attention(
 ) -> Iterator[Refused]:
     """Let `answer` replace each weighted sum of hand-written attention in `model` inside the `with`.
 
-    Only `modules` are traced, all if None. `content` are the tensors that carry the model's content, by default its
-    inputs except masks and positions. With `prove` the model continues with its own sums, which are compared with the
-    traced ones. Attention that does not agree is refused and left to the model; in `modules`, which were read before,
-    it raises a ModelError. `on_weights` gets the module and the model's own attention weights, (batch, heads, queries,
-    keys).
+    Yields the reason for each module whose attention is unreadable and left to the model; in `modules`, which were read
+    before, it raises ModelError instead. Only `modules` are traced (None: all). `content` are the tensors on which
+    queries and keys depend, by default the model's inputs except masks and positions. With `prove` the model continues
+    with its own sums, which must agree. `on_weights` gets each module and its weights, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]
@@ -267,11 +257,11 @@ class _Tracer(TorchFunctionMode):
     on_weights: Callable[[nn.Module, Tensor], None] | None
     refused: Refused = field(default_factory=dict)
     known: Provenance = field(default_factory=Provenance)
-    running: list[tuple[nn.Module, Tokens]] = field(default_factory=list)  # outermost first
+    running: list[RunningModule] = field(default_factory=list)  # outermost first
     constants: set[int] = field(default_factory=set)  # addresses of the parameters and buffers
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Add a module that starts to the running modules (hook); record the inputs of the outermost one."""
+        """Add a module to the running modules (hook); record the inputs of the outermost module."""
         with torch._C.DisableTorchFunction():  # private: only it also disables modes, such as this tracer
             if not self.running:
                 state = (*module.parameters(), *module.buffers())
@@ -283,7 +273,7 @@ class _Tracer(TorchFunctionMode):
             self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
     def leave(self, *_: object) -> None:
-        """Remove the module that ends from the running modules (hook)."""
+        """Remove the innermost of the running modules (hook)."""
         self.running.pop()
 
     def __torch_function__(
@@ -291,7 +281,7 @@ class _Tracer(TorchFunctionMode):
     ) -> object:
         call = FunctionCall(function, args, kwargs or {})
         if function is F.multi_head_attention_forward:
-            with self:  # its steps are traced like those of any other module
+            with self:  # trace its steps
                 return _plain_multi_head(*args, **call.kwargs)
         if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.run(call)
@@ -301,11 +291,10 @@ class _Tracer(TorchFunctionMode):
             result = self._answer_fused(call)
         else:
             pair = operands(call)
-            constant = (
-                any(  # a weight offloaded to disk has a different address in every pass, but is still a Parameter
-                    isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants
-                    for part in pair or ()
-                )
+            # a weight offloaded to disk has a different address in every pass, but is still a Parameter
+            constant = any(
+                isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants
+                for part in pair or ()
             )
             weights = next((part for part in pair or () if part in self.known.weights), None)
             if pair is None or (constant and weights is None and function is torch.einsum):  # it may mix heads
@@ -323,7 +312,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
-        """Compute a product; it starts new scores unless one side is a weight of the model."""
+        """Compute a product, and trace it as scores unless one side is a weight of the model."""
         result: Tensor = call.run()
         dependent = [part in self.known.inputs for part in pair]
         if any(dependent):
@@ -342,13 +331,13 @@ class _Tracer(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if logits in self.known.inputs:
             self.known.inputs[result] = True
-        # without scores, the softmax is not over keys but over experts or classes
+        # a softmax without traced scores is over experts or classes, not over keys
         if dim in (-1, logits.dim() - 1) and (carried := self.known.scores.get(logits)):
             self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
     def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Compute a product of attention weights and `values` (None for another product), and replace its output."""
+        """Replace a product of attention weights and `values` (None: a product of another form, which is refused)."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -372,8 +361,7 @@ class _Tracer(TorchFunctionMode):
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             attention, lead = fused_call(arguments, tokens, module)
             if self.on_weights is not None:
-                # the weights are the output for the identity matrix as values
-                key = arguments["key"]
+                key = arguments["key"]  # the weights are the output for the identity matrix as values
                 unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
                 self.on_weights(module, lead.split(F.scaled_dot_product_attention(**{**arguments, "value": unit})))
             return attention, lead
@@ -381,13 +369,9 @@ class _Tracer(TorchFunctionMode):
         return self._answer_site(self.running, read, call.run, arguments["value"].dtype)
 
     def _answer_site(
-        self,
-        owners: list[tuple[nn.Module, Tokens]],
-        read: Callable[[nn.Module, Tokens], tuple[Call, Lead]],
-        original: Callable[[], Tensor],
-        dtype: torch.dtype,
+        self, owners: list[RunningModule], read: SiteReader, original: Callable[[], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return the replaced output of one site, or `original` if the last owner does not replace it."""
+        """Return the answer of the last owner's site, or the result of `original` if the site is not replaced."""
         owner, tokens = owners[-1] if owners else (None, None)
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             return original()
@@ -408,7 +392,7 @@ class _Tracer(TorchFunctionMode):
             if not error <= rounding_of(result.dtype):  # `not <=` also refuses NaN
                 raise unreadable(f"its output differs from softmax(scores) · values by {error:.1e} of its size")
         except UnreadableError as refusal:
-            if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
+            if self.modules is not None:  # nobody would notice that the model computes a site that was read before
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
                 raise ModelError(problem, "Give inputs like those used to find the attention sites.") from None
             self.refused[owner] = refusal.problem
@@ -423,8 +407,8 @@ def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
     return dict(zip(positional, args, strict=False)) | kwargs
 
 
-_plain_multi_head = types.FunctionType(  # torch's multi_head_attention_forward, without its dispatch to function modes
-    F.multi_head_attention_forward.__code__,  # a copy of the function with other globals
+_plain_multi_head = types.FunctionType(  # a copy of torch's function that does not dispatch to function modes
+    F.multi_head_attention_forward.__code__,
     vars(F) | {"has_torch_function": lambda _arguments: False},  # otherwise it would call the mode again, without end
     argdefs=F.multi_head_attention_forward.__defaults__,
 )

@@ -15,34 +15,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from attnlens.errors import UnreadableError
 
-Arguments = tuple[Any, ...]  # positional arguments of any function of torch
-Keywords = dict[str, Any]  # keyword arguments of any function of torch, or of a module
+Arguments = tuple[Any, ...]  # positional arguments of any torch function
+Keywords = dict[str, Any]  # keyword arguments of any torch function or module
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function of torch."""
+    """A call of a torch function."""
 
     function: Callable[..., Any]
     args: Arguments
     kwargs: Keywords
 
     def run(self) -> Any:
-        """Return the call's result."""
+        """Call the function and return its result."""
         return self.function(*self.args, **self.kwargs)
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return getattr(self.function, "__name__", "")
 
 
 @dataclass(frozen=True)
 class Product:
-    """One call of a function whose result is affine in left · rightᵀ, the product over their last axis."""
+    """A call whose result is affine in left · rightᵀ, the product over the last axes."""
 
     left: Tensor  # (…, rows, size): the first operand
-    right: Tensor  # (…, columns, size): the second operand; its leading axes are those of the first, or 1, or missing
-    again: Callable[[Tensor, Tensor], Tensor]  # the result, (…, rows, columns), for other operands of these shapes
+    right: Tensor  # (…, columns, size): the second operand, with leading axes that broadcast to those of the first
+    again: Callable[[Tensor, Tensor], Tensor]  # (left, right) → result of the call for these operands
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -54,11 +49,11 @@ MATMULS = frozenset(
     {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__}
 )
 ADDING = frozenset({torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm})
-FUNCTIONS = MATMULS | ADDING | {F.linear}  # a product of two arguments, plus possibly a multiple of a third
+FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors that a call multiplies as matrices, in their order; None for any other call."""
+    """Return the two tensors that a call multiplies as matrices, in their order; None if it multiplies none."""
     function, args, kwargs = call
     if function is torch.einsum:
         parsed = _parse_einsum(call)
@@ -77,7 +72,7 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | None:
-    """Return a call with these operands as a product of queries with keys; None if its axes do not fit one."""
+    """Return a call with these operands as a product of queries and keys; None if it cannot be one."""
     function, args, kwargs = call
     if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None
@@ -91,7 +86,7 @@ def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | N
 
 
 def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
-    """Return the axes of both operands and of the result, and the operands of torch.einsum; None for any other form."""
+    """Return the axes of both operands and of the result, and the operands, of an einsum; None for other forms."""
     args = call.args
     if not args or not isinstance(args[0], str):
         return None
@@ -100,7 +95,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
     if len(factors) != 2 or "->" not in equation:
         return None
     inputs = equation.partition("->")[0].split(",")
-    # axes that the ellipsis of each factor stands for: its axes, less the letters beside the three dots
+    # number of axes that the ellipsis of each factor stands for: all axes minus the letters
     counts = {factor.dim() - len(axes) + 3 for axes, factor in zip(inputs, factors, strict=True) if "..." in axes}
     if len(counts) > 1:
         return None
@@ -111,10 +106,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of attention weights and values, as a product of permuted matrices.
-
-    Return None if it is another sum. Its steps can be traced like those of any other code.
-    """
+    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; else return None."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -139,34 +131,33 @@ def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
 
 @dataclass(eq=False)
 class TracedScores:
-    """A product of queries and keys on its way to a softmax, with the results that each step gives for other products.
+    """A product of queries and keys whose way to a softmax is traced.
 
-    Every step runs on each of the stand-ins as on the model's own tensor. So the softmax's argument is known as an
-    affine function of the product, although the steps themselves are not interpreted.
+    All steps also run on stand-ins, values for other products: the softmax's argument is an affine function of them.
     """
 
     product: Product
     content: bool  # whether both sides depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules running at the product, outermost first
-    signs: Tensor  # (queries, keys): −1 and 1, the entries of the product in the second stand-in, equal for all heads
-    moved: tuple[Tensor, ...]  # other queries and keys, whose product is in the third stand-in; empty without it
+    signs: Tensor  # (queries, keys): −1 and 1, the product of the second stand-in in all heads
+    moved: tuple[Tensor, ...]  # the queries and keys of the third stand-in; empty without a third one
     scaled_by_inputs: bool = False  # whether a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # values for a product of 0 (the terms added to it), of `signs` and, if given, of `moved`
+Standins = tuple[Tensor, ...]  # values for a product of 0, for `signs` and, if not empty, for `moved`
 
 
 def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """Start scores from a product, with its stand-ins; with `prove`, also that of other seeded queries and keys."""
-    wide = torch.promote_types(result.dtype, torch.float32)  # half precision would lose small scores beside masks
+    """Start to trace a product; return its scores and stand-ins, with `prove` three of them."""
+    wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(  # about as large as the model's own
         (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
         for part in operands * prove
     )
-    # seeded signs of the queries; neighbouring keys have different signs, so that a query of several keys sees both
+    # neighbouring keys have different signs, so that a query that sees several keys sees both signs
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     random_signs = torch.randint(2, (queries, 1), generator=torch.Generator().manual_seed(queries)) * 2 - 1
     columns = random_signs.to(product.left), (torch.arange(keys) % 2 * 2 - 1)[:, None].to(product.right)
@@ -178,7 +169,7 @@ def start_scores(
 
 
 def unreadable(reason: str) -> UnreadableError:
-    """Build the error for hand-written attention that is left to the model."""
+    """Build the error for hand-written attention that cannot be read."""
     return UnreadableError(reason, "The other sites are analysed; this one is left out.")
 
 
@@ -188,30 +179,26 @@ class TracedSoftmax:
 
     logits: Tensor  # argument of the softmax
     carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
-    used: bool = False  # whether its weights have already summed up values
+    used: bool = False  # whether values were already summed with its weights
 
     def scores(self) -> TracedScores:
-        """Return the one product of queries and keys in the softmax's argument.
+        """Return the product of queries and keys in the softmax's argument.
 
-        Added terms may contain products with positions, if one factor does not depend on the inputs. Raises
-        UnreadableError if several products depend on the inputs on both sides, or if none of several does.
+        A factor of other products, such as those with positions, must not depend on the inputs. Raises UnreadableError
+        if several products can be that of queries and keys, or if a scale depends on the inputs.
         """
-        content, count = [scores for scores in self.carried if scores.content], len(self.carried)
-        if len(content) > 1:
-            raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
-        if not content and count > 1:
-            raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
-        scores = content[0] if content else next(iter(self.carried))
-        if scores.scaled_by_inputs:
+        products = [scores for scores in self.carried if scores.content] or list(self.carried)
+        if len(products) > 1:
+            raise unreadable(f"its scores are a sum of {len(products)} products of queries and keys")
+        if products[0].scaled_by_inputs:
             raise unreadable("the factor of its scores depends on its inputs")
-        return scores
+        return products[0]
 
 
-STEPS_END = frozenset(
+STEPS_END = frozenset(  # Functions whose results contain neither scores nor weights of a head
     {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "embedding", "conv1d", "conv2d", "conv3d"}
     | {"log_softmax", "max", "amax", "logsumexp"}
 )
-"""Functions after which a tensor no longer contains scores or weights of a head; a row's maximum does not either."""
 MULTIPLYING = frozenset(  # Functions that multiply a tensor by another one; torch names `/=` `__idiv__`
     {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__idiv__", "divide"}
     | {"true_divide", "pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"}
@@ -231,18 +218,18 @@ class Provenance:
 
     def run(self, call: FunctionCall) -> Any:
         """Return the call's result, and record the facts about it."""
-        arguments = list(tensors((call.args, call.kwargs)))
-        # of two tensors, `max` is elementwise, a step like others
-        ends = call.name in STEPS_END and not (call.name == "max" and len(arguments) == 2)
+        arguments, name = list(tensors((call.args, call.kwargs))), getattr(call.function, "__name__", "")
+        # `max` of two tensors is elementwise, so that scores continue
+        ends = name in STEPS_END and not (name == "max" and len(arguments) == 2)
         carried = dict.fromkeys(scores for tensor in arguments for scores in self.scores.get(tensor, ()))
-        steps = {} if ends else {scores: self._step(scores, call, arguments) for scores in carried}
+        steps = {} if ends else {scores: self._step(scores, call, name, arguments) for scores in carried}
         result = call.run()
         target = call.args[0] if call.function is Tensor.__setitem__ else result
         for scores, standins in steps.items():
             for tensor, values in zip(tensors(target), standins, strict=False):
                 if tensor.is_floating_point():
                     self.scores[tensor] = {**self.scores.get(tensor, {}), scores: values}
-        shape_alone = call.name.endswith("_like") or call.name.startswith("new_")  # `zeros_like`, `new_ones`
+        shape_alone = name.endswith("_like") or name.startswith("new_")  # `zeros_like`, `new_ones`
         dependent = any(tensor in self.inputs for tensor in arguments) and not shape_alone
         softmax = next((self.weights[tensor] for tensor in arguments if tensor in self.weights), None)
         for tensor in tensors(target):
@@ -252,20 +239,19 @@ class Provenance:
                 self.weights[tensor] = softmax
         return result
 
-    def _step(self, scores: TracedScores, call: FunctionCall, arguments: list[Tensor]) -> list[Standins]:
-        """Return the stand-ins of the tensors in the function's result; none if the function fails on stand-ins."""
+    def _step(self, scores: TracedScores, call: FunctionCall, name: str, arguments: list[Tensor]) -> list[Standins]:
+        """Return the stand-ins of the tensors in the function's result; empty if the function fails on stand-ins."""
         others = [tensor for tensor in arguments if scores not in self.scores.get(tensor, ())]
-        if call.name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
+        if name in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
-
         # such functions change their first argument: `add_`, `__iadd__`, `__setitem__`
-        in_place = call.name.startswith(("__i", "__setitem")) or (call.name[-1:] == "_" and call.name[-2:] != "__")
+        in_place = name.startswith(("__i", "__setitem")) or (name[-1:] == "_" and name[-2:] != "__")
 
         def run(number: int) -> list[Tensor]:
             def substitute(tensor: Tensor) -> Tensor:
                 if scores in (known := self.scores.get(tensor, {})):
                     return known[scores][number]
-                # copy the target of an in-place step, which the model itself must change only once
+                # copy the target of an in-place step, since only the model's own step must change it
                 return tensor.clone() if in_place and tensor is arguments[0] else tensor
 
             args, kwargs = tree_map_only(Tensor, substitute, (call.args, call.kwargs))
@@ -275,7 +261,7 @@ class Provenance:
         known = next(self.scores[tensor][scores] for tensor in arguments if scores in self.scores.get(tensor, ()))
         try:
             return list(zip(*map(run, range(len(known))), strict=True))
-        except RuntimeError:  # a function of another library, on numbers of a type it was not made for
+        except RuntimeError:  # from a function of another library that does not support this dtype
             return []
 
 

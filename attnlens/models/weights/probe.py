@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -29,23 +29,6 @@ Function = Callable[..., object]
 Keywords = Mapping[str, object] | None
 
 
-class FewTokens(TorchFunctionMode):
-    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
-
-    def __torch_function__(
-        self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
-    ) -> object:
-        """Call a torch function, with the shortcut for F.linear."""
-        if function is not F.linear or kwargs or type(args[0]) is not Tensor:
-            return function(*args, **kwargs or {})
-        x, steps = args[0], args[0].stride()
-        if not any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
-            return F.linear(*args)
-        distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
-        result = F.linear(distinct, *args[1:])
-        return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
-
-
 TOLERANCE = 1e-4  # relative difference between a module and its linear model; norms and cos, sin are mostly float32
 
 
@@ -56,22 +39,17 @@ class Probe:
     model: PreTrainedModel  # the model that contains the module
     target: SiteCall  # the module, and the arguments of its last call
     weights: Mapping[str, Tensor]  # the module's parameters and buffers in float64, which replace its own during a call
-    layout: tuple[int, ...]  # axes of the inputs as (batch, tokens, …, d_model); one token does not show them
-    whole: bool = False  # whether the module is given sequences of the captured length instead of one token
-    batch: int | None = None  # number of sequences the module is given at once; None: any number
+    layout: tuple[int, ...]  # `SiteCall.layout` of a call with several tokens; a call with one token does not show it
+    whole: bool = False  # whether inputs are sequences of the captured length instead of one token
+    batch: int | None = None  # number of sequences in an input; None: any number
 
-    def __call__(
-        self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
-    ) -> Call:
-        """Return the attention computation that the module requests for these inputs, and compute nothing after it.
-
-        `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
-        """
-        captured, sequences = self.target.arguments, dict[str, Tensor]()
+    def __call__(self, hidden: Tensor, other: Tensor) -> Call:
+        """Return the attention computation of these inputs, with keys of `other` in cross-attention."""
+        captured, sequences, parts = self.target.arguments, dict[str, Tensor](), [hidden, other]
         if captured[self.target.input_name].dim() == 2:  # without a batch axis, sequences are concatenated
-            parts = [part.flatten(0, 1) for part in (hidden, other)]
+            parts = [part.flatten(0, 1) for part in parts]
         else:
-            parts = [part.permute([self.layout.index(axis) for axis in range(part.dim())]) for part in (hidden, other)]
+            parts = [part.permute([self.layout.index(axis) for axis in range(part.dim())]) for part in parts]
         for name, tokens in zip((self.target.input_name, self.target.other), parts, strict=True):
             if name is not None:  # the module may get the same tensor under several names (CTRL: v, k and q)
                 sequences |= {alias: tokens for alias, value in captured.items() if value is captured[name]}
@@ -90,9 +68,8 @@ class Probe:
         def answer(call: Call) -> Tensor:
             raise _AttentionRequested(call)
 
-        # attention that goes through transformers' interface need not be traced
-        traced = None if self.target.site.traced else ()
-        with answer_calls(self.model, answer, modules=traced, content=content), FewTokens():
+        traced = None if self.target.site.traced else ()  # transformers' interface needs no tracing
+        with answer_calls(self.model, answer, modules=traced, content=content):
             try:
                 functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
             except _AttentionRequested as request:
@@ -104,24 +81,16 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError if a call does not have one query and one key per head for each token of these."""
-        captured = self.target.call
-        parts = ("query", call.query, captured.query), ("key", call.key, captured.key)
-        for (name, part, like), tokens in zip(parts, sequences, strict=True):
-            expected = tokens.shape[0], like.shape[1], tokens[0, ..., 0].numel()
-            if (actual := tuple(part.shape[:3])) != expected:
+        """Raise UnreadableError unless a call has one query per head and token of the first sequence, and one key."""
+        for name, tokens in zip(("query", "key"), sequences, strict=True):
+            heads = getattr(self.target.call, name).shape[1]
+            expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
+            if (actual := tuple(getattr(call, name).shape[:3])) != expected:
                 raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, but its inputs have {expected}")
-
-    @property
-    def captured(self) -> tuple[Tensor, Tensor]:
-        """Captured inputs, (batch, tokens, …, d_model): the first sequence and, for cross-attention, the other one."""
-        target, names = self.target, (self.target.input_name, self.target.other or self.target.input_name)
-        first, other = (target.sequences(target.arguments[name], self.layout) for name in names)
-        return first, other
 
     @cached_property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the module's last call in float64, without a cache or a mask made for other sequences."""
+        """Arguments of the module's last call in float64, without its cache, and without a mask that does not fit."""
         arguments: dict[str, object] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
@@ -130,22 +99,21 @@ class Probe:
 
     @property
     def _is_shorter(self) -> bool:
-        """True if the probe's sequences have fewer tokens than the captured call's."""
         return not self.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in self.shapes)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes (batch, tokens, …, d_model) of the captured inputs; for cross-attention of both sequences."""
-        return [tuple(part.shape) for part in self.captured[: 1 if self.target.other is None else 2]]
+        """Shapes (batch, tokens, …, d_model) of the captured inputs, for cross-attention of both sequences."""
+        return [tuple(part.shape) for part in self.target.inputs(self.layout)[: 1 if self.target.other is None else 2]]
 
     @cached_property
     def odd(self) -> Call:
-        """The module's call on a batch of ODD (7) sequences."""
+        """The module's call on a batch of ODD sequences."""
         return self(*self.random(ODD, seed=0))
 
     @cached_property
     def alike(self) -> Call:
-        """The module's call on the least number of sequences, with the same token at every position."""
+        """The module's call on as few sequences as it accepts, with the same token at every position."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:  # masks made for the number of sequences in the captured call
@@ -157,37 +125,35 @@ class Probe:
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Return seeded standard normal inputs, `alike` at all positions or not; for self-attention one tensor."""
+        """Return seeded standard normal inputs, repeated at all positions if `alike`; in self-attention one tensor."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
             axes = tokens if self.whole else [1]
             values = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
-            draws.append(values.to(self.captured[0].device, torch.float64).expand(-1, *axes, -1))
+            draws.append(values.to(self.target.inputs(self.layout)[0].device, torch.float64).expand(-1, *axes, -1))
         return draws[0], draws[-1]
 
 
 def smallest(probe: Probe) -> Probe:
     """Return the probe with the smallest input the module accepts: a token, a sequence, or the captured batch."""
-    whole = replace(probe, whole=True)
-    candidates = [probe, whole, replace(whole, batch=probe.shapes[0][0])] if len(probe.shapes[0]) > 2 else [probe]
-    for candidate in candidates[:-1]:
-        with suppress(UnreadableError):
-            _ = candidate.odd
-            return candidate
-    _ = candidates[-1].odd
-    return candidates[-1]
+    if len(probe.shapes[0]) > 2:
+        whole = replace(probe, whole=True)
+        for candidate in (probe, whole):
+            with suppress(UnreadableError):
+                _ = candidate.odd
+                return candidate
+        probe = replace(whole, batch=probe.shapes[0][0])
+    _ = probe.odd
+    return probe
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
-"""Maps (module, names) to a context in which the module's parameters and buffers of these names have values."""
+"""(module, names) → context in which the module's parameters and buffers of these names have values."""
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
-    """Return the names of the parameters that the module's queries and keys depend on, and of all its buffers.
-
-    Found by which parameters have a gradient: no values are needed, and parameters of later projections are never read.
-    """
+    """Return the names of all buffers, and of the parameters that the module's queries and keys depend on."""
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
     probe = smallest(Probe(model, target, parameters | leaves | buffers, layout))
@@ -205,11 +171,11 @@ ODD = 7  # number of sequences tried first; a power of two might fit by accident
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
-    """Raised with the call when a module requests an attention computation, to stop it there."""
+    """End a module's call at its attention computation, which is the argument."""
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of one module without gradients, the floating-point ones in float64."""
+    """Return the parameters and buffers of a module without gradients, with floating-point numbers in float64."""
     return {name: as_float64(part.detach()) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
@@ -227,19 +193,15 @@ class Norm:
 
 
 Norms = Mapping[nn.Module, Norm]
-
-ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does not declare its own shape
+ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does not declare a shape
 
 
 def norms_inside(module: nn.Module) -> Norms:
-    """Find the normalisations inside an attention module that are positive multiples of a linear map.
-
-    These are RMSNorm and LayerNorm without bias; the affine check refuses a site with others.
-    """
+    """Find the RMSNorms and LayerNorms without bias in a module; a site with other norms fails the affine check."""
     norms: dict[nn.Module, Norm] = {}
     for part in module.modules():
         if "Norm" in type(part).__name__ and next(part.children(), None) is None:
-            with suppress(*FAILURES):  # it takes several tensors (Zaya), or images (LeViT)
+            with suppress(*FAILURES):  # raised by norms of several tensors (Zaya), or of images (LeViT)
                 norm = _fit_norm(part)
                 if norm is not None:
                     norms[part] = norm
@@ -257,7 +219,7 @@ def _fit_norm(module: nn.Module) -> Norm | None:
         y = x - x.mean(-1, keepdim=True) if centred else x
         gain = functional_call(module, weights, (unit,)) / unit  # rms(unit) = 1, and the mean of alternating signs is 0
         expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
-        # Not strict: if all gains are 0, the norm's output and both sides are 0.
+        # Not strict: if all gains are 0, both sides are 0.
         if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
             # A norm without weights has one gain for all coordinates, whatever their number.
             return Norm(gain if weight is not None else gain.flatten()[0], centred)
@@ -272,29 +234,24 @@ def linear(norms: Norms) -> Iterator[None]:
         norm, x = norms[module], inputs[0]
         return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)
 
-    hooks = [module.register_forward_hook(answer) for module in norms]
-    with remove_hooks(hooks):
+    with remove_hooks([module.register_forward_hook(answer) for module in norms]):
         yield
 
 
-LENGTHS = frozenset(  # Functions that compute the lengths in hand-written normalisations
-    {torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt, torch.norm, Tensor.norm, torch.linalg.norm}
-    | {torch.linalg.vector_norm}
-)
+LENGTHS = {"rsqrt", "sqrt", "norm", "linalg_norm", "linalg_vector_norm"}  # functions that compute vector lengths
 
 
 class WithoutLengths(TorchFunctionMode):
-    """Torch function mode that drops hand-written lengths: x/‖x‖ and x · rsqrt(mean x²) become x."""
+    """Torch function mode that replaces lengths in hand-written norms by 1: x/‖x‖ and x · rsqrt(mean x²) become x."""
 
     def __torch_function__(
         self, function: Function, _types: object, args: tuple[object, ...] = (), kwargs: Keywords = None
     ) -> object:
-        """Call a torch function, with the lengths of tokens replaced by 1."""
         if function is F.normalize and args:
             return args[0]
         result = function(*args, **kwargs or {})
-        # Lengths of tokens have axes; the root of a constant, such as head_dim, belongs to the scale and is kept.
-        if function in LENGTHS and isinstance(result, Tensor) and result.dim():
+        # Lengths of tokens have axes; the root of a constant such as head_dim belongs to the scale.
+        if isinstance(result, Tensor) and result.dim() and getattr(function, "__name__", "") in LENGTHS:
             return torch.ones_like(result)
         return result
 
@@ -320,42 +277,28 @@ class Maps:
         return vectors[0], vectors[1]
 
 
-DRAWS = 8  # random inputs; another coordinate passes as a multiple of a row with probability SAME ** DRAWS
-SAME = 1e-10
-"""Largest relative difference between a coordinate and the row it is matched with, both in float64: far above the
-rounding of a sum over d_model, and far below the difference of two unrelated rows."""
+DRAWS = 8  # random inputs; an unrelated coordinate passes as a multiple of a row with probability SAME ** DRAWS
+SAME = 1e-10  # largest relative difference between a coordinate and its matched row: far above rounding in float64
 ONE = 1e-13  # relative rounding of a coordinate's factor: a factor this close to 1 is set to 1
 AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
 
-
-class Multiplicand(NamedTuple):
-    """A vector that a matrix may multiply: the inputs x, or the vector between two linear layers, z = x Dᵀ."""
-
-    values: Float[Tensor, "draws rank"]  # its values at the random inputs
-    down: Float[Tensor, "rank d_model"] | None = None  # D; None for x itself
-
-
-class MatchedColumns(NamedTuple):
-    """Columns of W found in one matrix: w = uᵀD, or u if D is None."""
-
-    columns: Int[Tensor, " some"]
-    up: Float[Tensor, "some rank"]
-    down: Float[Tensor, "rank d_model"] | None
+Multiplicand = tuple[Tensor, Tensor | None]
+"""A vector z = x Dᵀ that a matrix may multiply: its values at random inputs, (draws, rank), and D (None: z = x)."""
+Match = tuple[Tensor, Tensor, Tensor | None]
+"""Columns of W found in one matrix: their indices, the vectors u, (columns, rank), and D: w = Dᵀu, or u without D."""
 
 
 def match_columns(
-    vectors: Float[Tensor, "draws columns"],
-    multiplicands: Sequence[Multiplicand],
-    weights: Sequence[Float[Tensor, "rows columns"]],
-) -> list[MatchedColumns] | None:
-    """Match all columns of `vectors` to multiples of rows of the weights; return None if any has no match."""
+    vectors: Tensor, multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor]
+) -> list[Match] | None:
+    """Match the columns of `vectors`, (draws, columns), to multiples of rows of the weights; None unless all match."""
     if not bool(vectors.isfinite().all()):
         return None
     candidates = [
         (multiplicand, rows)
         for multiplicand in multiplicands
         for rows in (*weights, *(weight.mT for weight in weights))  # Conv1D layers store their weights transposed
-        if rows.shape[1] == multiplicand.values.shape[1]
+        if rows.shape[1] == multiplicand[0].shape[1]
     ]
     pieces, remaining = [], torch.arange(vectors.shape[1], device=vectors.device)
     while len(remaining):
@@ -364,17 +307,16 @@ def match_columns(
         if piece is None:
             return None
         pieces.append(piece)
-        remaining = remaining[~torch.isin(remaining, piece.columns)]
+        remaining = remaining[~torch.isin(remaining, piece[0])]
     return pieces
 
 
 def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix, or of a product of two.
 
-    The first holds for linear layers, fused or not, of any layout, with gains and scales after them: q_hk(x) = c θ_r ·
-    x + b. The second holds for two linear layers around a norm without its lengths: q_hk(x) = c υ · z + b, with z_r =
-    c_r θ_r · x + a_r the second layer's input. Both are tested on DRAWS random inputs; the Jacobian would cost d_model
-    times as much. Returns None if neither holds, if the module accepts no single token, or if there is NaN.
+    The first case is a linear layer, q_hk(x) = c θ_r · x + b; the second, two linear layers around a norm without its
+    lengths, q_hk(x) = c υ · z + b with z_r = c_r θ_r · x + a_r. Both are tested on DRAWS random inputs; the Jacobian
+    would cost d_model times as much. Returns None in other cases, for NaN, and if a single token is not accepted.
     """
     if probe.whole or probe.batch is not None:
         return None
@@ -387,7 +329,7 @@ def match_weights(probe: Probe) -> Maps | None:
     maps, biases = [], []
     for x, part in zip(inputs, (call.query, call.key), strict=True):
         values = part[:, :, 0].double()
-        vectors, outer = values[1:] - values[:1], Multiplicand(x.double().flatten(0, -2))
+        vectors, outer = values[1:] - values[:1], (x.double().flatten(0, -2), None)
         pieces = match_columns(vectors.flatten(1), [outer], weights)
         if pieces is None:
             latents = _find_latents(outer, inner, weights)
@@ -401,7 +343,7 @@ def match_weights(probe: Probe) -> Maps | None:
 
 @contextmanager
 def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Record the inputs of those parts of the module that have a matrix, in the yielded list, inside the `with`."""
+    """Record the inputs of the submodules that have a matrix, in the yielded list, inside the `with`."""
     inputs: list[Tensor] = []
 
     def record(_part: nn.Module, args: tuple[object, ...]) -> None:
@@ -413,48 +355,47 @@ def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
-    """Yield those inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
+    """Yield the inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
     for inputs in inner:
         z = inputs.double().flatten(1)
-        if len(z) == len(outer.values) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
+        if len(z) == len(outer[0]) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
             values = z[1:] - z[:1]
             pieces = match_columns(values, [outer], weights)
             if pieces is not None:
-                yield Multiplicand(values, compose_map(pieces, torch.Size((1, z.shape[1])))[0].mT)
+                yield values, compose_map(pieces, torch.Size((1, z.shape[1])))[0].mT
 
 
-def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
+def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
     """Assemble W of each head from matched columns; return a view if one stored matrix contains all of them."""
-    first = pieces[0]
-    if len(pieces) == 1 and first.down is None:
-        whole = first.up
-    else:
-        whole = first.up.new_empty(shape.numel(), (first.up if first.down is None else first.down).shape[1])
-        for piece in pieces:
-            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece[:2]), strict=True):
-                whole[columns] = up if piece.down is None else up @ piece.down
+    _, whole, down = pieces[0]
+    if len(pieces) > 1 or down is not None:
+        whole = whole.new_empty(shape.numel(), (whole if down is None else down).shape[1])
+        for *piece, down in pieces:
+            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece), strict=True):
+                whole[columns] = up if down is None else up @ down
     return whole.reshape(*shape, -1).transpose(1, 2)
 
 
-def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> MatchedColumns | None:
+def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
     """Return the columns that are multiples of the rows most similar to them; None if the first column is not."""
-    products = multiplicand.values @ rows.mT
+    values, down = multiplicand
+    products = values @ rows.mT
     if not bool(_fit_factors(vectors[:, :1], products[:, _most_similar_rows(vectors[:, :1], products)])[1]):
         return None
     indices = _most_similar_rows(vectors, products)
     factors, fits = _fit_factors(vectors, products[:, indices])
     up, factors = take_coordinates(rows.mT, indices[fits]).mT, factors[fits]
-    return MatchedColumns(columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], multiplicand.down)
+    return columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], down
 
 
 def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
-    """Return the row whose products have the direction most similar to each column, up to sign and length."""
+    """Return for each column the row whose products have the most similar direction, up to sign."""
     directions = nn.functional.normalize(products, dim=0)
     return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
 
 
 def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
-    """Fit the factor c of each column by least squares; return it, and which columns are c times their product."""
+    """Return the least-squares factor c of each column, and which columns equal c times their product."""
     # clamped so that a row of zeros gives 0, not NaN
     factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
     factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)

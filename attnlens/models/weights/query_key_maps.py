@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import is_announced
+from attnlens.models.trace import tensors
 from attnlens.models.weights.probe import (
     TOLERANCE,
     Maps,
@@ -36,7 +37,9 @@ from attnlens.models.weights.probe import (
 from attnlens.records import Call, QueryKey, Rotation, Site
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Complex, Float, Int
+    from jaxtyping import Float, Int
+
+    Rows = Float[Tensor, "rows positions head_dim"]  # queries or keys; a row is an input and a head
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,24 @@ class Traits:
     biased: bool  # whether a bias, which the form omits, is added to queries or keys
 
 
+Groups = tuple[Tensor, ...]  # groups of a head's coordinates; one scalar per token normalises each group
+
+
 @dataclass(frozen=True)
 class Factors:
     """The effective query and key maps of one site: q_i = (x W_Q + b_Q) R(i), under QK-norm up to a positive scalar.
 
-    Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and rms its root mean square, a head's
+    Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and its root mean square rms(c), a head's
     score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
-    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). a(x) is one factor for all
-    scores of a query and drops out; rms(c) weights one part against the other, key by key: the sum is not one bilinear
-    form, but each part is, up to positive factors. weights.* are those of M_n; `parts` has both.
+    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). The sum is not one bilinear
+    form, since rms(c) depends on the key, but each part is one up to positive factors. weights.* are those of M_n.
     """
 
     site: Site
     maps: Maps  # W_Q, W_K and the biases
     scale: float  # factor of the product of queries and keys
     rotation: Rotation | None  # R(i), or None if queries and keys are not rotated by their position
-    groups: tuple[Int[Tensor, " some"], ...] = ()
-    """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
-    coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
+    groups: Groups = ()  # all coordinates of a head under QK-norm; the nope and the rope part under latent attention
 
     @property
     def qk_norm(self) -> bool:
@@ -75,24 +78,24 @@ class Factors:
 
     @property
     def latent(self) -> bool:
-        """True if one part of the keys is normalised and the other is not, so that the parts are separate forms."""
+        """True for latent attention, whose two parts are separate forms."""
         return len(self.groups) > 1
 
     @property
     def traits(self) -> Traits:
-        """The properties of the factors that are kept without their numbers."""
+        """Properties of the factors that reports need."""
         biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
         return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
     @property
     def route(self) -> str:
-        """How the factors were read, in words."""
+        """Description of how the factors were read."""
         kind = ", nope part of latent attention" if self.latent else ", QK-norm gains" * self.qk_norm
         return "jacobian" + kind + ", rotation" * (self.rotation is not None and not self.latent)
 
     @property
     def query_key(self) -> QueryKey:
-        """The bilinear form M = s · W_Q W_Kᵀ of every head; biases stay out (x W_Q b_K is invisible to softmax)."""
+        """The bilinear form M = s · W_Q W_Kᵀ of every head, without biases (softmax cancels x W_Q b_K)."""
         return self.parts[0]
 
     @property
@@ -103,19 +106,16 @@ class Factors:
         whole = QueryKey(query, key, self.scale, "weights", self.site, heads, key_of, rotation=self.rotation)
         if not self.latent:
             return (whole,)
-        return tuple(
-            replace(
-                whole,
-                query=take_coordinates(query, coordinates),
-                key=take_coordinates(key, coordinates),
-                rotation=None if self.rotation is None else self.rotation.of_coordinates(coordinates),
-            )
-            for coordinates in self.groups
-        )
+        parts = []
+        for group in self.groups:
+            rotation = None if self.rotation is None else self.rotation.of_coordinates(group)
+            query_part, key_part = take_coordinates(query, group), take_coordinates(key, group)
+            parts.append(replace(whole, query=query_part, key=key_part, rotation=rotation))
+        return tuple(parts)
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on (x, 1), biases as last row of the factors; None if the logits are not bilinear in one input x."""
+        """M on (x, 1), with biases as last row of the factors; None if the logits are not bilinear in one input x."""
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -124,53 +124,37 @@ class Factors:
         return replace(self.query_key, query=query, key=key)
 
     def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute queries and keys of these inputs; under QK-norm with the lengths of the originals, which W lacks."""
-        rebuilt = []
-        for part, original in zip(self.maps(x, y), originals, strict=True):
-            turned = part.clone() if self.rotation is None else self.rotation.rotate(part)
+        """Compute queries and keys of these inputs; under QK-norm with the lengths of `originals`, which W lacks."""
+        query, key = (part if self.rotation is None else self.rotation.rotate(part) for part in self.maps(x, y))
+        for part, original in zip((query, key), originals, strict=True):
             for group in self.groups:
                 lengths = original[..., group].double().norm(dim=-1, keepdim=True)
-                turned[..., group] = unit(turned[..., group]) * lengths
-            rebuilt.append(turned)
-        return rebuilt[0], rebuilt[1]
+                part[..., group] = unit(part[..., group]) * lengths
+        return query, key
 
 
-def unit(rows: Tensor) -> Tensor:
-    """Scale each row to length 1."""
-    return nn.functional.normalize(rows, dim=-1)
-
-
-ROWS = 16  # rows that determine the pairs: a wrong partner explains about 1/ROWS, the right one all
-POSITIONS = 32  # positions used to determine the pairs
+unit = partial(nn.functional.normalize, dim=-1)
+ROWS = 16  # inputs that determine the pairs: a wrong partner explains about 1/ROWS, the right partner all
+POSITIONS = 32  # positions that determine the pairs
 STILL = 1e-5  # relative change up to which a coordinate is constant: above the float32 rounding of cos and sin
 ANGLE = 1e-3  # largest root-mean-square error of an angle over the pairs; positions times frequencies are float32
-EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
+EQUAL = 1e-6  # largest difference of the angles of equal rotations, in radians: too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
 @dataclass
 class Turns:
-    """The rotations of a model's sites, each fitted at the first site of its class that has those positions."""
+    """The rotations of a model's sites, each fitted at the first site of its kind, the leader."""
 
-    _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-
-    def find_leader(self, window: Sequence[SiteCall], index: int) -> tuple[int, bool]:
-        """Return the index of the first site of the same kind, which should rotate alike, and whether it is new."""
-        kind = _kind(window[index])
-        leader = next(other for other, target in enumerate(window) if _kind(target) == kind)
-        is_new = kind not in self._fitted
-        if is_new:  # store the positions too, so that no other tensors reuse their addresses
-            self._fitted[kind] = _positions(window[leader]), {}
-        return leader, is_new
+    fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
+    """Kind of sites → position tensors, stored so that no other tensors get their ids, and rotations: True → fitted to
+    directions alone, since norms scale queries and keys; False → fitted to queries and keys."""
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site (others may lie between), or else a new fit.
-
-        Fits under `norms` concern directions only and are stored apart.
-        """
-        _, fits = self._fitted[_kind(probe.target)]
-        if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
+        """Return the leader's rotation if this site rotates alike, or else a new fit."""
+        _, fits = self.fitted[_kind(probe.target)]
+        if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
         rotation = find_rotation(probe, norms)
         if leading:
@@ -179,18 +163,17 @@ class Turns:
 
 
 def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return the key shared by sites that rotate alike: class, part, and the identity of their position tensors."""
+    """Return the key of sites that should rotate alike: class, part, and the identity of their position tensors."""
     return type(target.module), target.site.part, *map(id, _positions(target))
 
 
 def _positions(target: SiteCall) -> list[Tensor]:
-    """Return the cos and sin tensors passed to the module, if any; all layers receive the same objects."""
-    embeddings = target.arguments.get("position_embeddings")
-    return [part for part in embeddings if isinstance(part, Tensor)] if isinstance(embeddings, tuple | list) else []
+    embeddings = target.arguments.get("position_embeddings")  # cos and sin, the same objects for all layers
+    return list(tensors(embeddings)) if isinstance(embeddings, tuple | list) else []
 
 
-def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
+def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
+    """Return whether `rotation` rotates queries and keys of a repeated token (some layers may have no positions)."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -198,11 +181,10 @@ def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
 
 
 def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
-    """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
+    """Fit R(i) with q_i = q_0 R(i) for a repeated token (Su et al. 2021, RoFormer, Eq. 16).
 
-    Under QK-norm the fit omits the gains, since a gain of 0 hides its coordinate's rotation; whether the same R rotates
-    the model's actual queries and keys is then checked. Angles are those of distances (Su et al. 2021, RoFormer, Eq.
-    16) or of each place in an image.
+    Returns None if position has no effect or is added. Under QK-norm, R is fitted without the gains, since a gain of 0
+    hides its coordinate's rotation, and then checked with the gains.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -211,8 +193,8 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         parts, others = ([unit(part) for part in side] for side in (parts, others))
-    changes = (part - other for part, other in zip(parts, others, strict=True))
-    if not any(map(_changes_with_position, parts)) or not any(map(_changes_with_position, changes)):
+    changes = [part - other for part, other in zip(parts, others, strict=True)]
+    if not all(any(map(_changes_with_position, sides)) for sides in (parts, changes)):
         return None
     if probe.target.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
@@ -226,10 +208,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation, None if its keys are not rotated, or the error that makes it unreadable.
-
-    `window` lists the sites, called with as many positions as the rotations shall have. Equal rotations are one object.
-    """
+    """Yield each site's rotation (equal rotations as one object), None if it has none, or why it is unreadable."""
     known = list[Rotation]()
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
@@ -238,9 +217,10 @@ def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotati
         except UnreadableError as error:
             yield error
             continue
-        equal = [other for other in known if rotation is not None and _are_equal(other, rotation)]
-        known += [rotation] if rotation is not None and not equal else []
-        yield equal[0] if equal else rotation
+        if rotation is not None:
+            rotation = next((other for other in known if _are_equal(other, rotation)), rotation)
+            known.append(rotation)
+        yield rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -253,24 +233,22 @@ def rounding_of(probe: Probe) -> float:
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
-def _sides(call: Call) -> list[Float[Tensor, "rows positions head_dim"]]:
-    """Return queries and keys of all inputs and heads, without heads that have NaN."""
+def _sides(call: Call) -> list[Rows]:
+    """Return queries and keys of all inputs and heads, without heads that contain NaN."""
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 
 
-def _changes_with_position(part: Float[Tensor, "rows positions head_dim"]) -> bool:
+def _changes_with_position(part: Rows) -> bool:
     return bool(((part - part[:, :1]).norm(dim=-1) > STILL * part.norm(dim=-1)).any())
 
 
-def fit_rotation(
-    query: Float[Tensor, "rows positions head_dim"], key: Float[Tensor, "rows positions head_dim"], rounding: float
-) -> Rotation:
-    """Fit the rotation of these queries and keys; each row is one input at every position.
+def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
+    """Fit the rotation of these queries and keys; each row is one input at all positions.
 
-    `rounding` is that of cos and sin. A pair's angle is arg Σ conj(w_0) w_i over queries and keys, w = x_a + i x_b, its
-    least-squares fit. A pair without signal in queries or keys counts as unrotated, since it adds nothing to scores.
-    Raises UnreadableError if queries and keys rotate differently, or if position does more than rotate.
+    `rounding` is that of cos and sin. The least-squares angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w
+    = x_a + i x_b. A pair that is 0 in queries or keys counts as unrotated, since it adds nothing to scores. Raises
+    UnreadableError if queries and keys rotate differently, or if position does more than rotate.
     """
     pairs = _find_pairs(torch.cat((query, key)))
     (of_queries, have_query), (of_keys, have_key) = (_overlaps(part, pairs) for part in (query, key))
@@ -283,11 +261,10 @@ def fit_rotation(
     return replace(rotation, by_distance=not _exceed_rounding(unequal_steps, rounding))
 
 
-def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
-    """Find which coordinates rotate together: x_i[a] is a sum of multiples of x_0[a] and one other coordinate x_0[b].
+def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
+    """Find which coordinates rotate together: x_i[a] is a sum of multiples of x_0[a] and of its partner x_0[b].
 
-    The part of x_i[a] not explained by x_0[a] is fully explained by the right partner and barely by a wrong one (least
-    squares). A coordinate that is 0 at position 0 also has a partner, from which it takes its values.
+    By least squares, the right partner explains all of x_i[a] that x_0[a] does not, and a wrong partner little of it.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -300,7 +277,7 @@ def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "
     turning = unexplained > STILL**2 * energy
     new = lengths[:, None] - gram.square() * inverse  # squared length of x_0[b] after x_0[a] is projected out
     explained = (across - gram * slope[:, None]).square().sum(0) / new
-    # a partner that is nearly a multiple of x_0[a] has no direction of its own: `new` is then rounding
+    # strict: `new` is rounding if x_0[b] is nearly a multiple of x_0[a]
     share = torch.where((new > STILL * lengths[:, None]) & turning, explained / unexplained, 0.0)
     partners = torch.maximum(share, share.mT).argmax(0)
     both_ways = torch.stack((turning.nonzero()[:, 0], partners[turning]), -1).sort(-1).values
@@ -310,25 +287,22 @@ def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "
     return pairs
 
 
-def _overlaps(
-    part: Tensor, pairs: Int[Tensor, "pairs 2"]
-) -> tuple[Complex[Tensor, "positions pairs"], Bool[Tensor, " pairs"]]:
-    """Return Σ conj(w_0) w_i, and a mask of pairs with a defined angle (longer at position 0 than rounding error)."""
-    first, second = pairs.unbind(-1)
-    turning = torch.complex(part[..., first], part[..., second])
+def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ conj(w_0) w_i, (positions, pairs), and which pairs are longer than rounding at position 0."""
+    turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
     return overlaps, lengths > torch.finfo(lengths.dtype).eps * lengths.max()
 
 
-def _differs_from(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
+def _differs_from(part: Rows, rotation: Rotation, rounding: float) -> bool:
     """Return whether part[:, i] differs from part[:, 0] R(i)."""
     difference = rotation.rotate(part[:, :1].expand_as(part)) - part
     return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
 
 
 def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
-    """Return whether angles are not 0 at some position, allowing 4 roundings: of cos and sin at two positions."""
+    """Return whether angles differ from 0 at some position by more than 4 roundings (cos and sin of two positions)."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 
@@ -342,22 +316,20 @@ def _wrap(angles: Tensor) -> Tensor:
 def _fit_frequencies(rotation: Rotation) -> Rotation:
     """Return the rotation with φ(i) = iθ for the least-squares θ, which removes the rounding of cos and sin."""
     first = rotation.angles[1]
-    turns = (_wrap(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # without removing whole turns
+    turns = (_wrap(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # not wrapped to [−π, π)
     steps = torch.arange(len(rotation.angles)).to(first)
     frequencies = (steps[1:, None] * turns).sum(0) / steps.square().sum()
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
 def _are_equal(first: Rotation, second: Rotation) -> bool:
-    """Return whether two rotations differ only by rounding."""
-    same_shape = first.angles.shape == second.angles.shape and first.by_distance == second.by_distance
-    if not same_shape or not torch.equal(first.pairs, second.pairs):
+    if first.angles.shape != second.angles.shape or first.by_distance != second.by_distance:
         return False
-    return bool((_wrap(first.angles - second.angles).abs() < EQUAL).all())
+    differences = _wrap(first.angles - second.angles).abs()
+    return torch.equal(first.pairs, second.pairs) and bool((differences < EQUAL).all())
 
 
 Sides = Sequence[tuple[Tensor, Tensor]]  # (actual, expected) queries, and keys
-Groups = tuple[Tensor, ...]  # coordinates of a head that are normalised together
 CHUNK = 512  # probe tokens that go through a module at once
 
 
@@ -372,21 +344,21 @@ def factors(
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites called with a single token (position 0), `window` those called with as many positions as the
-    rotations shall have. The maps must be affine, which is checked at other inputs. Norms inside the module keep their
-    gains and drop their positive per-token scalars; if they act on queries or keys themselves (QK-norm), only
-    directions are checked. Works in float64, on a copy of one module at a time.
-
-    `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the first site that has it,
-    chosen or not, and stored in `turns`. Inside `present`, a module of a model that is not in memory has the weights of
-    the given names; None stands for a model in memory.
+    `first` are the sites called with a single token (position 0), `window` the same sites called with as many positions
+    as the rotations shall have. That the maps are affine is checked at other inputs. Norms inside the module keep their
+    gains without the positive scalar per token; under QK-norm only directions are checked. Works in float64, on a copy
+    of one module at a time. `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the
+    first site of its kind, chosen or not, and stored in `turns`. `present` loads weights of a model not in memory.
     """
     turns = Turns() if turns is None else turns
+    kinds = [_kind(target) for target in window]
     for index in range(len(window)) if chosen is None else chosen:
+        leader = kinds.index(kinds[index])
+        is_new = kinds[index] not in turns.fitted
+        turns.fitted.setdefault(kinds[index], (_positions(window[leader]), {}))
         try:
-            leader, is_new = turns.find_leader(window, index)
             if is_new and leader != index:
-                with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
+                with suppress(UnreadableError):  # read for its rotation alone; without it each site gets a new fit
                     _read_site(model, first[leader], window[leader], turns, present, leading=True)
             yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
         except UnreadableError as error:
@@ -396,7 +368,6 @@ def factors(
 def _read_site(
     model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present | None, *, leading: bool
 ) -> Factors:
-    """Return the factors of one site; the float64 copies of its weights are freed on return."""
     names = partial(used_weights, model, single, many.layout)
     with nullcontext() if present is None else present(single.module, names):
         weights = float64_weights(single.module)
@@ -404,11 +375,11 @@ def _read_site(
         window = Probe(model, many, weights, many.layout, whole=True)
         if probe.batch:
             window = replace(window, batch=window.shapes[0][0])
-        window.check(window.target.call, *window.captured)
+        window.check(many.call, *many.inputs())
         if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
             raise unreadable("its queries or keys depend on the output of other modules, so the model must be loaded")
         norms = norms_inside(single.module)
-        # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
+        # if a single token is not accepted, the rotation lets each token of a sequence be an input
         rotation = turns.of(window, {}, leading=leading) if probe.whole else None
         maps, groups = _find_maps(probe, norms, rotation)
         rotation = turns.of(window, norms if groups else {}, leading=leading)
@@ -421,11 +392,11 @@ def _read_site(
 
 
 def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
-    """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none."""
+    """Return the maps and the groups of normalised coordinates; raise NotBilinearError if there are no maps."""
     with linear(norms):
         maps = match_weights(probe)
         if maps is not None and not norms:
-            return maps, ()  # the random inputs have shown this
+            return maps, ()  # they were matched on random inputs
         maps = maps or _differentiate(probe, rotation)
     sides = _first_tokens(probe, maps)
     reason = _mismatch(sides)
@@ -444,9 +415,9 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Probe i carries the tangent e_i, so that row i of W is exact and NaN weights of one head do not spread to others: in
-    a backward pass 0 · NaN enters every gradient. A probe is a token, rotated back to position 0 by `rotation`, or a
-    whole sequence of one token if queries and keys come from two sequences or cos and sin have half precision.
+    Input i has the tangent e_i, so that row i of W is exact and NaN weights of one head do not spread to others, as 0 ·
+    NaN would in a backward pass. An input is a token, rotated back to position 0 by `rotation`, or a sequence of one
+    repeated token if queries and keys come from two sequences or cos and sin have half precision.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -481,18 +452,17 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
-    """Return the maps with the biases of every position, if they differ."""
+    """Return the maps with the biases of each position, if they differ."""
     zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
-    biases = []
-    for part, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
-        by_position = part[0].double()
-        differ = (by_position - by_position[:, :1]).norm() > TOLERANCE * factor.norm()
-        biases.append(by_position if differ else bias)
-    return replace(maps, query_bias=biases[0], key_bias=biases[1])
+    biases = {"query_bias": zero.query[0].double(), "key_bias": zero.key[0].double()}
+    for (name, bias), factor in zip(biases.items(), (maps.query, maps.key), strict=True):
+        if (bias - bias[:, :1]).norm() > TOLERANCE * factor.norm():
+            maps = replace(maps, **{name: bias})
+    return maps
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return actual and expected (sequences, heads, head_dim) queries and keys of 8 first tokens, without NaN heads."""
+    """Return actual and expected (sequences, heads, head_dim) queries and keys of 8 tokens, without heads with NaN."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -502,7 +472,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Return groups of coordinates that are positive multiples of the expected ones: all, or two parts."""
+    """Return groups of coordinates that are positive multiples of the expected values: all, or two parts; else None."""
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:
@@ -514,19 +484,19 @@ def _find_groups(sides: Sides) -> Groups | None:
 
 
 def _mismatch(sides: Sides, groups: Groups = ()) -> str | None:
-    """Return why the actual values are not the expected ones, up to a positive scalar per group; None if they are."""
-    kind = "no positive multiple of an affine function" if groups else "no affine function"
+    """Return how actual and expected values differ, up to a positive scalar per group; None if they agree."""
+    kind = "a positive multiple of an affine function" if groups else "an affine function"
     for name, side in zip(("queries", "keys"), sides, strict=True):
         for actual, expected in [tuple(unit(part[..., group]) for part in side) for group in groups] or [side]:
             size = expected.norm()
             error = float((expected - actual).norm() / size if size > 0 else actual.norm())
             if not error < TOLERANCE:  # `not <` also catches NaN
-                return f"its {name} are {kind} of its inputs (relative difference {error:.1e})"
+                return f"its {name} are not {kind} of its inputs (relative difference {error:.1e})"
     return None
 
 
 def _check_everywhere(factors: Factors, window: Probe) -> None:
-    """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
+    """Raise UnreadableError unless the factors reproduce queries and keys of different tokens at all positions."""
     inputs = window.random(window.least, seed=3, alike=False)
     call = window(*inputs)
     rebuilt = factors.rebuild(*inputs, (call.query, call.key))
@@ -539,12 +509,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
 
 
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
-    """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
-
-    Under QK-norm, the length per token, which W_Q does not contain, is that of the captured queries and keys.
-    """
+    """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from its inputs x; see `Factors.rebuild`."""
     captured = target.call.query_key(target.site)
-    names = target.input_name, target.other or target.input_name
-    x, y = (target.sequences(target.arguments[name]) for name in names)
-    query, key = factors.rebuild(x, y, (captured.query, captured.key))
+    query, key = factors.rebuild(*target.inputs(), (captured.query, captured.key))
     return replace(captured, query=query, key=key)
