@@ -353,14 +353,8 @@ class Form:
     @property
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
         """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are omitted."""
-        query, key = self.query_mean, self.key_mean
-        values = over_heads(_singular_values, query, key)
-        bad = values[..., 0].isnan()
-        if bad.any():
-            query_root = self._root(bad, query[bad], self.query_key.query)
-            key_root = self._root(bad, key[bad], self.query_key.paired_key)
-            values[bad] = over_heads(_core_singular_values, query_root, key_root)
-        return values * abs(self.query_key.scale)
+        query, key = (self.query_mean, self.query_key.query), (self.key_mean, self.query_key.paired_key)
+        return self._decompose_roots(_root_singular_values, query, key) * abs(self.query_key.scale)
 
     @cached_property
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
@@ -368,14 +362,10 @@ class Form:
 
         With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
-        grams = (self.query_mean, self.key_mean, self.cross_mean)
-        values = over_heads(_symmetric_eigenvalues, *grams)
-        bad = values[..., 0].isnan()
-        if bad.any():
-            joint = _joint(*(gram[bad] for gram in grams))
-            factors = self.query_key.query, self.query_key.paired_key
-            values[bad] = over_heads(_core_symmetric_eigenvalues, self._root(bad, joint, *factors))
-        return values * self.query_key.scale
+        cross = self.cross_mean
+        joint = torch.cat((torch.cat((self.query_mean, cross.mT), -1), torch.cat((cross, self.key_mean), -1)), -2)
+        factors = self.query_key.query, self.query_key.paired_key
+        return self._decompose_roots(_symmetric_eigenvalues, (joint, *factors)) * self.query_key.scale
 
     @property
     def definiteness(self) -> Float[Tensor, "*batch heads"]:
@@ -406,13 +396,24 @@ class Form:
     def _average(self, gram: Tensor) -> Tensor:
         return gram if self.rotation is None else average_rotations(self.rotation, gram)
 
-    def _root(
-        self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
-    ) -> Float[Tensor, "some size size"]:
-        """Return roots of ill-conditioned Gram matrices: by QR of the factors or, under rotation, by eigenvalues."""
-        if self.rotation is None:
-            return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
-        return over_heads(eigenvalue_root, gram)
+    def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
+        """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
+
+        Cholesky roots; where a Gram matrix is ill-conditioned, by QR of the factors or, under rotation, by eigenvalues.
+        """
+
+        def decompose_cholesky(*grams: Tensor) -> Tensor:
+            roots, good = zip(*(cholesky_root(gram) for gram in grams), strict=True)
+            return torch.where(torch.stack(good).all(0)[:, None], decompose(*roots), torch.nan)
+
+        values = over_heads(decompose_cholesky, *(gram for gram, *_ in matrices))
+        bad = values[..., 0].isnan()
+        if bad.any() and self.rotation is None:
+            factors = (torch.cat([factor[bad] for factor in parts], -1) for _, *parts in matrices)
+            values[bad] = over_heads(decompose, *(over_heads(factor_root, factor) for factor in factors))
+        elif bad.any():
+            values[bad] = over_heads(decompose, *(over_heads(eigenvalue_root, gram[bad]) for gram, *_ in matrices))
+        return values
 
 
 def _gram(factor: Tensor) -> Tensor:
@@ -423,31 +424,15 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     return left.mT @ right
 
 
-def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
-    """Return the Gram matrix of [W_Q W_K]."""
-    return torch.cat((torch.cat((query, cross.mT), -1), torch.cat((cross, key), -1)), -2)
-
-
-def _singular_values(query: Tensor, key: Tensor) -> Tensor:
-    """Return σ(R_Q R_Kᵀ) by Cholesky roots; NaN if a Gram matrix is ill-conditioned."""
-    (query_root, good_query), (key_root, good_key) = cholesky_root(query), cholesky_root(key)
-    return torch.where((good_query & good_key)[:, None], _core_singular_values(query_root, key_root), torch.nan)
-
-
-def _core_singular_values(query_root: Tensor, key_root: Tensor) -> Tensor:
+def _root_singular_values(query_root: Tensor, key_root: Tensor) -> Tensor:
     values: Tensor = torch.linalg.svdvals(query_root @ key_root.mT)
     return values
 
 
-def _symmetric_eigenvalues(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
-    """Return the eigenvalues of S/s by a Cholesky root; NaN if the joint Gram matrix is ill-conditioned."""
-    joint_root, good = cholesky_root(_joint(query, key, cross))
-    return torch.where(good[:, None], _core_symmetric_eigenvalues(joint_root), torch.nan)
-
-
-def _core_symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
-    size = joint_root.shape[-1] // 2
-    core = joint_root[..., :size] @ joint_root[..., size:].mT
+def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
+    """Return the eigenvalues of S/s from the root of the Gram matrix of [W_Q W_K]."""
+    left, right = joint_root.chunk(2, -1)
+    core = left @ right.mT
     values: Tensor = torch.linalg.eigvalsh((core + core.mT) / 2)
     return values
 
@@ -481,7 +466,7 @@ def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Te
     before, key_before = base.query.double(), base.paired_key.double()
     left = over_heads(_balanced_root, query - before, before, key, key - key_before)
     right = over_heads(_balanced_root, key, key - key_before, query - before, before)
-    values: Tensor = over_heads(_core_singular_values, left, right)
+    values: Tensor = over_heads(_root_singular_values, left, right)
     return values * abs(query_key.scale)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,52 +222,46 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | None = None) -> Tensor:
+def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
-    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). Each worker has a single
-    BLAS thread, because two on one small matrix mostly wait for each other. `workers` defaults to torch's number of
-    threads. Tensors on an accelerator are passed to `function` without splitting.
+    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). There are as many
+    workers as torch has threads, each with a single BLAS thread, because two on one small matrix mostly wait for each
+    other. A piece has at most PIECE numbers. Tensors on an accelerator are passed to `function` without splitting.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     if flat[0].is_cpu and len(flat[0]) > 0:
-        result = torch.cat(_map_pieces(function, flat, workers or torch.get_num_threads()))
+        workers, gradients = torch.get_num_threads(), torch.is_grad_enabled()
+        largest = max(stack[0].numel() for stack in flat)
+        step = max(1, min(PIECE // max(largest, 1), -(-len(flat[0]) // workers)))
+        pieces = zip(*(torch.split(stack, step) for stack in flat), strict=True)
+
+        def run(piece: tuple[Tensor, ...]) -> Tensor:
+            # The grad mode is thread-local, and workers start with torch's default.
+            with torch.set_grad_enabled(gradients):
+                return function(*piece)
+
+        # The calling thread is equivalent to a pool of one.
+        result = torch.cat([*map(run, pieces)] if workers == 1 else _run_in_pool(run, pieces))
     else:
         result = function(*flat)
     return result.reshape(*lead, *result.shape[1:])
 
 
-def map_in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
+def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Apply `function` to every item, in order, in the same pool of threads with a single BLAS thread each.
 
     numpy's BLAS has no per-thread setting, so it is limited to one thread in the whole process meanwhile.
     """
+    with threadpool_limits(1, user_api="blas"):
+        return _run_in_pool(function, items)
+
+
+def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     threads = torch.get_num_threads()
     try:
-        with threadpool_limits(1, user_api="blas"):
-            return list(_pool(workers or threads).map(function, items))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _map_pieces(function: Callable[..., Tensor], stacks: list[Tensor], workers: int) -> list[Tensor]:
-    """Apply `function` to pieces of the stacks in order: at most PIECE numbers each, and one or more per worker."""
-    largest = max(stack[0].numel() for stack in stacks)
-    step = max(1, min(PIECE // max(largest, 1), -(-len(stacks[0]) // workers)))
-    pieces = zip(*(torch.split(stack, step) for stack in stacks), strict=True)
-    threads = torch.get_num_threads()
-    gradients = torch.is_grad_enabled()
-
-    def run(piece: tuple[Tensor, ...]) -> Tensor:
-        # The grad mode is thread-local, and workers start with torch's default.
-        with torch.set_grad_enabled(gradients):
-            return function(*piece)
-
-    if threads == workers == 1:  # the calling thread is equivalent to a pool of one
-        return [*map(run, pieces)]
-    try:
-        return list(_pool(workers).map(run, pieces))
+        return list(_pool(threads).map(function, items))
     finally:
         # set_num_threads is per thread, but also sets the initial value of threads started later.
         torch.set_num_threads(threads)
@@ -307,13 +301,13 @@ def product_singular_values(
     left: Float[Tensor, "*batch n head_dim"], right: Float[Tensor, "*batch m head_dim"]
 ) -> Float[Tensor, "*batch least"]:
     """Return σ of A Bᵀ, descending, min(n, m, head_dim) of them, by QR of both factors without forming the product."""
-    return over_heads(_product_core, left, right)
 
+    def decompose(left: Tensor, right: Tensor) -> Tensor:
+        left_root, right_root = (torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right))
+        values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
+        return values
 
-def _product_core(left: Tensor, right: Tensor) -> Tensor:
-    left_root, right_root = (torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right))
-    values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
-    return values
+    return over_heads(decompose, left, right)
 
 
 def stable_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
