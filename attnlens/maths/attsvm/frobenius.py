@@ -282,10 +282,13 @@ class WorkingSet:
         """Take one step; return the constraints that join, or None if λ is optimal for all constraints."""
         self.improve()
         joining = self.find_violated()
-        if self.optimal and not len(joining):
-            return None
-        self.join(joining)
-        return joining
+        self.grown = len(joining) > 0
+        if self.grown:
+            side = self.constraints.gram(self.rows, joining)
+            self.gram = np.block([[self.gram, side], [side.T, self.constraints.gram(joining, joining)]])
+            self.rows, self.loads = np.append(self.rows, joining), np.append(self.loads, np.zeros(len(joining)))
+            self.bounds = self.constraints.bounds[self.rows]
+        return joining if self.grown or not self.optimal else None
 
     def improve(self) -> None:
         """Find the optimal λ of these constraints alone, from their support; a better λ if they are degenerate."""
@@ -320,16 +323,6 @@ class WorkingSet:
             top = candidates[np.argsort(-short[candidates])[:WORST]]
             joining.append(top[short[top] > 0.0])
         return np.concatenate(joining)
-
-    def join(self, joining: Rows) -> None:
-        """Add constraints to the working set, with λ = 0."""
-        self.grown = len(joining) > 0
-        if not self.grown:
-            return
-        side = self.constraints.gram(self.rows, joining)
-        self.gram = np.block([[self.gram, side], [side.T, self.constraints.gram(joining, joining)]])
-        self.rows, self.loads = np.append(self.rows, joining), np.append(self.loads, np.zeros(len(joining)))
-        self.bounds = self.constraints.bounds[self.rows]
 
     def solve_nnls(self) -> Loads:
         """Return λ by NNLS: slow and without a first guess, but it works for any constraints."""

@@ -262,17 +262,14 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
         if chosen.tied:
             return f"the largest scores are tied in all {chosen.tied} queries that see different tokens"
         return "no query sees two different tokens"
-    return compare_with_solution(chosen, posed, solve(posed.problem, tolerance=TOLERANCE))
-
-
-def compare_with_solution(chosen: Selections, posed: HeadProblem, solution: Solution) -> Nearness | str:
-    """Compare the head with the solution of its problem; return the reason if there is no solution."""
+    solution = solve(posed.problem, tolerance=TOLERANCE)
     if solution.status == "infeasible":
         return "no form separates the selected tokens from the others with equal scores among them"
     if solution.status == "inaccurate" or solution.norm is None:
         return f"the SVM was not solved: relative duality gap {solution.gap:.0e}"
     problem, form = posed.problem, posed.form
-    gaps, whole = score_gaps(problem, form), projected_norm(problem, form)
+    gaps = problem.components((problem.queries @ form.right) @ form.left.mT)  # u_cᵀ M z_q(c)
+    whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
         # The finite part: equalities alone, with the head's own differences, u W z = u M z.
@@ -290,11 +287,6 @@ def compare_with_solution(chosen: Selections, posed: HeadProblem, solution: Solu
     least = least.scatter_reduce(0, problem.query_of[free], gaps[free], "amin") / size
     cosine = float(solution.multipliers[free] @ gaps[free]) / (size * solution.norm)
     return Nearness(chosen, posed, solution, 1 / solution.norm, size, least, cosine)
-
-
-def score_gaps(problem: Problem, form: FactoredForm) -> Float[Tensor, " constraints"]:
-    """Return u_cᵀ M z_q(c), the head's score of the kept token minus that of the other."""
-    return problem.components((problem.queries @ form.right) @ form.left.mT)
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:

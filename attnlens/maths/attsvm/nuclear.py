@@ -99,17 +99,10 @@ class Point:
     S: Block
 
 
-@dataclass(frozen=True)
-class Iterate:
-    """Best W and λ when the method stopped."""
-
-    W: BilinearForm
-    multipliers: Each
-    iterations: int
-
-
-def interior_point(constraints: Constraints, size: float, tolerance: float, limit: int) -> Iterate:
-    """Return W and λ ≥ 0 with a relative gap ≤ tolerance, or the best after `limit` steps or at rounding.
+def interior_point(
+    constraints: Constraints, size: float, tolerance: float, limit: int
+) -> tuple[BilinearForm, Each, int]:
+    """Return W, λ ≥ 0 and the steps: a relative gap ≤ tolerance, or the best after `limit` steps or at rounding.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
@@ -117,7 +110,7 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
     inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
     flat = inequal * (0.5 / max(float(np.linalg.norm(constraints.form(inequal.astype(float)), 2)), EPS))
     point = Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
-    best, upper, lower = Iterate(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
+    W, multipliers, steps, upper, lower = constraints.corner(point.X), flat, 0, np.inf, 0.0
     for step in range(1, limit + 1):
         try:
             newton = Newton(constraints, point)
@@ -130,12 +123,12 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
             break
         P, D = bound_norm(constraints, point, tolerance)
         if upper > P:
-            upper, best = P, replace(best, W=constraints.corner(point.X), iterations=step)
+            upper, W, steps = P, constraints.corner(point.X), step
         if lower < D:
-            lower, best = D, replace(best, multipliers=point.multipliers, iterations=step)
-        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > best.iterations + PATIENCE:
+            lower, multipliers, steps = D, point.multipliers, step
+        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > steps + PATIENCE:
             break
-    return best
+    return W, multipliers, steps
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
@@ -287,9 +280,8 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
     steps = 0
     goal = max(tolerance / 2, NEAR if len(working) == len(problem.margins) else FIRST_GAP)
     while True:
-        best, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
-        steps += best.iterations
-        W = torch.from_numpy(best.W)
+        W, multipliers, taken = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
+        steps += taken
         answer = certify_nuclear(problem, multipliers, W, tolerance, steps)
         if answer.W is not None and answer.gap is not None and answer.gap <= POLISHED:
             refined = refine_on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
@@ -368,20 +360,16 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
-) -> tuple[Iterate, Multipliers]:
-    """Return W and λ (0 outside the working set), computed with u, z, b of unit size; `size` is W's expected size."""
+) -> tuple[Matrix, Multipliers, int]:
+    """Return W, λ (0 outside the working set) and steps, computed with u, z, b of unit size; `size` is W's expected."""
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
-    length, height = float(u.norm(dim=1).max() * z.norm(dim=1).max()), float(b.abs().max())
-    unit = Constraints(
-        (u / u.norm(dim=1).max()).numpy(),
-        (z / z.norm(dim=1).max()).numpy(),
-        (b / height).numpy(),
-        problem.equal[working].numpy(),
-    )
-    best = interior_point(unit, size * length / height, goal, limit)
+    u_size, z_size, height = float(u.norm(dim=1).max()), float(z.norm(dim=1).max()), float(b.abs().max())
+    length = u_size * z_size
+    unit = Constraints((u / u_size).numpy(), (z / z_size).numpy(), (b / height).numpy(), problem.equal[working].numpy())
+    W, loads, steps = interior_point(unit, size * length / height, goal, limit)
     multipliers = torch.zeros_like(problem.margins)
-    multipliers[working] = torch.from_numpy(best.multipliers) / length
-    return replace(best, W=best.W * height / length), multipliers
+    multipliers[working] = torch.from_numpy(loads) / length
+    return torch.from_numpy(W * height / length), multipliers, steps
 
 
 def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:

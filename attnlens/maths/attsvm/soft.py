@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from attnlens.maths.attsvm.problem import Problem
 
     Loads = Float[ndarray, " k"]
-    Gram = Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]]
 
 BETWEEN = 25  # L-BFGS-B steps between two polishings
 NEWTON, WIDEST = 30, 1000
@@ -59,21 +56,11 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     check_solvable(problem, tolerance, limit)
     if not (C > 0.0 and math.isfinite(C)):
         raise UsageError(f"C is {C}, but must be positive and finite.", "Give a positive number, e.g. 1.")
-    constraints = UnitConstraints(problem)
-    all_rows = np.arange(len(constraints.u))
-    # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
-    high = C * constraints.scale
-    low = np.where(constraints.equal, -high, 0.0)
-    products, gram = partial(constraints.unit_scores, all_rows), lambda face: constraints.unit_gram(face, face)
-    box = Box(products, gram, constraints.unit_bounds, low, high)
+    box = Box(problem, C)
     # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
-    start = solve(problem).multipliers.numpy() * constraints.scale
-    loads, steps = box.minimise(np.clip(start, low, high), tolerance, limit)
-    return _build_solution(problem, torch.from_numpy(loads / constraints.scale), C, steps)
-
-
-def _build_solution(problem: Problem, multipliers: Float[Tensor, " constraints"], C: float, steps: int) -> SoftMargin:
-    """Build the soft-margin solution from λ, recomputing W, slack and gap."""
+    start = solve(problem).multipliers.numpy() * box.scale
+    loads, steps = box.minimise(np.clip(start, box.low, box.high), tolerance, limit)
+    multipliers = torch.from_numpy(loads / box.scale)
     multipliers = torch.where(problem.equal, multipliers.clamp(-C, C), multipliers.clamp(0.0, C))
     W = problem.form(multipliers)
     scores = problem.scores(W)
@@ -91,28 +78,33 @@ def _build_solution(problem: Problem, multipliers: Float[Tensor, " constraints"]
     )
 
 
-@dataclass(frozen=True)
-class Box:
-    """The problem min ½λᵀGλ − bᵀλ over low ≤ λ ≤ high."""
+class Box(UnitConstraints):
+    """The problem min ½λᵀGλ − bᵀλ over low ≤ λ ≤ high, for constraints of unit length."""
 
-    product: Callable[[Loads], Loads]  # λ → Gλ
-    gram: Gram  # Indices of some λ → their block of G
-    bounds: Loads
-    low: Loads
-    high: Loads
+    def __init__(self, problem: Problem, C: float) -> None:
+        super().__init__(problem)
+        # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
+        self.high = C * self.scale
+        self.low = np.where(self.equal, -self.high, 0.0)
+        self.rows = np.arange(len(self.u))
+
+    def uphill(self, loads: Loads) -> Loads:
+        """Return b − Gλ, the direction in which the dual objective rises."""
+        rise: Loads = self.unit_bounds - self.unit_scores(self.rows, loads)
+        return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
         """Return whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
-        uphill = self.bounds - self.product(loads)
+        uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
-        return missing <= tolerance * (missing + 0.5 * float(loads @ (self.bounds + uphill)))
+        return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
 
     def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
         """Return λ and the number of steps, by L-BFGS-B and, every few steps, Newton steps on the free λ."""
 
         def objective(loads: Loads) -> tuple[float, Loads]:
-            downhill = self.product(loads) - self.bounds
-            return 0.5 * float(loads @ (downhill - self.bounds)), downhill
+            downhill = -self.uphill(loads)
+            return 0.5 * float(loads @ (downhill - self.unit_bounds)), downhill
 
         steps, box = 0, Bounds(self.low, self.high)
         while not self.is_optimal(loads, tolerance):
@@ -126,7 +118,7 @@ class Box:
 
     def polish(self, loads: Loads) -> Loads:
         """Return λ after projected Newton steps (Bertsekas 1982) on the λ not stopped by a bound, while they gain."""
-        uphill = self.bounds - self.product(loads)
+        uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
             free = np.flatnonzero(~blocked)
@@ -141,7 +133,7 @@ class Box:
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
         """Return the best λ of Newton steps with any of the RIDGES, clipped to the box, and its gradient, or None."""
         best, largest_gain = None, 0.0
-        curvature, diagonal = self.gram(free), np.diag_indices(len(free))
+        curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:
             curvature[diagonal] = 1.0 + ridge
             move, failed = dposv(curvature, uphill[free])[1:]
@@ -149,7 +141,7 @@ class Box:
                 continue
             moved = loads.copy()
             moved[free] = np.clip(loads[free] + move, self.low[free], self.high[free])
-            uphill_after = self.bounds - self.product(moved)
+            uphill_after = self.uphill(moved)
             gain = float((moved - loads) @ (uphill + uphill_after))  # twice the rise of the quadratic objective
             if gain > largest_gain:
                 best, largest_gain = (moved, uphill_after), gain

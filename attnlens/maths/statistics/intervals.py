@@ -92,15 +92,6 @@ def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"],
     return float(medians.mean()), float(medians.std())
 
 
-def z_scores(
-    values: Float[Tensor, "*shape"], mean: float | Float[Tensor, "*shape"], sd: float | Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
-    """Return (value − mean)/sd; NaN if sd is 0."""
-    spread = torch.as_tensor(sd, dtype=torch.float64)
-    scores: Tensor = (values.double() - mean) / torch.where(spread > 0, spread, torch.nan)
-    return scores
-
-
 def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return (value − median)/(1.4826 · MAD), MAD the median absolute deviation; NaN if MAD is 0.
 
@@ -109,7 +100,8 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     numbers = values.double()
     median = numbers.nanquantile(0.5) if len(numbers) else numbers.sum()
     deviations = (numbers - median).abs()
-    return z_scores(numbers, float(median), 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0))
+    spread = 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0)
+    return (numbers - median) / (spread if spread > 0 else math.nan)
 
 
 class Interval(NamedTuple):
