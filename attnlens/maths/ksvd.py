@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     Keys = Float[Tensor, "*batch m features"]
     Sampled = Float[Tensor, "*batch sampled features"]
     PerHead = Float[Tensor, "*batch"]
+    Left = Float[Tensor, "*batch n s"]
+    Right = Float[Tensor, "*batch m s"]
+    Factors = tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]
 
 
 EPS = torch.finfo(torch.float64).eps
@@ -163,9 +166,9 @@ class Dual:
     Components beyond K's rank have σ = 0 and columns of zeros, because their singular vectors would be arbitrary.
     """
 
-    left: Float[Tensor, "*batch n s"]  # H_e, one row per query; its non-zero columns are orthonormal
+    left: Left  # H_e, one row per query; its non-zero columns are orthonormal
     values: Float[Tensor, "*batch s"]  # σ, descending, in the kernel's unit
-    right: Float[Tensor, "*batch m s"]  # H_r, one row per key; its non-zero columns are orthonormal
+    right: Right  # H_r, one row per key; its non-zero columns are orthonormal
 
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
@@ -178,12 +181,12 @@ class Dual:
         return torch.where(self.values > 0, 1 / torch.where(self.values > 0, self.values, 1.0), 0.0)
 
     @property
-    def e(self) -> Float[Tensor, "*batch n s"]:
+    def e(self) -> Left:
         """e-scores of the training queries: K H_r = H_e Σ."""
         return self.left * self.values[..., None, :]
 
     @property
-    def r(self) -> Float[Tensor, "*batch m s"]:
+    def r(self) -> Right:
         """r-scores of the training keys: Kᵀ H_e = H_r Σ."""
         return self.right * self.values[..., None, :]
 
@@ -244,9 +247,7 @@ def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerH
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
 
 
-def _residual(
-    solution: Dual, through_right: Float[Tensor, "*batch n s"], through_left: Float[Tensor, "*batch m s"]
-) -> PerHead:
+def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHead:
     """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
@@ -254,9 +255,7 @@ def _residual(
     return root
 
 
-def _factors(
-    query_features: Queries, key_features: Keys, projection: Sampled | None
-) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
+def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:
     """Return A and B with K = A Bᵀ; an F with more rows than columns is replaced by its root R, RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
@@ -334,11 +333,11 @@ class Nystrom:
     through_keys: Float[Tensor, "*batch m_sampled s"]  # V Σ^{−½}; zero columns beyond the block's rank
     through_queries: Float[Tensor, "*batch n_sampled s"]  # U Σ^{−½}; zero columns beyond the block's rank
 
-    def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Float[Tensor, "*batch n s"]:
+    def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Left:
         """Return φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
         return columns.double() @ self.through_keys
 
-    def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Float[Tensor, "*batch m s"]:
+    def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Right:
         """Return φ_k of keys, from their kernel K(x_I, y) with the sampled queries."""
         return rows.double().mT @ self.through_queries
 
@@ -371,11 +370,11 @@ class Primal:
     multipliers: Float[Tensor, "*batch s"]  # Λ = Σ⁻¹, 0 where σ is 0: h_e = Λe and h_r = Λr
     projection: Sampled | None = None  # F; None is the identity
 
-    def e_scores(self, query_features: Queries) -> Float[Tensor, "*batch n s"]:
+    def e_scores(self, query_features: Queries) -> Left:
         """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
         return query_features.double() @ self._apply_projection(self.query_weight)
 
-    def r_scores(self, key_features: Keys) -> Float[Tensor, "*batch m s"]:
+    def r_scores(self, key_features: Keys) -> Right:
         """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
         return key_features.double() @ self._apply_projection(self.key_weight)
 
@@ -396,8 +395,8 @@ def primal(solution: Dual, query_features: Queries, key_features: Keys, projecti
 
 
 def objective(
-    e: Float[Tensor, "*batch n s"],
-    r: Float[Tensor, "*batch m s"],
+    e: Left,
+    r: Right,
     query_weight: Float[Tensor, "*#batch sampled s"],
     key_weight: Float[Tensor, "*#batch sampled s"],
     multipliers: Float[Tensor, "*#batch s"],
@@ -436,9 +435,7 @@ def _check_convention(convention: str) -> None:
         raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Write "paper" or "code".')
 
 
-def principal_angles(
-    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"]
-) -> Float[Tensor, "*batch s"]:
+def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
     """Return the angles between two spaces given by orthonormal columns, ascending, in [0, π/2].
 
     Zero columns span nothing and count as π/2 at the end. Small angles are computed from the sines, large ones from the
@@ -454,9 +451,7 @@ def principal_angles(
     return torch.where(cosines > 0.5**0.5, sines.gather(-1, places).asin(), cosines.acos())
 
 
-def mean_angle(
-    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
-) -> PerHead:
+def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if that is none.
 
     0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
@@ -467,9 +462,7 @@ def mean_angle(
     return torch.where(first, angles, 0.0).sum(-1) / first.sum(-1)
 
 
-def share_inside(
-    values: Float[Tensor, "*batch n value_dim"], basis: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
-) -> PerHead:
+def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
     Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V

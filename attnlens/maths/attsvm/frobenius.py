@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Loads = Float[ndarray, " k"]
     Rows = Int[ndarray, " k"]
     Each = Float[ndarray, " constraints"]
+    Multipliers = tuple[Int[ndarray, " all"], Float[ndarray, " all"]]  # rows and their λ
 
 EPS = float(np.finfo(np.float64).eps)
 LARGE = 2**22  # Numbers in explicit vectors (32 MB) beyond which the Gram matrix is factored instead
@@ -218,9 +219,7 @@ class Constraints(UnitConstraints):
         outside: Float[ndarray, "k width"] = whole[: len(rows)] - whole[: len(rows)] @ basis @ basis.T
         return outside
 
-    def complete(
-        self, rows: Rows, loads: Loads, meet_bounds: bool = True
-    ) -> tuple[Int[ndarray, " all"], Float[ndarray, " all"]]:
+    def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
         """Add λ of the equalities to these λ such that every equality has its b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads

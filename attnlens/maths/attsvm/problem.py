@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     Queries = Float[Tensor, "n d_query"]
     Mask = Bool[Tensor, "n tokens"]
     Pairs = Int[Tensor, " pairs"]
+    Chosen = Int[Tensor, " n"]
+    Margins = Float[Tensor, " n"]
+    BilinearForm = Float[Tensor, "d d_query"]
 
 LEAST, MOST = 1e-50, 1e50  # Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64
 PROOF = 1e-10
@@ -46,7 +49,7 @@ class Problem:
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
     queries: Float[Tensor, "queries d_query"]  # z, one row per query
     query_of: Int[Tensor, " constraints"]  # Index of each constraint's query
-    margins: Float[Tensor, " constraints"]  # b_c: 1, or a label margin, or the log-ratio of two weights
+    margins: Each  # b_c: 1, or a label margin, or the log-ratio of two weights
     equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of tokens that are all kept)
 
     @property
@@ -65,22 +68,22 @@ class Problem:
         differences, query_of = self.differences[rows], self.query_of[rows]
         return Problem(differences, self.queries, query_of, self.margins[rows], self.equal[rows])
 
-    def scores(self, W: Float[Tensor, "d d_query"]) -> Float[Tensor, " constraints"]:
+    def scores(self, W: BilinearForm) -> Each:
         """Return u_cᵀ W z_q(c), which must be ≥ b_c."""
         return self.components(self.queries @ W.mT)
 
-    def violations(self, scores: Float[Tensor, " constraints"]) -> Float[Tensor, " constraints"]:
+    def violations(self, scores: Each) -> Each:
         """Return |score − b| of each equality and max(0, b − score) of each inequality."""
         short = self.margins - scores
         return torch.where(self.equal, short.abs(), short.clamp(min=0.0))
 
-    def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
+    def components(self, directions: Float[Tensor, "queries d"]) -> Each:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
         # In blocks: a direction per constraint would take as much memory as the differences.
         blocks = zip(torch.split(self.differences, BLOCK), torch.split(self.query_of, BLOCK), strict=True)
         return torch.cat([(block * directions[queries]).sum(-1) for block, queries in blocks])
 
-    def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
+    def form(self, multipliers: Each) -> BilinearForm:
         """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
         nonzero = multipliers.nonzero().flatten()
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
@@ -98,11 +101,11 @@ class Solution:
     status: Status
     """optimal: the gap is within the tolerance. infeasible: `multipliers` prove that no W exists. inaccurate: neither
     was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
-    multipliers: Float[Tensor, " constraints"]
+    multipliers: Each
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
     support: Bool[Tensor, " constraints"]  # Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding
     iterations: int  # Number of steps of the outer loop
-    W: Float[Tensor, "d d_query"] | None = None
+    W: BilinearForm | None = None
     """Solution, scaled so that its least margin is met exactly; None if there is none."""
     norm: float | None = None  # ‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm
     gap: float | None = None
@@ -114,11 +117,7 @@ class Solution:
 
 
 def selection(
-    tokens: Tokens,
-    queries: Queries,
-    chosen: Int[Tensor, " n"],
-    allowed: Mask | None = None,
-    margins: Float[Tensor, " n"] | None = None,
+    tokens: Tokens, queries: Queries, chosen: Chosen, allowed: Mask | None = None, margins: Margins | None = None
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
@@ -145,7 +144,7 @@ def selection(
     return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
-def prompt(tokens: Tokens, chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None) -> Problem:
+def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
     """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
     Raises the errors of `selection`.
@@ -154,11 +153,7 @@ def prompt(tokens: Tokens, chosen: Int[Tensor, " n"], margins: Float[Tensor, " n
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
 
 
-def causal(
-    tokens: Float[Tensor, "tokens d"],
-    chosen: Int[Tensor, " tokens"],
-    queries: Float[Tensor, "tokens d_query"] | None = None,
-) -> Problem:
+def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None = None) -> Problem:
     """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
     Raises the errors of `selection`; UnposedError for a sequence of one token.
@@ -216,7 +211,7 @@ def build_problem(
     differences: Float[Tensor, "constraints d"],
     queries: Float[Tensor, "queries d_query"],
     query_of: Int[Tensor, " constraints"],
-    margins: Float[Tensor, " constraints"],
+    margins: Each,
     equal: Bool[Tensor, " constraints"] | None = None,
 ) -> Problem:
     """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
@@ -391,7 +386,7 @@ def _find_support(weights: Each) -> Bool[Tensor, " constraints"]:
 
 
 def _build_solution(
-    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], lengths: Each, tolerance: float, iterations: int
+    problem: Problem, multipliers: Each, W: BilinearForm, lengths: Each, tolerance: float, iterations: int
 ) -> Solution:
     """Build the Solution of λ at its dual optimum along the ray, W = W(λ)."""
     norm, scores, bounds, price = float(W.norm()), problem.scores(W), problem.margins, multipliers.abs()

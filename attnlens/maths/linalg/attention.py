@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    PerHead = Float[Tensor, "*batch heads"]
+    PerQuery = Float[Tensor, "*batch heads n"]
+    Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and whether it counts
 
-def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+
+def entropy(query_key: QueryKey) -> PerHead:
     """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
 
     Queries with fewer than two allowed keys are left out; NaN if none remain. A sink logit counts as one more allowed
@@ -27,17 +31,17 @@ def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     return _average_queries(query_key, _entropies)
 
 
-def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def max_weight(query_key: QueryKey) -> PerHead:
     """Return the mean over queries of max_j p_ij, in [0, 1], without queries that see no key; NaN if none remain."""
     return _average_queries(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
 
 
-def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def first_weight(query_key: QueryKey) -> PerHead:
     """Return the mean weight of each query's first visible key, in [0, 1], over queries with at least two; else NaN."""
     return _average_queries(query_key, _first_weights)
 
 
-def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def even_weight(query_key: QueryKey) -> PerHead:
     """Return the mean of 1/m over queries that see m ≥ 2 keys: the `first_weight` of uniform attention.
 
     A sink logit counts as one more key. NaN if no query sees two keys.
@@ -61,7 +65,7 @@ def attention_singular_values(
     return query_key.shared[name]
 
 
-def attention_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
+def attention_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
@@ -81,7 +85,7 @@ def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*b
     return torch.where((torch.linalg.matrix_norm(deviation) > border)[..., None, None], deviation, 0.0)
 
 
-def _entropies(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bool[Tensor, "*batch heads n"]]:
+def _entropies(query_key: QueryKey) -> Valid:
     attention = query_key.attention
     choices = _choices(query_key)
     spread = torch.special.entr(attention).sum(-1)
@@ -91,7 +95,7 @@ def _entropies(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bo
     return spread / torch.where(chooses, choices, 2.0).log(), chooses
 
 
-def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bool[Tensor, "*batch heads n"]]:
+def _first_weights(query_key: QueryKey) -> Valid:
     attention = query_key.attention
     if query_key.allowed is None:
         first = attention[..., 0]
@@ -101,7 +105,7 @@ def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"]
     return first, _allowed_keys(query_key) >= 2
 
 
-def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
+def _allowed_keys(query_key: QueryKey) -> PerQuery:
     """Return the number of keys that each query may see."""
     rows = query_key.query[..., 0]
     if query_key.allowed is None:
@@ -109,14 +113,12 @@ def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
     return query_key.allowed.sum(-1).to(rows.device, torch.float64).expand_as(rows)
 
 
-def _choices(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
+def _choices(query_key: QueryKey) -> PerQuery:
     """Return the number of keys among which each query spreads its weight, counting a sink logit as one."""
     return _allowed_keys(query_key) + (query_key.sinks is not None)
 
 
-def _average_queries(
-    query_key: QueryKey, compute: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]]
-) -> Float[Tensor, "*batch"]:
+def _average_queries(query_key: QueryKey, compute: Callable[[QueryKey], Valid]) -> PerHead:
     """Average a quantity over the queries that `compute` marks as valid, tile by tile; NaN if there are none."""
     parts = [compute(tile) for _, tile in split_tiles(query_key)]
     values, valid = (torch.cat(part, -1) for part in zip(*parts, strict=True))
@@ -131,10 +133,10 @@ class Anatomy:
     centred column means of L. Softmax ignores what depends on the query alone, so it depends on L only through LJ.
     """
 
-    positive: Float[Tensor, "*batch heads"]  # Σμ₊²/‖LJ‖²: a positive definite kernel
-    negative: Float[Tensor, "*batch heads"]  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
-    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
-    key: Float[Tensor, "*batch heads"]  # n‖c‖²/‖LJ‖²: key salience, the same for every query
+    positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel
+    negative: PerHead  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
+    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
+    key: PerHead  # n‖c‖²/‖LJ‖²: key salience, the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
@@ -192,7 +194,7 @@ FACTORED = 8192
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
-def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch heads"]:
+def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
     K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax ignores row constants, and
@@ -203,7 +205,7 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch
     return over_heads(_verdicts, logits)
 
 
-def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def definite_kernel(query_key: QueryKey) -> PerHead:
     """Return `definite` of the head's own logits of all pairs, without position bias or mask.
 
     Long logits are searched for a witness in tiles.

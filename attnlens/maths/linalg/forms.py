@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey, Rotation
 
+    PerHead = Float[Tensor, "*batch heads"]
+    PerDistance = Float[Tensor, "*batch heads positions"]
+    Curves = Float[Tensor, "*batch positions"]
+    Grams = Float[Tensor, "*batch heads head_dim head_dim"]
+    Matrices = Float[Tensor, "*batch size size"]
+    Terms = Float[Tensor, "*batch terms size size"]
+    Roots = Float[Tensor, "some size size"]
+    Concatenated = Float[Tensor, "columns columns"]
+    Factors = Float[Tensor, "*batch n head_dim"]
+
 PANELS = 4
 """Column panels in which AᵀA is computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications."""
 ROWS = 512  # Rows of a factor multiplied at once: with their products they fit in the second-level cache
@@ -26,7 +36,7 @@ LARGEST_CONDITION = 1e5
 """Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
 
 
-def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
+def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
     Under rotation: Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a distance
@@ -37,7 +47,7 @@ def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     return _divide_over_distances(*form.distance_traces)
 
 
-def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
+def symmetry_by_distance(form: Form) -> PerDistance:
     """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
     crossed, squared = form.distance_traces
     return crossed / squared
@@ -76,7 +86,7 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     return _divide_over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
-def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
+def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) sums norms of M's rows (columns) above mean + 2 sd.
 
     The published sign (Saponati et al. 2025); 0 if nothing stands out. Row norms² are diag(W_Q G_K W_Qᵀ), under
@@ -117,23 +127,17 @@ def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
 
-def _divide_over_distances(
-    crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
-) -> Float[Tensor, "*batch"]:
+def _divide_over_distances(crossed: Curves, squared: Curves) -> Float[Tensor, "*batch"]:
     """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
-def _trace_ratio(
-    query: Float[Tensor, "*batch size size"],
-    key: Float[Tensor, "*batch size size"],
-    cross: Float[Tensor, "*batch size size"],
-) -> Float[Tensor, "*batch"]:
+def _trace_ratio(query: Matrices, key: Matrices, cross: Matrices) -> Float[Tensor, "*batch"]:
     """Return tr(CC)/tr(G_Q G_K)."""
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
-def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+def _average_blocks(rotation: Rotation, gram: Concatenated) -> Concatenated:
     """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
@@ -145,7 +149,7 @@ def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tenso
     return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
 
 
-def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
+def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Concatenated:
     """Return AᵀA, computing only the blocks on and above the diagonal and mirroring them."""
     gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
     for start in range(0, len(gram), size):
@@ -155,9 +159,7 @@ def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "
     return gram
 
 
-def _block_traces(
-    rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
-) -> Float[Tensor, " positions"]:
+def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -> Float[Tensor, " positions"]:
     """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`.
 
     One row of blocks at a time, to save memory.
@@ -169,9 +171,7 @@ def _block_traces(
     return torch.stack(rows).sum(0)
 
 
-def cholesky_root(
-    gram: Float[Tensor, "some size size"],
-) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
+def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
     """Return R by Cholesky at unit column lengths, 0 if ill-conditioned, and whether √size / min diag(R) ≤ 1e5."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
@@ -181,13 +181,13 @@ def cholesky_root(
     return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
 
 
-def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
+def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
     """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
     return pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
-def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
+def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
     For an ill-conditioned Gram matrix whose factor is too long for QR. Values of R below 1e-8 (√eps) of the largest are
@@ -202,9 +202,7 @@ def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "som
 
 # Sums over positions are quadratic in the rotation R. R does not mix different pairs of coordinates, so the sums follow
 # from products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
-def average_rotations(
-    rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
-) -> Float[Tensor, "*batch head_dim head_dim"]:
+def average_rotations(rotation: Rotation, matrix: Matrices) -> Matrices:
     """Return mean_i R(i)ᵀ X R(i).
 
     With w = x_a + i x_b for one pair and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v). Rotating both
@@ -221,11 +219,7 @@ def average_rotations(
     return _index(mean, order.argsort()[: rotation.size])
 
 
-def rotation_traces(
-    rotation: Rotation,
-    left: Float[Tensor, "*batch terms head_dim head_dim"],
-    right: Float[Tensor, "*batch terms head_dim head_dim"],
-) -> Float[Tensor, "*batch positions"]:
+def rotation_traces(rotation: Rotation, left: Terms, right: Terms) -> Curves:
     """Return Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), averaged over ±Δ, for each distance Δ = 0 … positions − 1.
 
     In this mean the products of a cos with a sin cancel.
@@ -255,14 +249,14 @@ def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
     return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
 
 
-def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
+def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
     """Return the quarters of a matrix in that order: first × first members of the pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
     ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
 
 
-def _index(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
     """Return the matrix with rows and columns in this order; the matrix itself if already in order (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
@@ -286,18 +280,18 @@ class Form:
         return self.query_key.rotation
 
     @property
-    def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def query_gram(self) -> Grams:
         """G_Q = W_QᵀW_Q."""
         return self._compute_once("query_gram", lambda: _gram(self.query_key.query))
 
     @property
-    def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def key_gram(self) -> Grams:
         """G_K = W_KᵀW_K of each head's key head, computed once per key head."""
         key_of = list(self.query_key.key_of)
         return self._compute_once("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
 
     @cached_property
-    def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def cross(self) -> Grams:
         """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
         query = self.query_key.query.double()
         if self.group is None:
@@ -316,24 +310,22 @@ class Form:
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
 
     @property
-    def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def query_mean(self) -> Grams:
         """Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; G_Q without rotation."""
         return self._compute_once("query_mean", lambda: self._average(self.query_gram))
 
     @property
-    def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def key_mean(self) -> Grams:
         """Gram matrix of the stacked [W_K R(i)]_i over the number of positions; G_K without rotation."""
         return self._compute_once("key_mean", lambda: self._average(self.key_gram))
 
     @cached_property
-    def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def cross_mean(self) -> Grams:
         """C averaged over rotations, for self-attention; C without rotation."""
         return self._average(self.cross)
 
     @cached_property
-    def distance_traces(
-        self,
-    ) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
+    def distance_traces(self) -> tuple[PerDistance, PerDistance]:
         """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
 
         Without rotation there is one position: tr(CC) and tr(G_Q G_K).
@@ -345,7 +337,7 @@ class Form:
         return rotation_traces(self.rotation, cross, cross), rotation_traces(self.rotation, query, key)
 
     @property
-    def norm(self) -> Float[Tensor, "*batch heads"]:
+    def norm(self) -> PerHead:
         """‖M‖_F = s·√tr(G_Q G_K)."""
         squared = (self.query_mean * self.key_mean).sum((-2, -1))
         return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
@@ -368,12 +360,12 @@ class Form:
         return self._decompose_roots(_symmetric_eigenvalues, (joint, *factors)) * self.query_key.scale
 
     @property
-    def definiteness(self) -> Float[Tensor, "*batch heads"]:
+    def definiteness(self) -> PerHead:
         """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN if S = 0."""
         return self.symmetric_eigenvalues.sum(-1) / self.symmetric_eigenvalues.abs().sum(-1)
 
     @property
-    def inertia(self) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+    def inertia(self) -> tuple[PerHead, PerHead]:
         """Number of μ above eps · size · max|μ|, and of μ below its negative; 0 … head_dim each."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
@@ -381,7 +373,7 @@ class Form:
         return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
 
     @property
-    def positivity(self) -> Float[Tensor, "*batch heads"]:
+    def positivity(self) -> PerHead:
         """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, which are the non-zero ones of M/s (Elhage et al. 2021)."""
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
@@ -437,7 +429,7 @@ def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
     return values
 
 
-def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
     Under RoPE, M is that of equal positions. The rank counts the σ of ΔM above eps · n · max(‖M‖_F, ‖ΔM‖_F), the
@@ -479,9 +471,7 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
     return factor_root(torch.cat(scaled, -1))
 
 
-def largest_angle(
-    first: Float[Tensor, "*batch n head_dim"], second: Float[Tensor, "*batch n head_dim"]
-) -> Float[Tensor, "*batch"]:
+def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
     asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions with a

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    Vector = Float[Tensor, " size"]
+    Vectors = Float[Tensor, "m some"]
+    Distances = Float[Tensor, " distances"]
+    Ends = tuple[Int[Tensor, " size"], Int[Tensor, " size"]]
+
 LONG = 2048**2
 """Heads with more query–key pairs are long: their matrices are read in tiles, and full spectra are not computed. At
 2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
@@ -80,7 +85,7 @@ class TiledMatrix:
     """Rows of P in order; columns that a tile lacks are zero."""
     size: int  # Number of columns m
 
-    def multiply_gram(self, x: Float[Tensor, "m some"]) -> Float[Tensor, "m some"]:
+    def multiply_gram(self, x: Vectors) -> Vectors:
         """Return A x."""
         product = torch.zeros_like(x)
         for rows in self.tiles():
@@ -164,9 +169,7 @@ def _lanczos(matrix: TiledMatrix, generator: torch.Generator) -> Iterator[Ritz]:
         yield Ritz(values, (coupling @ turn[-BLOCK:]).norm(dim=0), basis, turn)
 
 
-def _orthonormalise(
-    vectors: Float[Tensor, "m some"], basis: Float[Tensor, "m basis"]
-) -> tuple[Float[Tensor, "m some"], Float[Tensor, "some some"]]:
+def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[Vectors, Float[Tensor, "some some"]]:
     """Return orthonormal Q orthogonal to the basis, and C with Q C = the vectors minus their part in the basis."""
     coupling = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
     for _ in range(3):  # a single pass leaves rounding errors, which normalising a small remainder amplifies
@@ -190,7 +193,7 @@ def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator:
         vectors = vectors / (largest or 1.0)  # powers would overflow
 
 
-def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Float[Tensor, "m some"]:
+def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
     device = next(iter(matrix.tiles())).device
     return torch.randn(matrix.size, BLOCK, dtype=torch.float64, generator=generator).to(device)
 
@@ -207,9 +210,7 @@ class IntervalMask:
     """First key of each query, and one past its last; equal if the query sees none."""
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # First query of each key, and one past its last
 
-    def explained_squares(
-        self, by_key: Float[Tensor, " m"], by_distance: Float[Tensor, " distances"] | None
-    ) -> tuple[float, float]:
+    def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
         """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
@@ -225,7 +226,7 @@ class IntervalMask:
         both = _solve_energy(lambda x: self._multiply_normal(x[:size], x[size:]), right, scale)
         return of_keys, both - of_keys
 
-    def _counts(self, ends: tuple[Tensor, Tensor]) -> Float[Tensor, " size"]:
+    def _counts(self, ends: Ends) -> Vector:
         return (ends[1] - ends[0]).double()
 
     def _distances(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -235,7 +236,7 @@ class IntervalMask:
         of_queries = self.keys[0] - query + n - 1, self.keys[1] - query + n - 1
         return of_queries, (key - self.queries[1] + n, key - self.queries[0] + n)
 
-    def _multiply_normal(self, b: Float[Tensor, " m"], c: Float[Tensor, " distances"]) -> Float[Tensor, " both"]:
+    def _multiply_normal(self, b: Float[Tensor, " m"], c: Distances) -> Float[Tensor, " both"]:
         """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
         of_queries, of_keys = self._distances()
         row_sums = _sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)
@@ -245,9 +246,7 @@ class IntervalMask:
         distances = pairs * c + self._sum_by_distance(b, self.queries) - self._sum_by_distance(row_means, self.keys)
         return torch.cat((keys, distances))
 
-    def _sum_by_distance(
-        self, values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]
-    ) -> Float[Tensor, " distances"]:
+    def _sum_by_distance(self, values: Vector, ends: Ends) -> Distances:
         """Sum, over the pairs of each distance, the value of their query (if `ends` is `keys`) or of their key."""
         first, past_last = self._distances()[0 if ends is self.keys else 1]
         change = values.new_zeros(len(self.keys[0]) + len(self.queries[0]))
@@ -267,17 +266,13 @@ def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
     return IntervalMask(*sides)
 
 
-def _sum_intervals(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
+def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " some"]:
     """Sum the values from each start to just before each end."""
     running = pad(values.cumsum(0), (1, 0))
     return running[ends[1]] - running[ends[0]]
 
 
-def _solve_energy(
-    multiply: Callable[[Float[Tensor, " size"]], Float[Tensor, " size"]],
-    right: Float[Tensor, " size"],
-    scale: Float[Tensor, " size"],
-) -> float:
+def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
     """Return gᵀN⁺g, g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()

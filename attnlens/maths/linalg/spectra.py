@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Matrix = Float[Tensor, "n m"]
     Matrices = Float[Tensor, "*batch heads n m"]
+    PerHead = Float[Tensor, "*batch heads"]
 
 
 EPS = torch.finfo(torch.float64).eps
@@ -33,9 +34,7 @@ BOUND = 3.0  # Bound on each entry of a Newton step: where a weight is 1, b is u
 PIECE = 1 << 18  # Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
 
 
-def taylor_order(
-    query_key: QueryKey, error: float, largest: int, *, centred: bool = False
-) -> Float[Tensor, "*batch heads"]:
+def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
     """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
 
     x_ij is the head's own score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
@@ -69,7 +68,7 @@ def taylor_order(
     return order
 
 
-def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch heads"]:
+def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     """Return a sufficient number m of features: a K of rank m whose K_ij/Σ_j K_ij is within `error` of attention.
 
     Sums and errors are over the visible pairs. K is unconstrained at hidden ones, so that attention alone decides (P
@@ -182,9 +181,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
     return normalised
 
 
-def _total_variation(
-    approximation: Float[Tensor, "*batch n m"], attention: Float[Tensor, "*batch n m"], keys: Tensor
-) -> Float[Tensor, "*batch"]:
+def _total_variation(approximation: Matrices, attention: Matrices, keys: Tensor) -> PerHead:
     """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    PerHead = Float[Tensor, "*batch heads"]
+    Norms = Float[Tensor, "*batch"]
     Sums = Float[Tensor, "some size"]
     Explain = Callable[[Float[Tensor, "some keys"], Float[Tensor, "some every_distance"]], Float[Tensor, "some 2"]]
 
@@ -137,9 +139,9 @@ class VisibleShares:
     [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b does not explain.
     """
 
-    key: Float[Tensor, "*batch heads"]  # explained by b_j: the same keys for every query
-    distance: Float[Tensor, "*batch heads"]  # explained by c_{i−j} beyond b; NaN for cross-attention
-    interaction: Float[Tensor, "*batch heads"]
+    key: PerHead  # explained by b_j: the same keys for every query
+    distance: PerHead  # explained by c_{i−j} beyond b; NaN for cross-attention
+    interaction: PerHead
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
@@ -175,7 +177,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
     return query_key.allowed.all(-1).all(-1).expand(lead)
 
 
-def visible_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
+def visible_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of the row-centred visible scores; NaN if these are zero.
 
     Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
@@ -246,9 +248,7 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
     return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
-def _exceeds_rounding(
-    norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int
-) -> Bool[Tensor, "*batch"]:
+def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
     """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
     above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Draws = Float[Tensor, "draws heads"]
     Measures = Float[Tensor, "measures heads"]
     Windows = Float[Tensor, "windows heads"]
+    Sizes = Float[Tensor, " windows"]
+    Variances = Float[ndarray, " pairs"]
 
 optimize = LazyModule("scipy.optimize")
 special = LazyModule("scipy.special")
@@ -78,9 +80,7 @@ class Blocks:
         return list(map(float, p_values))
 
 
-def _moderate_variances(
-    variances: Float[ndarray, " pairs"], freedom: int, others: int, counted: float
-) -> tuple[Float[ndarray, " pairs"], float]:
+def _moderate_variances(variances: Variances, freedom: int, others: int, counted: float) -> tuple[Variances, float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and its d₀ (Smyth 2004, Section 6.2).
 
     d₀ and s₀² are those of the scaled χ² that fits the spread of log s². d₀ is at most that of `others` treatments, and
@@ -222,7 +222,7 @@ def _permutation_scores(centred: Measures, present: Measures, ranks: Draws) -> F
 def windows_interval(
     measure: PerHead | Windows,
     harm: Windows,
-    sizes: Float[Tensor, " windows"],
+    sizes: Sizes,
     design: Design,
     value: float,
     draws: int = DRAWS,
@@ -254,7 +254,7 @@ def windows_interval(
     return Interval(value, math.tanh(centre - half_width), math.tanh(centre + half_width))
 
 
-def split_half(harm: Windows, sizes: Float[Tensor, " windows"], design: Design, seed: int = 0) -> float:
+def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms, r Spearman's ρ between two halves of the windows.
 
     The median over random halvings, within each text if all have two windows (Spearman 1910, Brown 1910). Its root is

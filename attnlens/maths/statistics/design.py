@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     PerWindow = Float[Tensor, "*batch windows"]
     Draws = Float[Tensor, "draws units"]
+    Samples = Float[Tensor, "draws windows"]
 
 
 class Stream:
@@ -166,7 +167,7 @@ class Design:
         """Return the design of some of the windows."""
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
-    def draws(self, count: int, seed: int = 0) -> Float[Tensor, "draws windows"]:
+    def draws(self, count: int, seed: int = 0) -> Samples:
         """Draw bootstrap samples as counts of each window: windows drawn within their text, or whole texts."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
@@ -210,10 +211,7 @@ class Design:
         return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, variance)
 
     def weighted_means(
-        self,
-        values: Float[Tensor, "units windows"],
-        size: Float[Tensor, " windows"],
-        times: Float[Tensor, "draws windows"],
+        self, values: Float[Tensor, "units windows"], size: Float[Tensor, " windows"], times: Samples
     ) -> tuple[Draws, Draws]:
         """Return each sample's means over tokens, `size` per window, and their standard errors (Cochran 1977, ratios).
 

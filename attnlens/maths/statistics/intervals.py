@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     PerWindow = Float[Tensor, " windows"]
     PerUnit = Float[Tensor, " units"]
+    PerDraw = Float[Tensor, "*draws"]
+    Samples = Float[Tensor, "*draws windows"]
+    Transform = Callable[[Tensor], Tensor]
 
 stats = LazyModule("scipy.stats")
 
@@ -139,7 +142,7 @@ def paired_difference(
     design: Design | None = None,
     *,
     weights: PerWindow | None = None,
-    of: Callable[[Tensor], Tensor] | None = None,
+    of: Transform | None = None,
     draws: int = 2000,
     level: float = 0.95,
     seed: int = 0,
@@ -169,12 +172,8 @@ def paired_difference(
 
 
 def _contrast(
-    pair: Float[Tensor, "2 windows"],
-    weight: PerWindow,
-    times: Float[Tensor, "*draws windows"],
-    design: Design,
-    of: Callable[[Tensor], Tensor] | None,
-) -> tuple[Float[Tensor, "*draws"], Float[Tensor, "*draws"]]:
+    pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
+) -> tuple[PerDraw, PerDraw]:
     """Return the difference for each sample, and its standard error to first order (delta method)."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
