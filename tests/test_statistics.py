@@ -15,6 +15,7 @@ from attnlens.analyzers.registry import MeasureInfo, select_analyzers
 from attnlens.maths.statistics import (
     Design,
     Stream,
+    count_and_mean,
     false_discovery,
     gaussian_null,
     median_error,
@@ -34,7 +35,7 @@ NAN = math.nan
 def filled(*batches):
     stream = Stream()
     for batch in batches:
-        stream.update(batch)
+        stream.merge(*count_and_mean(batch))
     return stream
 
 

@@ -99,9 +99,8 @@ class Instances:
 
     def anchor_first(self) -> Anchored:
         """Return the tokens relative to the first one that takes part."""
-        if self.allowed is None:
-            return self.anchor(torch.zeros(self.tokens.shape[:2], dtype=torch.long, device=self.tokens.device))
-        return self.anchor(self.allowed.to(torch.uint8).argmax(-1))
+        first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
+        return self.anchor(first.long())
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
         """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token if it exceeds α's."""

@@ -141,7 +141,7 @@ def choose(
         visible_counts = visible.sum(-1)
         log_weights = softmax.cap_scores(scores) + scene.log_copies
         masked = scores.masked_fill(~visible, -torch.inf)
-        chosen = _select_largest(masked) if top_p is None else _select_top_p(masked, log_weights, softmax, top_p)
+        chosen = _select_tokens(masked, log_weights, softmax, top_p)
         gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)
         eligible = gap.isfinite() & (2 * visible_counts >= visible_counts.max())
         clear = gap > TIE * scores.abs().amax(-1)  # strict: if all scores are zero, nothing is selected
@@ -214,21 +214,21 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
     return HeadProblem(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
 
-def _select_largest(masked: Scores) -> Bool[Tensor, "queries keys"]:
-    """Return which visible token has the largest score; none if none is visible."""
-    best = masked.argmax(-1, keepdim=True)
-    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
-
-
-def _select_top_p(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float) -> Bool[Tensor, "queries keys"]:
-    """Return which tokens are the fewest with a share `top_p` of a query's weight."""
-    total = log_weights.logsumexp(-1, keepdim=True)
-    if softmax.sink is not None:
-        total = total.logaddexp(total.new_tensor(softmax.sink))
-    order = masked.argsort(dim=-1, descending=True, stable=True)
-    shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
-    before = shares.cumsum(-1) - shares
-    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, before < top_p) & (masked > -torch.inf)
+def _select_tokens(
+    masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None
+) -> Bool[Tensor, "queries keys"]:
+    """Return the visible token of the largest score or, with `top_p`, the fewest tokens with that share of weight."""
+    if top_p is None:
+        order = masked.argmax(-1, keepdim=True)
+        selected = torch.ones_like(order, dtype=torch.bool)
+    else:
+        order = masked.argsort(dim=-1, descending=True, stable=True)
+        total = log_weights.logsumexp(-1, keepdim=True)
+        if softmax.sink is not None:
+            total = total.logaddexp(total.new_tensor(softmax.sink))
+        shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
+        selected = shares.cumsum(-1) - shares < top_p
+    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, selected) & (masked > -torch.inf)
 
 
 @dataclass(frozen=True)

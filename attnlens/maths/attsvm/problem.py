@@ -373,23 +373,13 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
             status="infeasible",
             multipliers=multipliers / total,
             residual=norm / total,
-            support=_find_support(multipliers.abs()),
+            support=multipliers.abs() > NEGLIGIBLE * multipliers.abs().max(),
             iterations=iterations,
         )
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
-    return _build_solution(problem, multipliers * factor, W * factor, lengths, tolerance, iterations)
-
-
-def _find_support(weights: Each) -> Bool[Tensor, " constraints"]:
-    """Return which weights exceed the rounding of the largest."""
-    return weights > NEGLIGIBLE * weights.max()
-
-
-def _build_solution(
-    problem: Problem, multipliers: Each, W: BilinearForm, lengths: Each, tolerance: float, iterations: int
-) -> Solution:
-    """Build the Solution of λ at its dual optimum along the ray, W = W(λ)."""
-    norm, scores, bounds, price = float(W.norm()), problem.scores(W), problem.margins, multipliers.abs()
+    # λ at the dual's optimum along the ray, and W = W(λ).
+    multipliers, W = multipliers * factor, W * factor
+    norm, scores, price = float(W.norm()), problem.scores(W), multipliers.abs()
     factor = _feasible_scale(problem, scores)
     slack = problem.violations(factor * scores)
     infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * lengths)).any())
@@ -408,7 +398,7 @@ def _build_solution(
         gap=gap,
         least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
         kkt=kkt,
-        support=_find_support(price * lengths),
+        support=price * lengths > NEGLIGIBLE * (price * lengths).max(),
         iterations=iterations,
     )
 

@@ -436,9 +436,13 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is float32's, in which models compute the cos and sin
     of their rotations. NaN if M = 0.
     """
-    values = _difference_singular_values(query_key, base)
-    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
     query, key = base.query.double(), base.paired_key.double()
+    query_after, key_after = query_key.query.double(), query_key.paired_key.double()
+    # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: each block is as large as the difference, so that rounding is relative to it.
+    left = over_heads(_balanced_root, query_after - query, query, key_after, key_after - key)
+    right = over_heads(_balanced_root, key_after, key_after - key, query_after - query, query)
+    values = over_heads(_root_singular_values, left, right) * abs(query_key.scale)
+    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
     squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
     norm = squared.clamp(min=0).sqrt() * abs(base.scale)  # rounding can leave the square of 0 below 0
     difference = values.square().sum(-1).sqrt()
@@ -447,19 +451,6 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     # Strict: if nothing changed, no σ is above the border; if M and ΔM are 0, the border is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
     return difference / norm, rank.masked_fill(norm == 0, torch.nan)
-
-
-def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Tensor, "*batch heads twice"]:
-    """Return σ(ΔM), descending, of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ.
-
-    In this form each block is as large as the difference, so that rounding is relative to the difference, not to M.
-    """
-    query, key = query_key.query.double(), query_key.paired_key.double()
-    before, key_before = base.query.double(), base.paired_key.double()
-    left = over_heads(_balanced_root, query - before, before, key, key - key_before)
-    right = over_heads(_balanced_root, key, key - key_before, query - before, before)
-    values: Tensor = over_heads(_root_singular_values, left, right)
-    return values * abs(query_key.scale)
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:

@@ -215,43 +215,34 @@ class IntervalMask:
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """
-        size, zeros = len(by_key), by_key.new_zeros(len(self.keys[0]) + len(by_key) - 1)
-        key_counts, query_counts = self._counts(self.keys), self._counts(self.queries)
-        pairs = torch.cat((query_counts, self._sum_by_distance(torch.ones_like(key_counts), self.keys)))
-        scale = torch.where(pairs > 0, pairs.clamp(min=1).rsqrt(), 0.0)
-        of_keys = _solve_energy(lambda b: self._multiply_normal(b, zeros)[:size], by_key, scale[:size])
-        if by_distance is None:
-            return of_keys, math.nan
-        right = torch.cat((by_key, by_distance))
-        both = _solve_energy(lambda x: self._multiply_normal(x[:size], x[size:]), right, scale)
-        return of_keys, both - of_keys
-
-    def _counts(self, ends: Ends) -> Vector:
-        return (ends[1] - ends[0]).double()
-
-    def _distances(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the indices j − i + n − 1 of each query's and each key's distances: first, and one past the last."""
-        n = len(self.keys[0])
-        query, key = (torch.arange(len(ends[0]), device=ends[0].device) for ends in (self.keys, self.queries))
+        n, size = len(self.keys[0]), len(by_key)
+        query, key = (torch.arange(count, device=by_key.device) for count in (n, size))
+        # Indices j − i + n − 1 of each query's and each key's distances: first, and one past the last.
         of_queries = self.keys[0] - query + n - 1, self.keys[1] - query + n - 1
-        return of_queries, (key - self.queries[1] + n, key - self.queries[0] + n)
+        of_keys = key - self.queries[1] + n, key - self.queries[0] + n
+        key_counts, query_counts = ((past_last - first).double() for first, past_last in (self.keys, self.queries))
 
-    def _multiply_normal(self, b: Float[Tensor, " m"], c: Distances) -> Float[Tensor, " both"]:
-        """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
-        of_queries, of_keys = self._distances()
-        row_sums = _sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)
-        row_means = row_sums / self._counts(self.keys).clamp(min=1)
-        keys = self._counts(self.queries) * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
-        pairs = self._sum_by_distance(torch.ones_like(row_means), self.keys)
-        distances = pairs * c + self._sum_by_distance(b, self.queries) - self._sum_by_distance(row_means, self.keys)
-        return torch.cat((keys, distances))
+        def sum_by_distance(values: Vector, ends: Ends) -> Distances:
+            change = values.new_zeros(n + size)
+            change.index_add_(0, ends[0], values).index_add_(0, ends[1], -values)
+            return change.cumsum(0)[:-1]
 
-    def _sum_by_distance(self, values: Vector, ends: Ends) -> Distances:
-        """Sum, over the pairs of each distance, the value of their query (if `ends` is `keys`) or of their key."""
-        first, past_last = self._distances()[0 if ends is self.keys else 1]
-        change = values.new_zeros(len(self.keys[0]) + len(self.queries[0]))
-        change.index_add_(0, first, values).index_add_(0, past_last, -values)
-        return change.cumsum(0)[:-1]
+        distance_counts = sum_by_distance(torch.ones_like(key_counts), of_queries)
+
+        def multiply(b: Tensor, c: Tensor) -> Tensor:
+            """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
+            row_means = (_sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)) / key_counts.clamp(min=1)
+            keys = query_counts * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
+            distances = distance_counts * c + sum_by_distance(b, of_keys) - sum_by_distance(row_means, of_queries)
+            return torch.cat((keys, distances))
+
+        pairs, zeros = torch.cat((query_counts, distance_counts)), torch.zeros_like(distance_counts)
+        scale = torch.where(pairs > 0, pairs.clamp(min=1).rsqrt(), 0.0)
+        by_keys = _solve_energy(lambda b: multiply(b, zeros)[:size], by_key, scale[:size])
+        if by_distance is None:
+            return by_keys, math.nan
+        both = _solve_energy(lambda x: multiply(x[:size], x[size:]), torch.cat((by_key, by_distance)), scale)
+        return by_keys, both - by_keys
 
 
 def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:

@@ -13,7 +13,7 @@ import torch
 
 from attnlens.lazy import LazyModule
 from attnlens.maths.statistics.design import Design
-from attnlens.maths.statistics.intervals import Interval
+from attnlens.maths.statistics.intervals import LEVEL, Interval, student_interval
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -123,14 +123,9 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
 
 
 def rank_correlation(
-    x: PerHead,
-    y: PerHead,
-    groups: Sequence[object] | None = None,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
+    x: PerHead, y: PerHead, groups: Sequence[object] | None = None, draws: int = 2000, seed: int = 0
 ) -> Interval:
-    """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its interval; pairs with a NaN do not count.
+    """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its 95 % interval. Pairs with NaN do not count.
 
     The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on the
     sample's own. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
@@ -148,9 +143,9 @@ def rank_correlation(
     samples = _correlations(x, y, design.draws(draws, seed))
     samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    student_over_normal = stats.t.ppf((1 + level) / 2, design.units - 1) / stats.norm.ppf((1 + level) / 2)
+    student_over_normal = stats.t.ppf((1 + LEVEL) / 2, design.units - 1) / stats.norm.ppf((1 + LEVEL) / 2)
     widening = math.sqrt(design.units / (design.units - 1)) * float(student_over_normal)
-    ends = samples.quantile(samples.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    ends = samples.quantile(samples.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
     low, high = (math.tanh(centre + widening * (end - centre)) for end in ends)
     return Interval(value, low, high)
 
@@ -250,8 +245,8 @@ def windows_interval(
     if len(samples) < 2:
         return Interval(value, math.nan, math.nan)
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    half_width = float(stats.t.ppf(0.975, design.freedom)) * float(samples.std())
-    return Interval(value, math.tanh(centre - half_width), math.tanh(centre + half_width))
+    _, low, high = student_interval(centre, float(samples.std()), design.freedom)
+    return Interval(value, math.tanh(low), math.tanh(high))
 
 
 def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:

@@ -32,10 +32,6 @@ class Stream:
         self._mean: Tensor = torch.zeros(())
         self._started = False
 
-    def update(self, values: Float[Tensor, "samples ..."]) -> None:
-        """Add several samples at once."""
-        self.merge(*count_and_mean(values))
-
     def merge(self, count: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> None:
         """Add samples given by their count and mean, entry by entry."""
         if not self._started:

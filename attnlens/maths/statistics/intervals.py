@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 stats = LazyModule("scipy.stats")
 
 
+LEVEL = 0.95  # Confidence level of all intervals and bounds
 DRAWN_BYTES = 2**26
 """Bytes of random factors processed at once; those of all draws together exceed a layer of a large model."""
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
@@ -115,16 +116,16 @@ class Interval(NamedTuple):
     high: float
 
 
-def student_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Interval:
-    """Return value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
+def student_interval(value: float, error: float, freedom: int) -> Interval:
+    """Return value ± t·error, the 95 % interval of Student's distribution with these degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
-    half_width = float(stats.t.ppf((1 + level) / 2, freedom)) * error
+    half_width = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     return Interval(value, value - half_width, value + half_width)
 
 
-def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
-    """Return the bound that one more draw stays below with probability `level`, m + t s √(1 + 1/n), t of n − 1 degrees.
+def prediction_bound(values: Sequence[float]) -> float:
+    """Return the bound that one more draw stays below with probability 0.95, m + t s √(1 + 1/n), t of n − 1 degrees.
 
     The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970); NaN for
     fewer than two draws.
@@ -132,7 +133,7 @@ def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
     if len(values) < 2:
         return math.nan
     draws = torch.tensor(values, dtype=torch.float64)
-    factor = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
+    factor = float(stats.t.ppf(LEVEL, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
     return float(draws.mean() + factor * draws.std())
 
 
@@ -144,10 +145,9 @@ def paired_difference(
     weights: PerWindow | None = None,
     of: Transform | None = None,
     draws: int = 2000,
-    level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Return of(mean after) − of(mean before) over windows, with its interval.
+    """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
     Studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and the
     quantiles of (θ* − θ)/se* turn the sample's own error into an interval. Student's t if a text has fewer than eight
@@ -163,11 +163,11 @@ def paired_difference(
     pair = torch.stack((before, after)).cpu()[:, present.cpu()].double()
     value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), design, of))
     if design.exchangeable < FEWEST_DRAWS or not error > 0:
-        return student_interval(value, error, design.freedom, level)
+        return student_interval(value, error, design.freedom)
     differences, errors = _contrast(pair, weight, design.draws(draws, seed), design, of)
     scores = (differences - value) / errors
     scores = scores[scores.isfinite()]
-    low, high = scores.quantile(scores.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    low, high = scores.quantile(scores.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
     return Interval(value, value - high * error, value - low * error)
 
 
