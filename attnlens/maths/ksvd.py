@@ -251,8 +251,7 @@ def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHe
     """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
-    root: Tensor = (squares / (2 * solution.values.square().sum(-1))).sqrt()
-    return root
+    return (squares / (2 * solution.values.square().sum(-1))).sqrt()
 
 
 def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     BilinearForm = Float[Tensor, "trials d d_query"]
     Weights = Float[Tensor, "trials n T"]
-    Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
-    """(f, γ_t − γ_α)."""
+    Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]  # (f, γ_t − γ_α)
     KeyQueryPair = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
     PerTrial = Float[Tensor, " trials"]
     Slope = Float[Tensor, "trials rows columns"]

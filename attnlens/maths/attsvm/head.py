@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     Scores = Float[Tensor, "queries keys"]
 
-TIE = 1e-6
-"""Scores closer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
+TIE = 1e-6  # Scores closer than this share of a query's largest |score| are equal: ten roundings of a float32 model
 MOST_CONSTRAINTS = 2**15  # Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
 """Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
@@ -87,11 +86,9 @@ class Selections:
     scene: Int[Tensor, " queries"]  # Index of each query's scene
     position: Int[Tensor, " queries"]  # Index of the query in its scene
     sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
-    log_odds: Float[Tensor, " queries"]
-    """log p_max/(1 − p_max), which distinguishes saturated queries whose p_max rounds to 1."""
+    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), which distinguishes queries whose p_max rounds to 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
-    decided: float
-    """Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes; NaN without any."""
+    decided: float  # Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes, or NaN
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:

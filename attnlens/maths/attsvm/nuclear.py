@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Each = Float[ndarray, " constraints"]
-    Block = Float[ndarray, "order order"]
-    """Symmetric block matrix of order d + d_query."""
+    Block = Float[ndarray, "order order"]  # Symmetric block matrix of order d + d_query
     BilinearForm = Float[ndarray, "d d_query"]
     Gram = Float[ndarray, "constraints constraints"]
     Multipliers = Float[Tensor, " constraints"]

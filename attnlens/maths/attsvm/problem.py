@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     BilinearForm = Float[Tensor, "d d_query"]
 
 LEAST, MOST = 1e-50, 1e50  # Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64
-PROOF = 1e-10
-"""‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
-ROUNDING = 1e-10
-"""Violation of a constraint, relative to |b| + ‖W‖‖u zᵀ‖, that float64 leaves if scaling cannot remove it."""
+PROOF = 1e-10  # ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would have 10¹⁰ times their scale
+ROUNDING = 1e-10  # Violation relative to |b| + ‖W‖‖u zᵀ‖ that float64 leaves if scaling cannot remove it
 BLOCK = 4096  # constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
 """Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is known to the duality gap."""
@@ -105,8 +103,7 @@ class Solution:
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
     support: Bool[Tensor, " constraints"]  # Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding
     iterations: int  # Number of steps of the outer loop
-    W: BilinearForm | None = None
-    """Solution, scaled so that its least margin is met exactly; None if there is none."""
+    W: BilinearForm | None = None  # Solution, scaled so that its least margin is met exactly; None if there is none
     norm: float | None = None  # ‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm
     gap: float | None = None
     """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     Concatenated = Float[Tensor, "columns columns"]
     Factors = Float[Tensor, "*batch n head_dim"]
 
-PANELS = 4
-"""Column panels in which AᵀA is computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications."""
+PANELS = 4  # Column panels of AᵀA, computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications
 ROWS = 512  # Rows of a factor multiplied at once: with their products they fit in the second-level cache
 LARGEST_CONDITION = 1e5
 """Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
@@ -73,7 +72,8 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
         query_sums[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
-    query, key = _concatenate(query_sums.mT), _concatenate(query_key.key)
+    # Concatenated along columns, as views: the weights' rows are stored head after head.
+    query, key = (factor.double().mT.flatten(0, 1).mT for factor in (query_sums.mT, query_key.key))
     if query_key.rotation is None:
         if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
             return _trace_ratio(_gram_by_panels(query), _gram_by_panels(key), key.mT @ query)
@@ -142,11 +142,6 @@ def _average_blocks(rotation: Rotation, gram: Concatenated) -> Concatenated:
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return average_rotations(rotation, blocks).transpose(1, 2).reshape(gram.shape)
-
-
-def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
-    """Concatenate the heads' factors along columns."""
-    return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
 
 
 def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Concatenated:

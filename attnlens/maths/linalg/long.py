@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Vector = Float[Tensor, " size"]
     Vectors = Float[Tensor, "m some"]
     Distances = Float[Tensor, " distances"]
-    Ends = tuple[Int[Tensor, " size"], Int[Tensor, " size"]]
+    Ends = tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
 
 LONG = 2048**2
 """Heads with more query–key pairs are long: their matrices are read in tiles, and full spectra are not computed. At
@@ -28,10 +28,8 @@ TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in
 BLOCK = 64  # Vectors multiplied at once: tiles are computed anew for each product, and serve all of them
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
 LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
-POWERS = 8
-"""Largest power of the deflated matrix used to bound its norm: the bound tends to the norm as the power grows."""
-SLACK = 1.3
-"""Expected ratio of the deflated matrix's norm bound to the next Ritz value; raised to the ratio that is observed."""
+POWERS = 8  # Largest power of the deflated matrix used to bound its norm: the bound tends to the norm with the power
+SLACK = 1.3  # Expected ratio of the deflated matrix's norm bound to the next Ritz value; raised to the observed ratio
 ROUNDING = 1e-10
 """Energies closer than this share of the total are a tie, and prove nothing: the rounding of their sums is smaller."""
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
@@ -81,8 +79,7 @@ def map_heads(
 class TiledMatrix:
     """An n × m matrix P, formed in tiles of rows each time it is multiplied, and A = PᵀP."""
 
-    tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]
-    """Rows of P in order; columns that a tile lacks are zero."""
+    tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]  # Rows of P in order; columns that a tile lacks are 0
     size: int  # Number of columns m
 
     def multiply_gram(self, x: Vectors) -> Vectors:
@@ -95,8 +92,7 @@ class TiledMatrix:
 
     def energy(self) -> Float[Tensor, ""]:
         """Return tr A = ‖P‖_F²."""
-        total: Tensor = torch.stack([rows.square().sum() for rows in self.tiles()]).sum()
-        return total
+        return torch.stack([rows.square().sum() for rows in self.tiles()]).sum()
 
 
 @dataclass(frozen=True)
@@ -257,7 +253,7 @@ def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
     return IntervalMask(*sides)
 
 
-def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " some"]:
+def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
     """Sum the values from each start to just before each end."""
     running = pad(values.cumsum(0), (1, 0))
     return running[ends[1]] - running[ends[0]]

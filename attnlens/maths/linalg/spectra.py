@@ -177,16 +177,14 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
     total = weights.sum(-1, keepdim=True)
     if query_key.sinks is not None:
         total = total + (query_key.sinks.double()[:, None, None] + unit).exp()
-    normalised: Tensor = weights / torch.where(total > 0, total, torch.nan)
-    return normalised
+    return weights / torch.where(total > 0, total, torch.nan)
 
 
 def _total_variation(approximation: Matrices, attention: Matrices, keys: Tensor) -> PerHead:
     """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
-    mean: Tensor = torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
-    return mean
+    return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
 
 
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 RIDGE = 1e-10
 """Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular: far
 above rounding, so that Cholesky does not fail, and far below the least non-zero eigenvalue."""
-REFINEMENTS = 2
-"""Refinement steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue."""
+REFINEMENTS = 2  # Refinement steps against the ridge: each leaves RIDGE/λ of its effect, λ the least eigenvalue above 0
 
 
 def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Explain]]:
@@ -251,8 +250,7 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
 def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
     """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
-    above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores
-    return above
+    return norm > torch.finfo(norm.dtype).eps * keys * scores
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:

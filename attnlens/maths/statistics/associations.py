@@ -32,10 +32,8 @@ special = LazyModule("scipy.special")
 stats = LazyModule("scipy.stats")
 
 
-LEAST = 1e-5
-"""Lower limit on variances, as a share of their median: differences equal by chance must not give certainty."""
-COUNTED = 0.5
-"""Share of the degrees of freedom added by other pairs that counts: pairs that share a treatment share noise."""
+LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give certainty
+COUNTED = 0.5  # Share of the degrees of freedom of other pairs that counts: pairs that share a treatment share noise
 FEWEST = 3  # Variances needed to estimate how variances are spread; fewer are not moderated
 NEAR_ONE = 1 - 1e-12
 """Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""

@@ -27,8 +27,7 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self.count: Tensor = torch.zeros(())
-        """Number of values behind each entry."""
+        self.count: Tensor = torch.zeros(())  # Number of values behind each entry
         self._mean: Tensor = torch.zeros(())
         self._started = False
 

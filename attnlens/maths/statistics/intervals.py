@@ -28,8 +28,7 @@ stats = LazyModule("scipy.stats")
 
 
 LEVEL = 0.95  # Confidence level of all intervals and bounds
-DRAWN_BYTES = 2**26
-"""Bytes of random factors processed at once; those of all draws together exceed a layer of a large model."""
+DRAWN_BYTES = 2**26  # Bytes of random factors processed at once; all draws together exceed a layer of a large model
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
 FEWEST_DRAWS = 8
 """Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
@@ -37,8 +36,7 @@ better: a sample that draws one of two windows twice has almost no error of its 
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported
 MOST_WINDOWS = 256  # Windows above which Student's t is as good: the effect of skewness decreases with √windows
-ENOUGH = 50
-"""Samples beyond a unit's own score after which its p-value is known accurately enough (Besag & Clifford 1991)."""
+ENOUGH = 50  # Samples beyond a unit's score after which its p-value is accurate enough (Besag & Clifford 1991)
 PIECE = 500  # Samples computed at once: after each piece, units with ENOUGH samples beyond their score are left out
 
 
@@ -250,14 +248,11 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
         beyond[active] += (sample_scores >= scores[active, None]).sum(1)
         samples[active] += len(times)
         largest[active] = torch.cat((largest[active], sample_scores), 1).topk(ENOUGH).values
+    # P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth largest score.
+    reached = stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), design.freedom)
+    tail = _student_p(scores / (largest[:, -1] / torch.from_numpy(reached)).clamp(min=1), design.freedom)
     counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + samples))
-    return torch.where(beyond < ENOUGH, _tail_p(scores, largest[:, -1], samples, design.freedom), counted)
-
-
-def _tail_p(scores: PerUnit, largest: PerUnit, samples: PerUnit, freedom: int) -> PerUnit:
-    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth `largest` score."""
-    quantile = torch.from_numpy(stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), freedom))
-    return _student_p(scores / (largest / quantile).clamp(min=1), freedom)
+    return torch.where(beyond < ENOUGH, tail, counted)
 
 
 def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
