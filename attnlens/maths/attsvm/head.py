@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attnlens.maths.attsvm.problem import Problem, Solution
 
     Scores = Float[Tensor, "queries keys"]
+    Flags = Bool[Tensor, "queries keys"]
 
 TIE = 1e-6  # Scores closer than this share of a query's largest |score| are equal: ten roundings of a float32 model
 MOST_CONSTRAINTS = 2**15  # Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers
@@ -62,7 +63,7 @@ class Scene:
     hidden."""
 
     @property
-    def visible(self) -> Bool[Tensor, "queries keys"]:
+    def visible(self) -> Flags:
         """Tokens that a query can select: the first of their copies."""
         return self.log_copies > -torch.inf
 
@@ -105,7 +106,7 @@ class HeadProblem:
     token_of: Int[Tensor, " constraints"]  # Index of the token on the lesser side of each constraint, in its scene
 
 
-def count_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
+def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
     """Count the visible copies of each token per query, stored at the first copy; 0 at the other copies."""
     if not len(tokens):
         return allowed.int()
@@ -173,8 +174,7 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation: +∞ without other tokens, NaN without any.
 
-    `masked` are the scores, and `log_weights` the softmax's logits plus the logarithm of the copies; both are −∞ for
-    hidden tokens.
+    `masked` are the scores, `log_weights` the softmax's logits plus log copies; both are −∞ for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -211,9 +211,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
     return HeadProblem(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
 
-def _select_tokens(
-    masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None
-) -> Bool[Tensor, "queries keys"]:
+def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
     """Return the visible token of the largest score or, with `top_p`, the fewest tokens with that share of weight."""
     if top_p is None:
         order = masked.argmax(-1, keepdim=True)

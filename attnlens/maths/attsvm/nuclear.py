@@ -98,10 +98,8 @@ class Point:
     S: Block
 
 
-def interior_point(
-    constraints: Constraints, size: float, tolerance: float, limit: int
-) -> tuple[BilinearForm, Each, int]:
-    """Return W, λ ≥ 0 and the steps: a relative gap ≤ tolerance, or the best after `limit` steps or at rounding.
+def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
+    """Return W, λ ≥ 0 and the steps: a relative gap ≤ goal, or the best after `limit` steps or at rounding.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
@@ -120,12 +118,12 @@ def interior_point(
             point = newton.move(newton.direction(centring, affine), INSIDE)
         except np.linalg.LinAlgError:  # the border is reached within rounding: keep the best so far
             break
-        P, D = bound_norm(constraints, point, tolerance)
+        P, D = bound_norm(constraints, point, goal)
         if upper > P:
             upper, W, steps = P, constraints.corner(point.X), step
         if lower < D:
             lower, multipliers, steps = D, point.multipliers, step
-        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > steps + PATIENCE:
+        if (np.isfinite(upper) and upper - lower <= goal * upper) or step > steps + PATIENCE:
             break
     return W, multipliers, steps
 

@@ -129,7 +129,7 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query, one chosen token (an integer), and one of any margins.",
+            f"The queries, chosen tokens (integers) or margins do not fit the {samples} samples.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
@@ -213,9 +213,7 @@ def build_problem(
 ) -> Problem:
     """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
     if not len(differences):
-        raise UnposedError(
-            "There are no other tokens to separate the selected ones from.", "Give sequences of at least two tokens."
-        )
+        raise UnposedError("There is no other token to select from.", "Give sequences of at least two tokens.")
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
     return Problem(differences, queries, query_of, margins, equal)
 
@@ -247,8 +245,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
-                f"A sequence must consist of input tokens and a label, all below {vocabulary}: "
-                f"{str(list(sequence))[:40]}",
+                f"A sequence is not input tokens and a label, all below {vocabulary}: {str(list(sequence))[:40]}",
                 "Give at least one input token and the label.",
             )
         *inputs, label = sequence
@@ -330,12 +327,8 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
         raise UsageError(f"The limit is {limit}, but must be at least 1.", "Give a limit of at least 1.")
     if not len(problem.margins):
         raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
-    parts = {
-        "difference of two tokens": problem.differences,
-        "query": problem.queries,
-        "margin": problem.margins[:, None],
-    }
-    for name, rows in parts.items():
+    pairs, queries, margins = problem.differences, problem.queries, problem.margins[:, None]
+    for name, rows in (("difference of two tokens", pairs), ("query", queries), ("margin", margins)):
         sizes = rows.abs().amax(-1)
         extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
         if len(extreme):

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    PerToken = Float[Tensor, " n"]
     PerHead = Float[Tensor, "*batch heads"]
+    Spectra = Float[Tensor, "*batch heads least"]
     PerQuery = Float[Tensor, "*batch heads n"]
     Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and whether it counts
 
@@ -49,9 +51,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
     return _average_queries(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
 
 
-def attention_singular_values(
-    query_key: QueryKey, *, without_row_sums: bool = False
-) -> Float[Tensor, "*batch heads least"]:
+def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
 
     One NaN for a long sequence, whose full spectrum is not computed: `attention_rank` needs only the leading σ.
@@ -230,9 +230,7 @@ def _long_verdict(head: QueryKey) -> float:
     return float(_decide_by_cholesky(whole, gauge.new_tensor([rounding])))
 
 
-def _kernel_tiles(
-    head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
-) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
+def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
     """Yield the rows of `_unit_kernel` of one long head."""
     offset = gauge - half
     for rows, tile in split_tiles(head):
@@ -241,7 +239,7 @@ def _kernel_tiles(
         yield rows, kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
-def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
+def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
     """Return κ − ρ, half the diagonal of the logits after adding κ − ρ, and the largest |L| of one long head."""
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)

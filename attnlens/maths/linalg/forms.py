@@ -155,13 +155,11 @@ def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Concatenated:
 
 
 def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -> Float[Tensor, " positions"]:
-    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`.
-
-    One row of blocks at a time, to save memory.
-    """
+    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`."""
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
+    # One row of blocks at a time, to save memory.
     rows = [rotation_traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
     return torch.stack(rows).sum(0)
 
@@ -185,8 +183,7 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    For an ill-conditioned Gram matrix whose factor is too long for QR. Values of R below 1e-8 (√eps) of the largest are
-    rounding.
+    For an ill-conditioned Gram matrix whose factor is too long for QR. Below 1e-8 (√eps) of its largest, R is rounding.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]

@@ -57,17 +57,15 @@ def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
         yield rows, query_key.rows(rows)
 
 
-def map_heads(
-    function: Callable[[QueryKey], float | tuple[float, ...]], query_key: QueryKey
-) -> Float[Tensor, "*shape"]:
-    """Apply `function` to every head of every sequence in turn, each as a batch of one sequence and one head."""
+def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_key: QueryKey) -> Float[Tensor, "*shape"]:
+    """Apply `compute` to every head of every sequence in turn, each as a batch of one sequence and one head."""
     lead, batch = query_key.query.shape[:-2], query_key
     if len(lead) == 1:  # one sequence without a batch axis
         query, key = batch.query[None], batch.key[None]
         allowed, bias = (None if mask is None else mask[None] for mask in (batch.allowed, batch.bias))
         batch = replace(batch, query=query, key=key, allowed=allowed, bias=bias, value=None, inputs=None)
     results = [
-        function(batch.sequences([number], slice(None), slice(None)).select([head]))
+        compute(batch.sequences([number], slice(None), slice(None)).select([head]))
         for number in range(batch.query.shape[0])
         for head in range(lead[-1])
     ]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Matrix = Float[Tensor, "n m"]
     Matrices = Float[Tensor, "*batch heads n m"]
+    Directions = Float[Tensor, "m rank"]
     PerHead = Float[Tensor, "*batch heads"]
 
 
@@ -123,9 +124,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
     return totals * (scores - total).clamp(max=0).exp()
 
 
-def _can_fit(
-    attention: Matrix, visible: Matrix, start: Matrix, directions: Float[Tensor, "m rank"], error: float
-) -> bool:
+def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
     """Return whether subspace iteration finds a matrix of that rank within the error."""
     filled = start
     for _ in range(STEPS):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    Pairs = Float[Tensor, "n m"]
     PerHead = Float[Tensor, "*batch heads"]
     Norms = Float[Tensor, "*batch"]
     Sums = Float[Tensor, "some size"]
@@ -81,9 +82,7 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
     return explain
 
 
-def _distance_equations(
-    visible: Float[Tensor, "n m"], scaled: Float[Tensor, "n m"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
 
     `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants.

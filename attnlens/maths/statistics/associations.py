@@ -72,17 +72,16 @@ class Blocks:
         for kinds_of_pair in set(kinds_of_pairs):
             members = [index for index, each in enumerate(kinds_of_pairs) if each == kinds_of_pair]
             others = len({treatment for index in members for treatment in pairs[index]}) - 2
-            moderated, prior = _moderate_variances(variances[members], blocks - 1, others, COUNTED)
+            moderated, prior = _moderate_variances(variances[members], blocks - 1, others)
             score = np.abs(differences[members].mean(1)) / np.sqrt(moderated / blocks)
             p_values[members] = 2 * stats.t.sf(score, blocks - 1 + prior)
         return list(map(float, p_values))
 
 
-def _moderate_variances(variances: Variances, freedom: int, others: int, counted: float) -> tuple[Variances, float]:
+def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and its d₀ (Smyth 2004, Section 6.2).
 
-    d₀ and s₀² are those of the scaled χ² that fits the spread of log s². d₀ is at most that of `others` treatments, and
-    is multiplied by `counted`.
+    The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most that of `others` treatments, times COUNTED.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -97,15 +96,14 @@ def _moderate_variances(variances: Variances, freedom: int, others: int, counted
         # The trigamma function decreases from +∞ at 0, so that the root lies between these ends.
         prior = 2 * optimize.brentq(lambda half: special.polygamma(1, half) - excess, 1e-6, most)
     centre = math.exp(logs.mean() + special.digamma(prior / 2) - math.log(prior / 2))
-    prior *= counted
+    prior *= COUNTED
     return (prior * centre + freedom * variances) / (prior + freedom), prior
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    The probability of any false rejection stays below the level that they are compared with. NaN stays NaN and does not
-    count in n.
+    If they are compared with a level, any false rejection is less likely than this level. NaN does not count in n.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
