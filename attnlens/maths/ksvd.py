@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     Right = Float[Tensor, "*batch m s"]
     Factors = tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]
 
-
 EPS = torch.finfo(torch.float64).eps
 
 

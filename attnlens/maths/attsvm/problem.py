@@ -129,7 +129,7 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"The queries, chosen tokens (integers) or margins do not fit the {samples} samples.",
+            f"{samples} samples need one query and one chosen token (an integer) each, and as many margins, if any.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)

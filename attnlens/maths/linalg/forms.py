@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnlens.maths.linalg.spectra import over_heads
+from attnlens.maths.linalg.spectra import over_heads, root_singular_values
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -338,7 +338,7 @@ class Form:
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
         """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are omitted."""
         query, key = (self.query_mean, self.query_key.query), (self.key_mean, self.query_key.paired_key)
-        return self._decompose_roots(_root_singular_values, query, key) * abs(self.query_key.scale)
+        return self._decompose_roots(root_singular_values, query, key) * abs(self.query_key.scale)
 
     @cached_property
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
@@ -408,11 +408,6 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     return left.mT @ right
 
 
-def _root_singular_values(query_root: Tensor, key_root: Tensor) -> Tensor:
-    values: Tensor = torch.linalg.svdvals(query_root @ key_root.mT)
-    return values
-
-
 def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
     """Return the eigenvalues of S/s from the root of the Gram matrix of [W_Q W_K]."""
     left, right = joint_root.chunk(2, -1)
@@ -433,7 +428,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: each block is as large as the difference, so that rounding is relative to it.
     left = over_heads(_balanced_root, query_after - query, query, key_after, key_after - key)
     right = over_heads(_balanced_root, key_after, key_after - key, query_after - query, query)
-    values = over_heads(_root_singular_values, left, right) * abs(query_key.scale)
+    values = over_heads(root_singular_values, left, right) * abs(query_key.scale)
     # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
     squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
     norm = squared.clamp(min=0).sqrt() * abs(base.scale)  # rounding can leave the square of 0 below 0

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     Directions = Float[Tensor, "m rank"]
     PerHead = Float[Tensor, "*batch heads"]
 
-
 EPS = torch.finfo(torch.float64).eps
 STEPS = 20  # Steps of each iteration; three times as many find up to a sixth fewer features on demo
 RIDGE = 1e-9
@@ -297,11 +296,15 @@ def product_singular_values(
     """Return σ of A Bᵀ, descending, min(n, m, head_dim) of them, by QR of both factors without forming the product."""
 
     def decompose(left: Tensor, right: Tensor) -> Tensor:
-        left_root, right_root = (torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right))
-        values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
-        return values
+        return root_singular_values(*(torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right)))
 
     return over_heads(decompose, left, right)
+
+
+def root_singular_values(left_root: Tensor, right_root: Tensor) -> Tensor:
+    """Return σ of A Bᵀ from the roots of AᵀA and BᵀB."""
+    values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
+    return values
 
 
 def stable_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:

@@ -31,7 +31,6 @@ optimize = LazyModule("scipy.optimize")
 special = LazyModule("scipy.special")
 stats = LazyModule("scipy.stats")
 
-
 LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give certainty
 COUNTED = 0.5  # Share of the degrees of freedom of other pairs that counts: pairs that share a treatment share noise
 FEWEST = 3  # Variances needed to estimate how variances are spread; fewer are not moderated

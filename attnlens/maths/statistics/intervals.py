@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 stats = LazyModule("scipy.stats")
 
-
 LEVEL = 0.95  # Confidence level of all intervals and bounds
 DRAWN_BYTES = 2**26  # Bytes of random factors processed at once; all draws together exceed a layer of a large model
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
@@ -100,10 +99,11 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     1.4826 · MAD estimates a normal sd. NaN values do not count and stay NaN (Iglewicz & Hoaglin 1993).
     """
     numbers = values.double()
-    median = numbers.nanquantile(0.5) if len(numbers) else numbers.sum()
-    deviations = (numbers - median).abs()
-    spread = 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0)
-    return (numbers - median) / (spread if spread > 0 else math.nan)
+    if not len(numbers):
+        return numbers
+    deviations = numbers - numbers.nanquantile(0.5)
+    spread = 1.4826 * float(deviations.abs().nanquantile(0.5))
+    return deviations / (spread if spread > 0 else math.nan)
 
 
 class Interval(NamedTuple):
