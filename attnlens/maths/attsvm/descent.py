@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     Parts = tuple[Tensor, ...]  # W, or K and Q
     Slope = Float[Tensor, "trials rows columns"]
 
+Loss = Literal["logistic", "exponential", "log"]
+Normaliser = Literal["form", "own"]
+LARGEST = torch.finfo(torch.float64).max
+
 
 class Anchored(NamedTuple):
     """Tokens relative to α, the token of the largest weight, so that differences far below it keep their digits."""
@@ -114,11 +118,6 @@ class Instances:
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
-
-
-Loss = Literal["logistic", "exponential", "log"]
-Normaliser = Literal["form", "own"]
-LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)

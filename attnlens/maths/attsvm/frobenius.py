@@ -445,9 +445,8 @@ class SoftMargin:
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
     """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by L-BFGS-B and Newton steps.
 
-    Stops at a gap of `tolerance` or after `limit` steps; the result has the gap. Raises UsageError unless C is finite
-    and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
-    constraints.
+    Stops at a gap of `tolerance` or after `limit` steps; the result has the gap. Raises the errors of `solve`, and
+    UsageError unless C is finite and positive.
     """
     check_solvable(problem, tolerance, limit)
     if not (C > 0.0 and math.isfinite(C)):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from scipy.linalg import cho_factor, cho_solve
 
-from attnlens.maths.attsvm.frobenius import solve
+from attnlens.maths.attsvm.frobenius import EPS, solve
 from attnlens.maths.attsvm.problem import Problem, Solution, check_solvable
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     Multipliers = Float[Tensor, " constraints"]
     Matrix = Float[Tensor, "d d_query"]
 
-EPS = float(np.finfo(np.float64).eps)
 PATIENCE = 8  # Steps without a better bound after which rounding dominates
 LEAST_CENTRING = 1e-6
 """Lower limit on the ratio whose cube is Mehrotra's centring: the affine step can end on the border, at ratio 0."""

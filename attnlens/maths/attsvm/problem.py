@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     Margins = Float[Tensor, " n"]
     BilinearForm = Float[Tensor, "d d_query"]
 
+Status = Literal["optimal", "infeasible", "inaccurate"]
+SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
 LEAST, MOST = 1e-50, 1e50  # Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64
 PROOF = 1e-10  # ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would have 10¹⁰ times their scale
 ROUNDING = 1e-10  # Violation relative to |b| + ‖W‖‖u zᵀ‖ that float64 leaves if scaling cannot remove it
@@ -87,9 +89,6 @@ class Problem:
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
         weighted.index_add_(0, self.query_of[nonzero], multipliers[nonzero, None] * self.differences[nonzero])
         return weighted.mT @ self.queries
-
-
-Status = Literal["optimal", "infeasible", "inaccurate"]
 
 
 @dataclass(frozen=True)
@@ -266,9 +265,6 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     return build_problem(differences, queries, query_of, 1.0 - equal_of.double(), equal_of.bool())
 
 
-SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
-
-
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
     numbers = require_real(name, numbers)
@@ -355,8 +351,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     W = problem.form(multipliers)
     norm, value = float(W.norm()), float(multipliers @ bounds)
     lengths: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
-    weight = float(multipliers.abs() @ lengths)
-    if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * weight:
+    if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * float(multipliers.abs() @ lengths):
         # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if all constraints are equalities.
         total = float(multipliers[~problem.equal].sum()) or float(multipliers.abs().sum())
         return Solution(

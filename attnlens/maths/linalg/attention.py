@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.maths.linalg.long import TiledMatrix, is_long, least_rank, map_heads, split_tiles
-from attnlens.maths.linalg.spectra import over_heads, rank_at, singular_values
+from attnlens.maths.linalg.spectra import EPS, over_heads, rank_at, singular_values
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     Spectra = Float[Tensor, "*batch heads least"]
     PerQuery = Float[Tensor, "*batch heads n"]
     Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and whether it counts
+
+GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
+FACTORED = 8192
+"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
+POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
 def entropy(query_key: QueryKey) -> PerHead:
@@ -185,13 +190,6 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
     # Strict: logits that depend on the query alone leave rounding of at most this norm.
     defined = whole > (torch.finfo(whole.dtype).eps * n) ** 2 * uncentred
     return torch.where(defined[..., None], parts / whole[..., None], torch.nan)
-
-
-EPS = torch.finfo(torch.float64).eps
-GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
-FACTORED = 8192
-"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
-POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
 def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:

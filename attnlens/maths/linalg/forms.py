@@ -74,13 +74,14 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
         query_sums[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
     # Concatenated along columns, as views: the weights' rows are stored head after head.
     query, key = (factor.double().mT.flatten(0, 1).mT for factor in (query_sums.mT, query_key.key))
-    if query_key.rotation is None:
-        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
-            return _trace_ratio(_gram_by_panels(query), _gram_by_panels(key), key.mT @ query)
+    rotation = query_key.rotation
+    if rotation is None and 3 * query.shape[1] >= len(query):
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    rotation = query_key.rotation
+    # Without rotation, too, three Gram matrices take fewer multiplications than a larger matrix.
     query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
+    if rotation is None:
+        return _trace_ratio(query_gram, key_gram, cross)
     if not rotation.by_distance:
         return _trace_ratio(*(_average_blocks(rotation, gram) for gram in (query_gram, key_gram, cross)))
     return _divide_over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))

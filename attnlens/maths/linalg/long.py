@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -64,12 +65,9 @@ def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_ke
         query, key = batch.query[None], batch.key[None]
         allowed, bias = (None if mask is None else mask[None] for mask in (batch.allowed, batch.bias))
         batch = replace(batch, query=query, key=key, allowed=allowed, bias=bias, value=None, inputs=None)
-    results = [
-        compute(batch.sequences([number], slice(None), slice(None)).select([head]))
-        for number in range(batch.query.shape[0])
-        for head in range(lead[-1])
-    ]
-    values = torch.tensor(results, dtype=torch.float64, device=query_key.query.device)
+    heads = itertools.product(range(batch.query.shape[0]), range(lead[-1]))
+    single_heads = (batch.sequences([number], slice(None), slice(None)).select([head]) for number, head in heads)
+    values = torch.tensor([*map(compute, single_heads)], dtype=torch.float64, device=query_key.query.device)
     return values.reshape(*lead, *values.shape[1:])
 
 

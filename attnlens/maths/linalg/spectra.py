@@ -32,6 +32,9 @@ RIDGE = 1e-9
 """Regularisation of Newton's equations per query: adding a constant to b changes nothing, so that they are singular."""
 BOUND = 3.0  # Bound on each entry of a Newton step: where a weight is 1, b is unbounded and Newton's steps diverge
 PIECE = 1 << 18  # Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
+Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
@@ -185,9 +188,6 @@ def _total_variation(approximation: Matrices, attention: Matrices, keys: Tensor)
     return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
 
 
-Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
-
-
 def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     """Return the steps from all directions to none, cheapest per direction first, so that successive plans are nested.
 
@@ -209,10 +209,6 @@ def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
         for low, high in reversed(list(pairwise(hull))):
             steps.append(((cost[low] - cost[high]) / (high - low), head, low))
     return [(head, rank) for _, head, rank in sorted(steps, key=lambda step: step[0])]
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
@@ -252,12 +248,9 @@ def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> li
 
 
 def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    threads = torch.get_num_threads()
-    try:
-        return list(_pool(threads).map(function, items))
-    finally:
-        # set_num_threads is per thread, but also sets the initial value of threads started later.
-        torch.set_num_threads(threads)
+    workers = torch.get_num_threads()
+    with one_thread():  # restores the initial value of threads started later, which workers set too
+        return list(_pool(workers).map(function, items))
 
 
 @cache

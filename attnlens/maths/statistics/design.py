@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Draws = Float[Tensor, "draws units"]
     Samples = Float[Tensor, "draws windows"]
 
+FEWEST_TEXTS = 5  # Texts from which intervals are over texts: fewer do not show how texts vary
+
 
 class Stream:
     """Mean of values that arrive in batches, entry by entry, without storing them (Welford, Chan).
@@ -90,9 +92,6 @@ class LinearCKA:
             for product, (left, right) in zip(self._products, pairs, strict=True)
         )
         return cross**2 / (x_norm * y_norm) if x_norm * y_norm > 0 else None
-
-
-FEWEST_TEXTS = 5  # Texts from which intervals are over texts: fewer do not show how texts vary
 
 
 @dataclass(frozen=True)
