@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 
 from attnlens.maths.attsvm.frobenius import EPS, solve
-from attnlens.maths.attsvm.problem import Problem, Solution, check_solvable
+from attnlens.maths.attsvm.problem import Problem, Solution, Status, check_solvable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -326,17 +326,9 @@ def certify_nuclear(
     # No λ of an interior point is 0: the support has those above rounding and, at inequalities, above the slack.
     share = multipliers.abs() * len(multipliers) / multipliers.abs().sum().clamp(min=EPS)
     support = (share > EPS * len(multipliers)) & (problem.equal | (share > slack / largest_margin))
-    return Solution(
-        status="optimal" if gap <= tolerance else "inaccurate",
-        multipliers=multipliers,
-        W=feasible,
-        norm=norm,
-        gap=gap,
-        least=least,
-        kkt=float(torch.cat(kkt).max()),
-        support=support,
-        iterations=iterations,
-    )
+    status: Status = "optimal" if gap <= tolerance else "inaccurate"
+    worst = float(torch.cat(kkt).max())
+    return Solution(status, multipliers, support, iterations, W=feasible, norm=norm, gap=gap, least=least, kkt=worst)
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:

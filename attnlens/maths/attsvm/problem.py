@@ -354,13 +354,8 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * float(multipliers.abs() @ lengths):
         # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if all constraints are equalities.
         total = float(multipliers[~problem.equal].sum()) or float(multipliers.abs().sum())
-        return Solution(
-            status="infeasible",
-            multipliers=multipliers / total,
-            residual=norm / total,
-            support=multipliers.abs() > NEGLIGIBLE * multipliers.abs().max(),
-            iterations=iterations,
-        )
+        support = multipliers.abs() > NEGLIGIBLE * multipliers.abs().max()
+        return Solution("infeasible", multipliers / total, support, iterations, residual=norm / total)
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
     # λ at the dual's optimum along the ray, and W = W(λ).
     multipliers, W = multipliers * factor, W * factor
@@ -375,17 +370,11 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     kkt = float((problem.violations(scores) / span).max())
     if norm > 0.0:
         kkt = max(kkt, float((price * (scores - bounds).abs()).max()) / norm**2)
-    return Solution(
-        status="optimal" if gap <= tolerance else "inaccurate",
-        multipliers=multipliers,
-        W=W * factor,
-        norm=norm * factor,
-        gap=gap,
-        least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
-        kkt=kkt,
-        support=price * lengths > NEGLIGIBLE * (price * lengths).max(),
-        iterations=iterations,
-    )
+    status: Status = "optimal" if gap <= tolerance else "inaccurate"
+    support = price * lengths > NEGLIGIBLE * (price * lengths).max()
+    least = None if problem.equal.all() else float((scores - bounds)[~problem.equal].min())
+    W, norm = W * factor, norm * factor
+    return Solution(status, multipliers, support, iterations, W=W, norm=norm, gap=gap, least=least, kkt=kkt)
 
 
 def _feasible_scale(problem: Problem, scores: Each) -> float:

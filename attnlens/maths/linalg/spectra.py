@@ -85,10 +85,9 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
-        numbers = [_bisect_rank(*head, error) for head in zip(attention, visible, strict=True)]
-        return attention.new_tensor(numbers)[:, None]
+        return attention.new_tensor([_bisect_rank(*head, error) for head in zip(attention, visible, strict=True)])
 
-    return over_heads(ranks, query_key.attention, _visible_pairs(query_key).double())[..., 0]
+    return over_heads(ranks, query_key.attention, _visible_pairs(query_key).double())
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
