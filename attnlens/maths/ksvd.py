@@ -73,7 +73,7 @@ def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*ba
 
 
 def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return x/‖x‖ in x's own type; zero, with finite gradients, where x is zero.
+    """Return x/‖x‖ in the dtype of x; zero, with finite gradients, where x is zero.
 
     Each row is divided by its largest entry first, so that no square under- or overflows.
     """
@@ -127,7 +127,7 @@ def evenly_spaced(
 ) -> Float[Tensor, "*batch count features"]:
     """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
 
-    The result has x's own type. Rows are repeated if n < count; the first row is returned if the mask is all false.
+    The result has the dtype of x. Rows are repeated if n < count; the first row is returned if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -419,7 +419,7 @@ def objective(
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
     """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
 
-    The paper has one J per layer and does not mention heads. Here each head is a problem of its own, so that J < 0 of
+    The paper has one J per layer and does not mention heads. Here each head is a separate problem, so that J < 0 of
     one head cannot cancel J > 0 of another, as it can in the code's mean. Raises UsageError for another convention.
     """
     _check_convention(convention)
@@ -450,7 +450,7 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
 
 
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
-    """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if that is none.
+    """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
 
     0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
     border, the span is arbitrary.

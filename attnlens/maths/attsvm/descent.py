@@ -192,7 +192,7 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
-    The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and α's own, which cancels all of them: no digits remain
+    The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and that of α, which cancels all of them: no digits remain
     once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)

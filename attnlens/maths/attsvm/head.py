@@ -174,7 +174,7 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation: +∞ without other tokens, NaN without any.
 
-    `masked` are the scores, `log_weights` the softmax's logits plus log copies; both are −∞ for hidden tokens.
+    `masked` are the scores, `log_weights` the softmax's logits plus the log of copies; both are −∞ for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -248,7 +248,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     """Compare a head with the SVM of its selections; return the reason if there is no such SVM.
 
     The scenes are those that the queries were chosen from, or others with the same scores. If sets of several tokens
-    are selected, M is compared without its finite part W_fin, the least form with M's own score differences inside the
+    are selected, M is compared without its finite part W_fin, the least form with the score differences of M inside the
     sets. Trained forms tend to W_fin + R · W_mm, and only the remainder can meet the equalities.
     """
     try:
@@ -267,7 +267,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # The finite part: equalities alone, with the head's own differences, u W z = u M z.
+        # The finite part: equalities alone, with the head's differences, u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:

@@ -204,7 +204,7 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` of the head's own logits of all pairs, without position bias or mask.
+    """Return `definite` of the head's logits of all pairs, without position bias or mask.
 
     Long logits are searched for a witness in tiles.
     """

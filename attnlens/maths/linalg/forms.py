@@ -67,7 +67,7 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
-    # Query heads that share a key head share its factor, so their own factors can be summed first.
+    # Query heads that share a key head share its factor, so that their query factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
     query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
@@ -285,7 +285,7 @@ class Form:
 
     @cached_property
     def cross(self) -> Grams:
-        """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
+        """C = W_KᵀW_Q of each head with its key head, for self-attention."""
         query = self.query_key.query.double()
         if self.group is None:
             return over_heads(_inner, self.query_key.paired_key.double(), query)

@@ -38,9 +38,9 @@ Result = TypeVar("Result")
 
 
 def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
-    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
+    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`, else NaN.
 
-    x_ij is the head's own score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
+    x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
     `centred`, x_ij is the softmax input (score and bias) minus its mean over the keys that query i sees, which
     attention determines. The error is the total variation ½Σ_j|p̂_ij − p_ij|, in [0, 1], averaged over queries that see
     two keys or more. At N = 0 attention is uniform except for bias. NaN also if no query sees two keys.
@@ -146,7 +146,7 @@ def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
 
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
-    """Draw independent normal queries and keys with the mean and covariance of the head's own over the tokens."""
+    """Draw independent normal queries and keys with the mean and covariance of the head's queries and keys."""
     generator, draws = torch.Generator().manual_seed(seed), []
     for side in (query_key.query.double(), query_key.paired_key.double()):
         # mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens

@@ -102,7 +102,7 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    If they are compared with a level, any false rejection is less likely than this level. NaN does not count in n.
+    Rejecting the p below a level keeps the probability of any false rejection below it. NaN does not count in n.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
@@ -122,8 +122,8 @@ def rank_correlation(
 ) -> Interval:
     """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its 95 % interval. Pairs with NaN do not count.
 
-    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on the
-    sample's own. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
+    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on that
+    of the sample. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
     normal quantile, as few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
     """
     present = ~(x + y).isnan()

@@ -177,7 +177,7 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window, n the number of draws exchangeable with its own.
+        """√(n/(n − 1)) of each window, n the number of draws exchangeable with that of the window.
 
         Bootstrap deviations are multiplied by it, because their variance is that of n draws about their mean.
         """

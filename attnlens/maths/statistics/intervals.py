@@ -31,7 +31,7 @@ DRAWN_BYTES = 2**26  # Bytes of random factors processed at once; all draws toge
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
 FEWEST_DRAWS = 8
 """Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
-better: a sample that draws one of two windows twice has almost no error of its own."""
+better: a sample that draws one of two windows twice has almost no error."""
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported
 MOST_WINDOWS = 256  # Windows above which Student's t is as good: the effect of skewness decreases with √windows
@@ -83,7 +83,7 @@ def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> Q
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Return mean and sd of the median over heads whose values are independent draws from their own normal nulls.
+    """Return mean and sd of the median over heads whose values are independent draws from each head's normal null.
 
     One head's sd does not apply to a median over many: for n equal normals the median's sd is about 1.25 sd/√n.
     """
@@ -107,7 +107,7 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its interval, NaN if there is none."""
+    """A number with the ends of its interval; the ends are NaN if there is no interval."""
 
     value: float
     low: float
@@ -148,7 +148,7 @@ def paired_difference(
     """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
     Studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and the
-    quantiles of (θ* − θ)/se* turn the sample's own error into an interval. Student's t if a text has fewer than eight
+    quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t if a text has fewer than eight
     windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of tokens: means are then
     over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN
     if none remain.
