@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Matrix = Float[Tensor, "n m"]
     Matrices = Float[Tensor, "*batch heads n m"]
+    Weights = Float[Tensor, "*batch n m"]
     Directions = Float[Tensor, "m rank"]
     PerHead = Float[Tensor, "*batch heads"]
 
@@ -180,7 +181,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
     return weights / torch.where(total > 0, total, torch.nan)
 
 
-def _total_variation(approximation: Matrices, attention: Matrices, keys: Tensor) -> PerHead:
+def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
     """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
