@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from attnlens.maths.statistics import associations
 from attnlens.maths.statistics.associations import Blocks, _moderate_variances, holm, pairs_of
 
 STUDIES = 600
@@ -76,11 +77,12 @@ def test_two_cells_are_compared_by_the_paired_test_and_many_alike_by_nearly_the_
     assert np.abs(own - of_all).max() < 0.1
 
 
-def test_a_prior_is_found_in_variances_that_were_drawn_from_it():
+def test_a_prior_is_found_in_variances_that_were_drawn_from_it(monkeypatch):
     """s² = s₀² d₀/χ²_d₀ · χ²_d/d, with d₀ = 6 and s₀² = 4: both are found again (Smyth 2004)."""
+    monkeypatch.setattr(associations, "COUNTED", 1.0)
     draws = np.random.default_rng(0)
     variances = 4 * 6 / draws.chisquare(6, 20_000) * draws.chisquare(3, 20_000) / 3
-    moderated, prior = _moderate_variances(variances, 3, others=20_000, counted=1.0)
+    moderated, prior = _moderate_variances(variances, 3, others=20_000)
     assert prior == pytest.approx(6, rel=0.1)
     assert moderated[0] == pytest.approx((6 * 4 + 3 * variances[0]) / 9, rel=0.05)
 

@@ -13,16 +13,7 @@ from attnlens.errors import UsageError
 from attnlens.lab.experiments.tokens import ExperimentSettings
 from attnlens.lab.reproduce import FACTORS, as_instances, converge_head, hardening, pose_selection, starts, train_head
 from attnlens.maths import attsvm
-from attnlens.maths.attsvm.head import (
-    FactoredForm,
-    Nearness,
-    Scene,
-    Softmax,
-    choose,
-    compare_with_svm,
-    count_copies,
-    score_gaps,
-)
+from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Softmax, choose, compare_with_svm, count_copies
 from attnlens.requests import InspectRequest
 from attnlens.runs.inspect.pipeline import prepare
 
@@ -51,7 +42,7 @@ def test_the_instances_score_the_tokens_as_the_head_does(found: Nearness) -> Non
     below = scores[:, :1] - scores
     own = below[instances.allowed[0] & (torch.arange(below.shape[1]) > 0)]
     order = problem.query_of.argsort(stable=True)
-    assert torch.allclose(own, score_gaps(problem, form)[order], rtol=1e-9)
+    assert torch.allclose(own, problem.components(problem.queries @ W.mT)[order], rtol=1e-9)
     assert bool((own > 0).all())  # M itself separates what it selects
 
 

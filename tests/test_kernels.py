@@ -16,7 +16,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
 from attnlens.kernels.registry import Fit
 from attnlens.kernels.spec import pairs_weighted
-from attnlens.maths.ksvd.dual import orthogonal_draws
+from attnlens.maths.ksvd import orthogonal_draws
 from attnlens.records import Call
 
 SCALE = 0.4

@@ -28,13 +28,22 @@ def with_condition(n, head_dim, condition, seed):
 # --- the pool -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_pool_returns_what_one_call_returns(workers):
+def test_the_pool_returns_what_one_call_returns(workers, set_threads):
+    set_threads(workers)
     stack = random(2, 5, 7, 7)
-    assert torch.equal(linalg.over_heads(torch.linalg.svdvals, stack, workers=workers), torch.linalg.svdvals(stack))
+    assert torch.equal(linalg.over_heads(torch.linalg.svdvals, stack), torch.linalg.svdvals(stack))
 
 
-def test_the_pool_runs_more_pieces_than_workers_in_order(monkeypatch):
+def test_the_pool_runs_more_pieces_than_workers_in_order(monkeypatch, set_threads):
+    set_threads(2)
     monkeypatch.setattr(linalg.spectra, "PIECE", 20)
     stack, sizes = random(9, 4, 4), []
 
@@ -42,22 +51,18 @@ def test_the_pool_runs_more_pieces_than_workers_in_order(monkeypatch):
         sizes.append(len(piece))
         return piece.diagonal(dim1=-2, dim2=-1).sum(-1)
 
-    assert torch.equal(linalg.over_heads(trace, stack, workers=2), stack.diagonal(dim1=-2, dim2=-1).sum(-1))
+    assert torch.equal(linalg.over_heads(trace, stack), stack.diagonal(dim1=-2, dim2=-1).sum(-1))
     assert sizes == [1] * 9
 
 
-def test_workers_have_one_thread_and_the_caller_keeps_its_own():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        seen = linalg.over_heads(lambda x: torch.full(x.shape[:1], float(torch.get_num_threads())), random(4, 2, 2))
-        assert seen.tolist() == [1.0] * 4
-        assert torch.get_num_threads() == 2
-        with pytest.raises(torch.linalg.LinAlgError):
-            linalg.over_heads(torch.linalg.cholesky, -torch.eye(2).repeat(4, 1, 1))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_workers_have_one_thread_and_the_caller_keeps_its_own(set_threads):
+    set_threads(2)
+    seen = linalg.over_heads(lambda x: torch.full(x.shape[:1], float(torch.get_num_threads())), random(4, 2, 2))
+    assert seen.tolist() == [1.0] * 4
+    assert torch.get_num_threads() == 2
+    with pytest.raises(torch.linalg.LinAlgError):
+        linalg.over_heads(torch.linalg.cholesky, -torch.eye(2).repeat(4, 1, 1))
+    assert torch.get_num_threads() == 2
 
 
 def test_the_pool_keeps_the_callers_gradient_mode():

@@ -23,7 +23,6 @@ from attnlens.maths.attsvm.head import (
     choose,
     compare_with_svm,
     count_copies,
-    pose,
     projected_norm,
 )
 from attnlens.models import hooks, texts, weights
@@ -129,14 +128,6 @@ def _whole(near, found, chosen):
     return near.solution.W @ torch.linalg.lstsq(near.posed.problem.queries, queries).solution
 
 
-def _judge_on(found, form, chosen):
-    from attnlens.maths.attsvm import solve
-    from attnlens.maths.attsvm.head import compare_with_solution
-
-    posed = pose(found, form, chosen)
-    return compare_with_solution(chosen, posed, solve(posed.problem, tolerance=1e-10))
-
-
 @pytest.mark.parametrize("angle", [0.3, 1.0, 1.4])
 def test_turned_away_from_its_svm_the_cosine_falls_by_the_cosine_of_the_angle(angle):
     found = scenes(3, 7, 8)
@@ -147,7 +138,7 @@ def test_turned_away_from_its_svm_the_cosine_falls_by_the_cosine_of_the_angle(an
     away = away @ torch.linalg.pinv(queries) @ queries  # within span(U) ⊗ span(Z); U spans everything here
     away = away - (away * W).sum() / W.square().sum() * W
     turned = math.cos(angle) * W / W.norm() + math.sin(angle) * away / away.norm()
-    again = _judge_on(found, dense(turned), chosen)
+    again = compare_with_svm(found, dense(turned), chosen)
     assert again.svm_cosine == pytest.approx(math.cos(angle), abs=1e-6)
     assert float(again.shares.min()) < math.cos(angle) + 1e-6
 
@@ -158,9 +149,9 @@ def test_the_head_itself_is_feasible_and_its_scale_does_not_matter():
     assert bool((near.margins > 0).all())
     assert len(near.margins) == 20
     assert 0 < values_of(near)[0] < 1
-    louder = _judge_on(found, dense(1000 * M), chosen)
+    louder = compare_with_svm(found, dense(1000 * M), chosen)
     assert values_of(louder) == pytest.approx(values_of(near), abs=1e-6)
-    other = _judge_on(found, dense(-M), chosen)
+    other = compare_with_svm(found, dense(-M), chosen)
     assert float(other.shares.min()) < 0, "control: another form does not select the same"
 
 
@@ -241,7 +232,7 @@ def test_a_form_that_is_w_fin_and_r_w_mm_reads_1_in_the_generalised_sense():
     )
     finite = (torch.linalg.pinv(inside) @ random(len(inside), seed=1)).reshape(24, -1)
     planted = dense((finite + 30 * near.solution.W) @ back)
-    again = _judge_on(found, planted, chosen)
+    again = compare_with_svm(found, planted, chosen)
     assert again.svm_cosine == pytest.approx(1, abs=1e-6)
     assert float(again.shares.min()) == pytest.approx(1, abs=1e-5)
 

@@ -18,7 +18,7 @@ from attnlens.analyzers.selection import StoredSequence
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.sums import running
 from attnlens.maths import attsvm, ksvd, linalg, statistics
-from attnlens.maths.attsvm.nuclear import Iterate
+from attnlens.maths.attsvm.nuclear import Constraints
 from attnlens.records import Call, QueryKey, Site
 
 NAMES = ("analyzers", "kernels", "maths")
@@ -39,7 +39,7 @@ WRONG = {
     "attention, laid out": lambda: attend(call(value=zeros(1, 2, 6, 4)), kernels.parsed("rbf")),
     "attsvm": lambda: attsvm.selection(zeros(2, 3, 4), zeros(3, 4), NONE),
     "attsvm.nuclear": lambda: attsvm.nuclear_rank(zeros(3)),
-    "attsvm.nuclear, numpy": lambda: Iterate(zeros(3, 2).numpy(), zeros(3, 2).numpy(), 1),
+    "attsvm.nuclear, numpy": lambda: Constraints(*[zeros(3, 2).numpy()] * 4),
     "kernels": lambda: kernels.parsed("rbf").log(zeros(1, 2, 5, 4), zeros(1, 3, 5, 4), 1.0),
     "ksvd": lambda: ksvd.dual(zeros(5, 3), zeros(7, 4), s=1),
     "linalg": lambda: linalg.definite(zeros(2, 5, 4)),

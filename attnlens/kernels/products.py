@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Weight = Float[Tensor, "heads half head_dim"]
     Origin = Float[Tensor, "heads head_dim"] | None
 
-dual = LazyModule("attnlens.maths.ksvd.dual")
+ksvd = LazyModule("attnlens.maths.ksvd")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
@@ -277,7 +277,7 @@ class BetaFit:
         """Add this batch's two sums."""
         (query, seen), key = sample_rows(call), call.paired_key.double()
         logits = centre_rows(query @ key.mT * call.scale, seen)
-        cosine = centre_rows(dual.unit(wide(query)) @ dual.unit(wide(key)).mT, seen)
+        cosine = centre_rows(ksvd.unit(wide(query)) @ ksvd.unit(wide(key)).mT, seen)
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
@@ -290,10 +290,10 @@ class BetaFit:
 def _cosine_dot(
     query: Query, key: Key, scale: float, beta: float, beta_of_head: PerHead = None
 ) -> tuple[Query, Key, float]:
-    unit = dual.unit(wide(query))
+    unit = ksvd.unit(wide(query))
     if beta_of_head is not None:
         unit, beta = unit * beta_of_head.to(unit)[:, None, None], 1.0
-    return unit.to(query), dual.unit(wide(key)).to(key), beta
+    return unit.to(query), ksvd.unit(wide(key)).to(key), beta
 
 
 @kernel(
@@ -355,7 +355,7 @@ def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -
     float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
     """
     x = wide(x) * scale**0.5
-    draws: Tensor = dual.orthogonal_draws(count, x.shape[-1], seed).to(x)
+    draws: Tensor = ksvd.orthogonal_draws(count, x.shape[-1], seed).to(x)
     exponent = x @ draws.mT - x.square().sum(-1, keepdim=True) / 2
     return exponent.clamp_max(LARGEST_EXPONENT).exp() / math.sqrt(count)
 
@@ -379,7 +379,7 @@ class LearnedStart:
 
     def update(self, call: Call) -> None:
         """Read the shapes of a batch."""
-        weight = dual.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
+        weight = ksvd.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 
     def solve(self) -> dict[str, Weight]:

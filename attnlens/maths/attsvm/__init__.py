@@ -2,7 +2,7 @@
 
 - `problem`: posing problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`, `next_token`), and
   `certify`, which computes the duality gap and the optimality conditions of a solution.
-- `frobenius`, `nuclear`, `soft`: the solvers `solve` (‖W‖_F), `solve_nuclear` (nuclear norm) and `soft_margin`;
+- `frobenius`, `nuclear`: the solvers `solve` (‖W‖_F), `soft_margin` and `solve_nuclear` (nuclear norm);
   `separable` decides if any W exists.
 - `head`: the comparison of an attention head with its SVM.
 - `descent`: gradient descent on one-layer attention, for many trials at once.
@@ -33,7 +33,7 @@ a constraint's slack.
 """
 
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
-from attnlens.maths.attsvm.frobenius import Separability, separable, solve
+from attnlens.maths.attsvm.frobenius import Separability, SoftMargin, separable, soft_margin, solve
 from attnlens.maths.attsvm.nuclear import certify_nuclear, nuclear_rank, solve_nuclear
 from attnlens.maths.attsvm.problem import (
     Problem,
@@ -47,4 +47,3 @@ from attnlens.maths.attsvm.problem import (
     selection,
     selection_sets,
 )
-from attnlens.maths.attsvm.soft import SoftMargin, soft_margin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
     BilinearForm = Float[Tensor, "trials d d_query"]
     Weights = Float[Tensor, "trials n T"]
-    Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
-    """(f, γ_t − γ_α)."""
+    Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]  # (f, γ_t − γ_α)
     KeyQueryPair = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
     PerTrial = Float[Tensor, " trials"]
+    Parts = tuple[Tensor, ...]  # W, or K and Q
     Slope = Float[Tensor, "trials rows columns"]
+
+Loss = Literal["logistic", "exponential", "log"]
+Normaliser = Literal["form", "own"]
+LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
@@ -99,9 +103,8 @@ class Instances:
 
     def anchor_first(self) -> Anchored:
         """Return the tokens relative to the first one that takes part."""
-        if self.allowed is None:
-            return self.anchor(torch.zeros(self.tokens.shape[:2], dtype=torch.long, device=self.tokens.device))
-        return self.anchor(self.allowed.to(torch.uint8).argmax(-1))
+        first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
+        return self.anchor(first.long())
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
         """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token if it exceeds α's."""
@@ -115,11 +118,6 @@ class Instances:
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
-
-
-Loss = Literal["logistic", "exponential", "log"]
-Normaliser = Literal["form", "own"]
-LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def descend(
     total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite,
     shapes that do not fit, factors that are 0, and `form` for so many iterations that W would overflow.
     """
-    parts: tuple[Tensor, ...] = (start,) if isinstance(start, torch.Tensor) else start
+    parts: Parts = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
     steps = sorted({step for step in record if 0 <= step < iterations} | {iterations})
     anchored, records, stationary = instances.anchor_first(), [], torch.zeros(())
@@ -190,11 +188,11 @@ def descend(
 
 
 def gradient(
-    instances: Instances, anchored: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
+    instances: Instances, anchored: Anchored, log_weights: Weights, loss: Loss
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
-    The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and α's own, which cancels all of them: no digits remain
+    The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and that of α, which cancels all of them: no digits remain
     once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
@@ -213,9 +211,7 @@ def gradient(
     return by_query.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
 
 
-def _step(
-    parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial
-) -> tuple[Tensor, ...]:
+def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial) -> Parts:
     """Take one descent step in W, or in K and Q (directions D; D Q and Dᵀ K). `floor` has the units of D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
@@ -235,9 +231,7 @@ def unit(slope: Slope, floor: PerTrial) -> Slope:
     return scaled / torch.where(largest > 0, norm, 1.0)
 
 
-def _check(
-    instances: Instances, parts: Sequence[Tensor], iterations: int, lr: float, loss: str, normaliser: str
-) -> None:
+def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss: str, normaliser: str) -> None:
     if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
         raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Give numbers above 0.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):

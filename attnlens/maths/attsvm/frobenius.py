@@ -1,4 +1,4 @@
-"""The Frobenius SVM by active sets over the Gram matrix, with equalities eliminated; and whether any W separates."""
+"""The Frobenius SVM: the hard margin by active sets over the Gram matrix, separability, and the soft margin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from scipy.linalg.lapack import dposv, dpotrf, dpotrs, dpstrf, dtrtrs
-from scipy.optimize import nnls
+from scipy.optimize import Bounds, minimize, nnls
 from scipy.sparse import csr_array
 
+from attnlens.errors import UsageError
 from attnlens.maths.attsvm.problem import PROOF, certify, check_solvable
 
 if TYPE_CHECKING:
@@ -24,24 +25,29 @@ if TYPE_CHECKING:
     Loads = Float[ndarray, " k"]
     Rows = Int[ndarray, " k"]
     Each = Float[ndarray, " constraints"]
+    Multipliers = tuple[Int[ndarray, " all"], Float[ndarray, " all"]]  # rows and their λ
 
 EPS = float(np.finfo(np.float64).eps)
 LARGE = 2**22  # Numbers in explicit vectors (32 MB) beyond which the Gram matrix is factored instead
 PIVOTS = 3  # Consecutive exchanges without a new minimum of wrong signs before pivoting gives up
 LEAST_DAMPING = 1e-12  # Damping, relative to the diagonal of G, below which a step is Newton's up to rounding
 SHORTEST = 1e-6  # Smallest fraction of a Newton step that is tried
-DECREASE = 1e-4
-"""Share of the decrease predicted by the slope that a step must reach (Armijo's condition; the usual constant)."""
+DECREASE = 1e-4  # Share of the decrease predicted by the slope that a step must reach (Armijo's condition)
 LONG = 1e-3  # Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist
 RESOLVED = 1e-12  # Residual of NNLS that is rounding: in float64 such a w cannot be distinguished from a missing one
-INSIDE = 1e-10
-"""Squared share of an inequality's length outside the equalities' span below which it may contradict them."""
+INSIDE = 1e-10  # Squared share of an inequality outside the equalities' span below which it may contradict them
 MISSED = 1e-9  # Residual, relative to the largest b, allowed for equalities that depend on others
 REFINEMENTS = 2  # Number of refinement steps for λ if equalities were eliminated
 SMALL = 128  # Inequalities up to which all are in the working set from the start
 DAMPING = 1e-2  # Added to the diagonal of G, which is at most 1, in the first damped step
 PATIENCE = 60  # Most damped steps for a degenerate problem
 WORST = 4  # Number of a query's most violated constraints that enter at once
+BETWEEN = 25  # L-BFGS-B steps between two polishings
+NEWTON, WIDEST = 30, 1000
+"""Newton steps of one polishing, and the most λ that a step solves for: its cost grows with their cube."""
+RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
+"""Added to the diagonal of G, which is 1: if G is singular, steps would otherwise be too long for the bounds."""
+NOTICED = 1e-6  # Slack, relative to |b| + |score|, that counts as a violation: λ is only known to the duality gap
 
 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
@@ -218,9 +224,7 @@ class Constraints(UnitConstraints):
         outside: Float[ndarray, "k width"] = whole[: len(rows)] - whole[: len(rows)] @ basis @ basis.T
         return outside
 
-    def complete(
-        self, rows: Rows, loads: Loads, meet_bounds: bool = True
-    ) -> tuple[Int[ndarray, " all"], Float[ndarray, " all"]]:
+    def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
         """Add λ of the equalities to these λ such that every equality has its b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
@@ -282,10 +286,13 @@ class WorkingSet:
         """Take one step; return the constraints that join, or None if λ is optimal for all constraints."""
         self.improve()
         joining = self.find_violated()
-        if self.optimal and not len(joining):
-            return None
-        self.join(joining)
-        return joining
+        self.grown = len(joining) > 0
+        if self.grown:
+            side = self.constraints.gram(self.rows, joining)
+            self.gram = np.block([[self.gram, side], [side.T, self.constraints.gram(joining, joining)]])
+            self.rows, self.loads = np.append(self.rows, joining), np.append(self.loads, np.zeros(len(joining)))
+            self.bounds = self.constraints.bounds[self.rows]
+        return joining if self.grown or not self.optimal else None
 
     def improve(self) -> None:
         """Find the optimal λ of these constraints alone, from their support; a better λ if they are degenerate."""
@@ -320,16 +327,6 @@ class WorkingSet:
             top = candidates[np.argsort(-short[candidates])[:WORST]]
             joining.append(top[short[top] > 0.0])
         return np.concatenate(joining)
-
-    def join(self, joining: Rows) -> None:
-        """Add constraints to the working set, with λ = 0."""
-        self.grown = len(joining) > 0
-        if not self.grown:
-            return
-        side = self.constraints.gram(self.rows, joining)
-        self.gram = np.block([[self.gram, side], [side.T, self.constraints.gram(joining, joining)]])
-        self.rows, self.loads = np.append(self.rows, joining), np.append(self.loads, np.zeros(len(joining)))
-        self.bounds = self.constraints.bounds[self.rows]
 
     def solve_nnls(self) -> Loads:
         """Return λ by NNLS: slow and without a first guess, but it works for any constraints."""
@@ -431,3 +428,116 @@ def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, flo
         # NNLS raises only if it cycles; λ = 0 proves nothing and is certified as inaccurate.
         return np.zeros(len(bounds)), 1.0
     return loads, float(residual)
+
+
+@dataclass(frozen=True)
+class SoftMargin:
+    """The W that violates its constraints least: min ½‖W‖² + C Σ max(0, b − u W z), |b − u W z| at equalities."""
+
+    W: Float[Tensor, "d d_query"]  # W(λ), not rescaled
+    multipliers: Float[Tensor, " constraints"]  # λ in [0, C], in [−C, C] at equalities
+    slack: float  # Σ max(0, b − u W z), |b − u W z| at equalities: 0 if the problem is separable and C is large enough
+    violated: float  # Share of the constraints with slack beyond rounding; slack above b means the wrong side
+    gap: float  # Relative duality gap (P − D)/P of the objective
+    iterations: int  # L-BFGS-B steps
+
+
+def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
+    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by L-BFGS-B and Newton steps.
+
+    Stops at a gap of `tolerance` or after `limit` steps; the result has the gap. Raises the errors of `solve`, and
+    UsageError unless C is finite and positive.
+    """
+    check_solvable(problem, tolerance, limit)
+    if not (C > 0.0 and math.isfinite(C)):
+        raise UsageError(f"C is {C}, but must be positive and finite.", "Give a positive number, e.g. 1.")
+    box = Box(problem, C)
+    # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
+    start = solve(problem).multipliers.numpy() * box.scale
+    loads, steps = box.minimise(np.clip(start, box.low, box.high), tolerance, limit)
+    multipliers = torch.from_numpy(loads / box.scale)
+    multipliers = torch.where(problem.equal, multipliers.clamp(-C, C), multipliers.clamp(0.0, C))
+    W = problem.form(multipliers)
+    scores = problem.scores(W)
+    slack = problem.violations(scores)
+    half = 0.5 * float(W.square().sum())
+    primal, dual = half + C * float(slack.sum()), float(multipliers @ problem.margins) - half
+    violated = slack > NOTICED * (problem.margins.abs() + scores.abs())
+    return SoftMargin(
+        W=W,
+        multipliers=multipliers,
+        slack=float(slack.sum()),
+        violated=float(violated.double().mean()),
+        gap=max(primal - dual, 0.0) / primal if primal > 0.0 else 0.0,
+        iterations=steps,
+    )
+
+
+class Box(UnitConstraints):
+    """The problem min ½λᵀGλ − bᵀλ over low ≤ λ ≤ high, for constraints of unit length."""
+
+    def __init__(self, problem: Problem, C: float) -> None:
+        super().__init__(problem)
+        # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
+        self.high = C * self.scale
+        self.low = np.where(self.equal, -self.high, 0.0)
+        self.rows = np.arange(len(self.u))
+
+    def uphill(self, loads: Loads) -> Loads:
+        """Return b − Gλ, the direction in which the dual objective rises."""
+        rise: Loads = self.unit_bounds - self.unit_scores(self.rows, loads)
+        return rise
+
+    def is_optimal(self, loads: Loads, tolerance: float) -> bool:
+        """Return whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
+        uphill = self.uphill(loads)
+        missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
+        return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
+
+    def minimise(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
+        """Return λ and the number of steps, by L-BFGS-B and, every few steps, Newton steps on the free λ."""
+
+        def objective(loads: Loads) -> tuple[float, Loads]:
+            downhill = -self.uphill(loads)
+            return 0.5 * float(loads @ (downhill - self.unit_bounds)), downhill
+
+        steps, box = 0, Bounds(self.low, self.high)
+        while not self.is_optimal(loads, tolerance):
+            loads = self.polish(loads)
+            if steps >= limit or self.is_optimal(loads, tolerance):
+                break
+            options = {"maxiter": min(BETWEEN, limit - steps), "ftol": 0.0, "gtol": 0.0}
+            answer = minimize(objective, loads, jac=True, method="L-BFGS-B", bounds=box, options=options)
+            loads, steps = answer.x, steps + (answer.nit or BETWEEN)
+        return loads, steps
+
+    def polish(self, loads: Loads) -> Loads:
+        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not stopped by a bound, while they gain."""
+        uphill = self.uphill(loads)
+        for _ in range(NEWTON):
+            blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
+            free = np.flatnonzero(~blocked)
+            if not 0 < len(free) <= WIDEST:
+                break
+            better = self.take_newton_step(loads, uphill, free)
+            if better is None:
+                break
+            loads, uphill = better
+        return loads
+
+    def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
+        """Return the best λ of Newton steps with any of the RIDGES, clipped to the box, and its gradient, or None."""
+        best, largest_gain = None, 0.0
+        curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
+        for ridge in RIDGES:
+            curvature[diagonal] = 1.0 + ridge
+            move, failed = dposv(curvature, uphill[free])[1:]
+            if failed:
+                continue
+            moved = loads.copy()
+            moved[free] = np.clip(loads[free] + move, self.low[free], self.high[free])
+            uphill_after = self.uphill(moved)
+            gain = float((moved - loads) @ (uphill + uphill_after))  # twice the rise of the quadratic objective
+            if gain > largest_gain:
+                best, largest_gain = (moved, uphill_after), gain
+        return best

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from attnlens.maths.attsvm.problem import Problem, Solution
 
     Scores = Float[Tensor, "queries keys"]
+    Flags = Bool[Tensor, "queries keys"]
 
-TIE = 1e-6
-"""Scores closer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
+TIE = 1e-6  # Scores closer than this share of a query's largest |score| are equal: ten roundings of a float32 model
 MOST_CONSTRAINTS = 2**15  # Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
 """Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
@@ -63,7 +63,7 @@ class Scene:
     hidden."""
 
     @property
-    def visible(self) -> Bool[Tensor, "queries keys"]:
+    def visible(self) -> Flags:
         """Tokens that a query can select: the first of their copies."""
         return self.log_copies > -torch.inf
 
@@ -87,11 +87,9 @@ class Selections:
     scene: Int[Tensor, " queries"]  # Index of each query's scene
     position: Int[Tensor, " queries"]  # Index of the query in its scene
     sets: tuple[Bool[Tensor, " keys"], ...]  # O_i, the selected tokens
-    log_odds: Float[Tensor, " queries"]
-    """log p_max/(1 − p_max), which distinguishes saturated queries whose p_max rounds to 1."""
+    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), which distinguishes queries whose p_max rounds to 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
-    decided: float
-    """Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes; NaN without any."""
+    decided: float  # Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes, or NaN
 
     @property
     def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
@@ -108,7 +106,7 @@ class HeadProblem:
     token_of: Int[Tensor, " constraints"]  # Index of the token on the lesser side of each constraint, in its scene
 
 
-def count_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
+def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
     """Count the visible copies of each token per query, stored at the first copy; 0 at the other copies."""
     if not len(tokens):
         return allowed.int()
@@ -141,7 +139,7 @@ def choose(
         visible_counts = visible.sum(-1)
         log_weights = softmax.cap_scores(scores) + scene.log_copies
         masked = scores.masked_fill(~visible, -torch.inf)
-        chosen = _select_largest(masked) if top_p is None else _select_top_p(masked, log_weights, softmax, top_p)
+        chosen = _select_tokens(masked, log_weights, softmax, top_p)
         gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)
         eligible = gap.isfinite() & (2 * visible_counts >= visible_counts.max())
         clear = gap > TIE * scores.abs().amax(-1)  # strict: if all scores are zero, nothing is selected
@@ -176,8 +174,7 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
     """Return log p_max/(1 − p_max) of every query, without cancellation: +∞ without other tokens, NaN without any.
 
-    `masked` are the scores, and `log_weights` the softmax's logits plus the logarithm of the copies; both are −∞ for
-    hidden tokens.
+    `masked` are the scores, `log_weights` the softmax's logits plus the log of copies; both are −∞ for hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -214,21 +211,19 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
     return HeadProblem(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
 
-def _select_largest(masked: Scores) -> Bool[Tensor, "queries keys"]:
-    """Return which visible token has the largest score; none if none is visible."""
-    best = masked.argmax(-1, keepdim=True)
-    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
-
-
-def _select_top_p(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float) -> Bool[Tensor, "queries keys"]:
-    """Return which tokens are the fewest with a share `top_p` of a query's weight."""
-    total = log_weights.logsumexp(-1, keepdim=True)
-    if softmax.sink is not None:
-        total = total.logaddexp(total.new_tensor(softmax.sink))
-    order = masked.argsort(dim=-1, descending=True, stable=True)
-    shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
-    before = shares.cumsum(-1) - shares
-    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, before < top_p) & (masked > -torch.inf)
+def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
+    """Return the visible token of the largest score or, with `top_p`, the fewest tokens with that share of weight."""
+    if top_p is None:
+        order = masked.argmax(-1, keepdim=True)
+        selected = torch.ones_like(order, dtype=torch.bool)
+    else:
+        order = masked.argsort(dim=-1, descending=True, stable=True)
+        total = log_weights.logsumexp(-1, keepdim=True)
+        if softmax.sink is not None:
+            total = total.logaddexp(total.new_tensor(softmax.sink))
+        shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
+        selected = shares.cumsum(-1) - shares < top_p
+    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, selected) & (masked > -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     """Compare a head with the SVM of its selections; return the reason if there is no such SVM.
 
     The scenes are those that the queries were chosen from, or others with the same scores. If sets of several tokens
-    are selected, M is compared without its finite part W_fin, the least form with M's own score differences inside the
+    are selected, M is compared without its finite part W_fin, the least form with the score differences of M inside the
     sets. Trained forms tend to W_fin + R · W_mm, and only the remainder can meet the equalities.
     """
     try:
@@ -262,20 +257,17 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
         if chosen.tied:
             return f"the largest scores are tied in all {chosen.tied} queries that see different tokens"
         return "no query sees two different tokens"
-    return compare_with_solution(chosen, posed, solve(posed.problem, tolerance=TOLERANCE))
-
-
-def compare_with_solution(chosen: Selections, posed: HeadProblem, solution: Solution) -> Nearness | str:
-    """Compare the head with the solution of its problem; return the reason if there is no solution."""
+    solution = solve(posed.problem, tolerance=TOLERANCE)
     if solution.status == "infeasible":
         return "no form separates the selected tokens from the others with equal scores among them"
     if solution.status == "inaccurate" or solution.norm is None:
         return f"the SVM was not solved: relative duality gap {solution.gap:.0e}"
     problem, form = posed.problem, posed.form
-    gaps, whole = score_gaps(problem, form), projected_norm(problem, form)
+    gaps = problem.components((problem.queries @ form.right) @ form.left.mT)  # u_cᵀ M z_q(c)
+    whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # The finite part: equalities alone, with the head's own differences, u W z = u M z.
+        # The finite part: equalities alone, with the head's differences, u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:
@@ -290,11 +282,6 @@ def compare_with_solution(chosen: Selections, posed: HeadProblem, solution: Solu
     least = least.scatter_reduce(0, problem.query_of[free], gaps[free], "amin") / size
     cosine = float(solution.multipliers[free] @ gaps[free]) / (size * solution.norm)
     return Nearness(chosen, posed, solution, 1 / solution.norm, size, least, cosine)
-
-
-def score_gaps(problem: Problem, form: FactoredForm) -> Float[Tensor, " constraints"]:
-    """Return u_cᵀ M z_q(c), the head's score of the kept token minus that of the other."""
-    return problem.components((problem.queries @ form.right) @ form.left.mT)
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:

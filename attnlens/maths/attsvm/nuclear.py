@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from scipy.linalg import cho_factor, cho_solve
 
-from attnlens.maths.attsvm.frobenius import solve
-from attnlens.maths.attsvm.problem import Problem, Solution, check_solvable
+from attnlens.maths.attsvm.frobenius import EPS, solve
+from attnlens.maths.attsvm.problem import Problem, Solution, Status, check_solvable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Each = Float[ndarray, " constraints"]
-    Block = Float[ndarray, "order order"]
-    """Symmetric block matrix of order d + d_query."""
+    Block = Float[ndarray, "order order"]  # Symmetric block matrix of order d + d_query
     BilinearForm = Float[ndarray, "d d_query"]
     Gram = Float[ndarray, "constraints constraints"]
     Multipliers = Float[Tensor, " constraints"]
     Matrix = Float[Tensor, "d d_query"]
 
-EPS = float(np.finfo(np.float64).eps)
 PATIENCE = 8  # Steps without a better bound after which rounding dominates
 LEAST_CENTRING = 1e-6
 """Lower limit on the ratio whose cube is Mehrotra's centring: the affine step can end on the border, at ratio 0."""
@@ -99,17 +97,8 @@ class Point:
     S: Block
 
 
-@dataclass(frozen=True)
-class Iterate:
-    """Best W and λ when the method stopped."""
-
-    W: BilinearForm
-    multipliers: Each
-    iterations: int
-
-
-def interior_point(constraints: Constraints, size: float, tolerance: float, limit: int) -> Iterate:
-    """Return W and λ ≥ 0 with a relative gap ≤ tolerance, or the best after `limit` steps or at rounding.
+def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
+    """Return W, λ ≥ 0 and the steps: a relative gap ≤ goal, or the best after `limit` steps or at rounding.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
@@ -117,7 +106,7 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
     inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
     flat = inequal * (0.5 / max(float(np.linalg.norm(constraints.form(inequal.astype(float)), 2)), EPS))
     point = Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
-    best, upper, lower = Iterate(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
+    W, multipliers, steps, upper, lower = constraints.corner(point.X), flat, 0, np.inf, 0.0
     for step in range(1, limit + 1):
         try:
             newton = Newton(constraints, point)
@@ -128,14 +117,14 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
             point = newton.move(newton.direction(centring, affine), INSIDE)
         except np.linalg.LinAlgError:  # the border is reached within rounding: keep the best so far
             break
-        P, D = bound_norm(constraints, point, tolerance)
+        P, D = bound_norm(constraints, point, goal)
         if upper > P:
-            upper, best = P, replace(best, W=constraints.corner(point.X), iterations=step)
+            upper, W, steps = P, constraints.corner(point.X), step
         if lower < D:
-            lower, best = D, replace(best, multipliers=point.multipliers, iterations=step)
-        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > best.iterations + PATIENCE:
+            lower, multipliers, steps = D, point.multipliers, step
+        if (np.isfinite(upper) and upper - lower <= goal * upper) or step > steps + PATIENCE:
             break
-    return best
+    return W, multipliers, steps
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
@@ -287,9 +276,8 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
     steps = 0
     goal = max(tolerance / 2, NEAR if len(working) == len(problem.margins) else FIRST_GAP)
     while True:
-        best, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
-        steps += best.iterations
-        W = torch.from_numpy(best.W)
+        W, multipliers, taken = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
+        steps += taken
         answer = certify_nuclear(problem, multipliers, W, tolerance, steps)
         if answer.W is not None and answer.gap is not None and answer.gap <= POLISHED:
             refined = refine_on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
@@ -338,17 +326,9 @@ def certify_nuclear(
     # No λ of an interior point is 0: the support has those above rounding and, at inequalities, above the slack.
     share = multipliers.abs() * len(multipliers) / multipliers.abs().sum().clamp(min=EPS)
     support = (share > EPS * len(multipliers)) & (problem.equal | (share > slack / largest_margin))
-    return Solution(
-        status="optimal" if gap <= tolerance else "inaccurate",
-        multipliers=multipliers,
-        W=feasible,
-        norm=norm,
-        gap=gap,
-        least=least,
-        kkt=float(torch.cat(kkt).max()),
-        support=support,
-        iterations=iterations,
-    )
+    status: Status = "optimal" if gap <= tolerance else "inaccurate"
+    worst = float(torch.cat(kkt).max())
+    return Solution(status, multipliers, support, iterations, W=feasible, norm=norm, gap=gap, least=least, kkt=worst)
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
@@ -368,20 +348,16 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
-) -> tuple[Iterate, Multipliers]:
-    """Return W and λ (0 outside the working set), computed with u, z, b of unit size; `size` is W's expected size."""
+) -> tuple[Matrix, Multipliers, int]:
+    """Return W, λ (0 outside the working set) and steps, computed with u, z, b of unit size; `size` is W's expected."""
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
-    length, height = float(u.norm(dim=1).max() * z.norm(dim=1).max()), float(b.abs().max())
-    unit = Constraints(
-        (u / u.norm(dim=1).max()).numpy(),
-        (z / z.norm(dim=1).max()).numpy(),
-        (b / height).numpy(),
-        problem.equal[working].numpy(),
-    )
-    best = interior_point(unit, size * length / height, goal, limit)
+    u_size, z_size, height = float(u.norm(dim=1).max()), float(z.norm(dim=1).max()), float(b.abs().max())
+    length = u_size * z_size
+    unit = Constraints((u / u_size).numpy(), (z / z_size).numpy(), (b / height).numpy(), problem.equal[working].numpy())
+    W, loads, steps = interior_point(unit, size * length / height, goal, limit)
     multipliers = torch.zeros_like(problem.margins)
-    multipliers[working] = torch.from_numpy(best.multipliers) / length
-    return replace(best, W=best.W * height / length), multipliers
+    multipliers[working] = torch.from_numpy(loads) / length
+    return torch.from_numpy(W * height / length), multipliers, steps
 
 
 def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     Queries = Float[Tensor, "n d_query"]
     Mask = Bool[Tensor, "n tokens"]
     Pairs = Int[Tensor, " pairs"]
+    Chosen = Int[Tensor, " n"]
+    Margins = Float[Tensor, " n"]
+    BilinearForm = Float[Tensor, "d d_query"]
 
+Status = Literal["optimal", "infeasible", "inaccurate"]
+SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
 LEAST, MOST = 1e-50, 1e50  # Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64
-PROOF = 1e-10
-"""‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
-ROUNDING = 1e-10
-"""Violation of a constraint, relative to |b| + ‖W‖‖u zᵀ‖, that float64 leaves if scaling cannot remove it."""
+PROOF = 1e-10  # ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would have 10¹⁰ times their scale
+ROUNDING = 1e-10  # Violation relative to |b| + ‖W‖‖u zᵀ‖ that float64 leaves if scaling cannot remove it
 BLOCK = 4096  # constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
 """Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is known to the duality gap."""
@@ -46,7 +49,7 @@ class Problem:
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
     queries: Float[Tensor, "queries d_query"]  # z, one row per query
     query_of: Int[Tensor, " constraints"]  # Index of each constraint's query
-    margins: Float[Tensor, " constraints"]  # b_c: 1, or a label margin, or the log-ratio of two weights
+    margins: Each  # b_c: 1, or a label margin, or the log-ratio of two weights
     equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of tokens that are all kept)
 
     @property
@@ -65,30 +68,27 @@ class Problem:
         differences, query_of = self.differences[rows], self.query_of[rows]
         return Problem(differences, self.queries, query_of, self.margins[rows], self.equal[rows])
 
-    def scores(self, W: Float[Tensor, "d d_query"]) -> Float[Tensor, " constraints"]:
+    def scores(self, W: BilinearForm) -> Each:
         """Return u_cᵀ W z_q(c), which must be ≥ b_c."""
         return self.components(self.queries @ W.mT)
 
-    def violations(self, scores: Float[Tensor, " constraints"]) -> Float[Tensor, " constraints"]:
+    def violations(self, scores: Each) -> Each:
         """Return |score − b| of each equality and max(0, b − score) of each inequality."""
         short = self.margins - scores
         return torch.where(self.equal, short.abs(), short.clamp(min=0.0))
 
-    def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
+    def components(self, directions: Float[Tensor, "queries d"]) -> Each:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
         # In blocks: a direction per constraint would take as much memory as the differences.
         blocks = zip(torch.split(self.differences, BLOCK), torch.split(self.query_of, BLOCK), strict=True)
         return torch.cat([(block * directions[queries]).sum(-1) for block, queries in blocks])
 
-    def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
+    def form(self, multipliers: Each) -> BilinearForm:
         """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
         nonzero = multipliers.nonzero().flatten()
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
         weighted.index_add_(0, self.query_of[nonzero], multipliers[nonzero, None] * self.differences[nonzero])
         return weighted.mT @ self.queries
-
-
-Status = Literal["optimal", "infeasible", "inaccurate"]
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,11 @@ class Solution:
     status: Status
     """optimal: the gap is within the tolerance. infeasible: `multipliers` prove that no W exists. inaccurate: neither
     was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
-    multipliers: Float[Tensor, " constraints"]
+    multipliers: Each
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
     support: Bool[Tensor, " constraints"]  # Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding
     iterations: int  # Number of steps of the outer loop
-    W: Float[Tensor, "d d_query"] | None = None
-    """Solution, scaled so that its least margin is met exactly; None if there is none."""
+    W: BilinearForm | None = None  # Solution, scaled so that its least margin is met exactly; None if there is none
     norm: float | None = None  # ‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm
     gap: float | None = None
     """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
@@ -114,11 +113,7 @@ class Solution:
 
 
 def selection(
-    tokens: Tokens,
-    queries: Queries,
-    chosen: Int[Tensor, " n"],
-    allowed: Mask | None = None,
-    margins: Float[Tensor, " n"] | None = None,
+    tokens: Tokens, queries: Queries, chosen: Chosen, allowed: Mask | None = None, margins: Margins | None = None
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
@@ -133,7 +128,7 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query, one chosen token (an integer), and one of any margins.",
+            f"{samples} samples need one query and one chosen token (an integer) each, and as many margins, if any.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
@@ -145,7 +140,7 @@ def selection(
     return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
-def prompt(tokens: Tokens, chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None) -> Problem:
+def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
     """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
     Raises the errors of `selection`.
@@ -154,11 +149,7 @@ def prompt(tokens: Tokens, chosen: Int[Tensor, " n"], margins: Float[Tensor, " n
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
 
 
-def causal(
-    tokens: Float[Tensor, "tokens d"],
-    chosen: Int[Tensor, " tokens"],
-    queries: Float[Tensor, "tokens d_query"] | None = None,
-) -> Problem:
+def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None = None) -> Problem:
     """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
     Raises the errors of `selection`; UnposedError for a sequence of one token.
@@ -216,14 +207,12 @@ def build_problem(
     differences: Float[Tensor, "constraints d"],
     queries: Float[Tensor, "queries d_query"],
     query_of: Int[Tensor, " constraints"],
-    margins: Float[Tensor, " constraints"],
+    margins: Each,
     equal: Bool[Tensor, " constraints"] | None = None,
 ) -> Problem:
     """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
     if not len(differences):
-        raise UnposedError(
-            "There are no other tokens to separate the selected ones from.", "Give sequences of at least two tokens."
-        )
+        raise UnposedError("There is no other token to select from.", "Give sequences of at least two tokens.")
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
     return Problem(differences, queries, query_of, margins, equal)
 
@@ -255,8 +244,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
-                f"A sequence must consist of input tokens and a label, all below {vocabulary}: "
-                f"{str(list(sequence))[:40]}",
+                f"A sequence is not input tokens and a label, all below {vocabulary}: {str(list(sequence))[:40]}",
                 "Give at least one input token and the label.",
             )
         *inputs, label = sequence
@@ -275,9 +263,6 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     differences = embeddings[upper_of] - embeddings[lower_of]
     queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
     return build_problem(differences, queries, query_of, 1.0 - equal_of.double(), equal_of.bool())
-
-
-SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
@@ -338,12 +323,8 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
         raise UsageError(f"The limit is {limit}, but must be at least 1.", "Give a limit of at least 1.")
     if not len(problem.margins):
         raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
-    parts = {
-        "difference of two tokens": problem.differences,
-        "query": problem.queries,
-        "margin": problem.margins[:, None],
-    }
-    for name, rows in parts.items():
+    pairs, queries, margins = problem.differences, problem.queries, problem.margins[:, None]
+    for name, rows in (("difference of two tokens", pairs), ("query", queries), ("margin", margins)):
         sizes = rows.abs().amax(-1)
         extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
         if len(extreme):
@@ -370,31 +351,15 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     W = problem.form(multipliers)
     norm, value = float(W.norm()), float(multipliers @ bounds)
     lengths: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
-    weight = float(multipliers.abs() @ lengths)
-    if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * weight:
+    if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * float(multipliers.abs() @ lengths):
         # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if all constraints are equalities.
         total = float(multipliers[~problem.equal].sum()) or float(multipliers.abs().sum())
-        return Solution(
-            status="infeasible",
-            multipliers=multipliers / total,
-            residual=norm / total,
-            support=_find_support(multipliers.abs()),
-            iterations=iterations,
-        )
+        support = multipliers.abs() > NEGLIGIBLE * multipliers.abs().max()
+        return Solution("infeasible", multipliers / total, support, iterations, residual=norm / total)
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
-    return _build_solution(problem, multipliers * factor, W * factor, lengths, tolerance, iterations)
-
-
-def _find_support(weights: Each) -> Bool[Tensor, " constraints"]:
-    """Return which weights exceed the rounding of the largest."""
-    return weights > NEGLIGIBLE * weights.max()
-
-
-def _build_solution(
-    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], lengths: Each, tolerance: float, iterations: int
-) -> Solution:
-    """Build the Solution of λ at its dual optimum along the ray, W = W(λ)."""
-    norm, scores, bounds, price = float(W.norm()), problem.scores(W), problem.margins, multipliers.abs()
+    # λ at the dual's optimum along the ray, and W = W(λ).
+    multipliers, W = multipliers * factor, W * factor
+    norm, scores, price = float(W.norm()), problem.scores(W), multipliers.abs()
     factor = _feasible_scale(problem, scores)
     slack = problem.violations(factor * scores)
     infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * lengths)).any())
@@ -405,17 +370,11 @@ def _build_solution(
     kkt = float((problem.violations(scores) / span).max())
     if norm > 0.0:
         kkt = max(kkt, float((price * (scores - bounds).abs()).max()) / norm**2)
-    return Solution(
-        status="optimal" if gap <= tolerance else "inaccurate",
-        multipliers=multipliers,
-        W=W * factor,
-        norm=norm * factor,
-        gap=gap,
-        least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
-        kkt=kkt,
-        support=_find_support(price * lengths),
-        iterations=iterations,
-    )
+    status: Status = "optimal" if gap <= tolerance else "inaccurate"
+    support = price * lengths > NEGLIGIBLE * (price * lengths).max()
+    least = None if problem.equal.all() else float((scores - bounds)[~problem.equal].min())
+    W, norm = W * factor, norm * factor
+    return Solution(status, multipliers, support, iterations, W=W, norm=norm, gap=gap, least=least, kkt=kkt)
 
 
 def _feasible_scale(problem: Problem, scores: Each) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.maths.linalg.long import TiledMatrix, is_long, least_rank, map_heads, split_tiles
-from attnlens.maths.linalg.spectra import over_heads, rank_at, singular_values
+from attnlens.maths.linalg.spectra import EPS, over_heads, rank_at, singular_values
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    PerToken = Float[Tensor, " n"]
+    PerHead = Float[Tensor, "*batch heads"]
+    Spectra = Float[Tensor, "*batch heads least"]
+    PerQuery = Float[Tensor, "*batch heads n"]
+    Valid = tuple[PerQuery, Bool[Tensor, "*batch heads n"]]  # a value of each query, and whether it counts
 
-def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
+FACTORED = 8192
+"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
+POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
+
+
+def entropy(query_key: QueryKey) -> PerHead:
     """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
 
     Queries with fewer than two allowed keys are left out; NaN if none remain. A sink logit counts as one more allowed
@@ -27,17 +38,17 @@ def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     return _average_queries(query_key, _entropies)
 
 
-def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def max_weight(query_key: QueryKey) -> PerHead:
     """Return the mean over queries of max_j p_ij, in [0, 1], without queries that see no key; NaN if none remain."""
     return _average_queries(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
 
 
-def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def first_weight(query_key: QueryKey) -> PerHead:
     """Return the mean weight of each query's first visible key, in [0, 1], over queries with at least two; else NaN."""
     return _average_queries(query_key, _first_weights)
 
 
-def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+def even_weight(query_key: QueryKey) -> PerHead:
     """Return the mean of 1/m over queries that see m ≥ 2 keys: the `first_weight` of uniform attention.
 
     A sink logit counts as one more key. NaN if no query sees two keys.
@@ -45,9 +56,7 @@ def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     return _average_queries(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
 
 
-def attention_singular_values(
-    query_key: QueryKey, *, without_row_sums: bool = False
-) -> Float[Tensor, "*batch heads least"]:
+def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
 
     One NaN for a long sequence, whose full spectrum is not computed: `attention_rank` needs only the leading σ.
@@ -61,7 +70,7 @@ def attention_singular_values(
     return query_key.shared[name]
 
 
-def attention_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
+def attention_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
@@ -81,7 +90,7 @@ def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*b
     return torch.where((torch.linalg.matrix_norm(deviation) > border)[..., None, None], deviation, 0.0)
 
 
-def _entropies(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bool[Tensor, "*batch heads n"]]:
+def _entropies(query_key: QueryKey) -> Valid:
     attention = query_key.attention
     choices = _choices(query_key)
     spread = torch.special.entr(attention).sum(-1)
@@ -91,7 +100,7 @@ def _entropies(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bo
     return spread / torch.where(chooses, choices, 2.0).log(), chooses
 
 
-def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bool[Tensor, "*batch heads n"]]:
+def _first_weights(query_key: QueryKey) -> Valid:
     attention = query_key.attention
     if query_key.allowed is None:
         first = attention[..., 0]
@@ -101,7 +110,7 @@ def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"]
     return first, _allowed_keys(query_key) >= 2
 
 
-def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
+def _allowed_keys(query_key: QueryKey) -> PerQuery:
     """Return the number of keys that each query may see."""
     rows = query_key.query[..., 0]
     if query_key.allowed is None:
@@ -109,14 +118,12 @@ def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
     return query_key.allowed.sum(-1).to(rows.device, torch.float64).expand_as(rows)
 
 
-def _choices(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
+def _choices(query_key: QueryKey) -> PerQuery:
     """Return the number of keys among which each query spreads its weight, counting a sink logit as one."""
     return _allowed_keys(query_key) + (query_key.sinks is not None)
 
 
-def _average_queries(
-    query_key: QueryKey, compute: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]]
-) -> Float[Tensor, "*batch"]:
+def _average_queries(query_key: QueryKey, compute: Callable[[QueryKey], Valid]) -> PerHead:
     """Average a quantity over the queries that `compute` marks as valid, tile by tile; NaN if there are none."""
     parts = [compute(tile) for _, tile in split_tiles(query_key)]
     values, valid = (torch.cat(part, -1) for part in zip(*parts, strict=True))
@@ -131,10 +138,10 @@ class Anatomy:
     centred column means of L. Softmax ignores what depends on the query alone, so it depends on L only through LJ.
     """
 
-    positive: Float[Tensor, "*batch heads"]  # Σμ₊²/‖LJ‖²: a positive definite kernel
-    negative: Float[Tensor, "*batch heads"]  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
-    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
-    key: Float[Tensor, "*batch heads"]  # n‖c‖²/‖LJ‖²: key salience, the same for every query
+    positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel
+    negative: PerHead  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
+    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
+    key: PerHead  # n‖c‖²/‖LJ‖²: key salience, the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
@@ -185,14 +192,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
     return torch.where(defined[..., None], parts / whole[..., None], torch.nan)
 
 
-EPS = torch.finfo(torch.float64).eps
-GLANCE = 128  # Tokens of the leading block that is searched for a witness before the whole matrix, which costs more
-FACTORED = 8192
-"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
-POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
-
-
-def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch heads"]:
+def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
     K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax ignores row constants, and
@@ -203,8 +203,8 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch
     return over_heads(_verdicts, logits)
 
 
-def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """Return `definite` of the head's own logits of all pairs, without position bias or mask.
+def definite_kernel(query_key: QueryKey) -> PerHead:
+    """Return `definite` of the head's logits of all pairs, without position bias or mask.
 
     Long logits are searched for a witness in tiles.
     """
@@ -228,9 +228,7 @@ def _long_verdict(head: QueryKey) -> float:
     return float(_decide_by_cholesky(whole, gauge.new_tensor([rounding])))
 
 
-def _kernel_tiles(
-    head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
-) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
+def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
     """Yield the rows of `_unit_kernel` of one long head."""
     offset = gauge - half
     for rows, tile in split_tiles(head):
@@ -239,7 +237,7 @@ def _kernel_tiles(
         yield rows, kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
-def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
+def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
     """Return κ − ρ, half the diagonal of the logits after adding κ − ρ, and the largest |L| of one long head."""
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnlens.maths.linalg.spectra import over_heads
+from attnlens.maths.linalg.spectra import over_heads, root_singular_values
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -19,14 +19,23 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey, Rotation
 
-PANELS = 4
-"""Column panels in which AᵀA is computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications."""
+    PerHead = Float[Tensor, "*batch heads"]
+    PerDistance = Float[Tensor, "*batch heads positions"]
+    Curves = Float[Tensor, "*batch positions"]
+    Grams = Float[Tensor, "*batch heads head_dim head_dim"]
+    Matrices = Float[Tensor, "*batch size size"]
+    Terms = Float[Tensor, "*batch terms size size"]
+    Roots = Float[Tensor, "some size size"]
+    Concatenated = Float[Tensor, "columns columns"]
+    Factors = Float[Tensor, "*batch n head_dim"]
+
+PANELS = 4  # Column panels of AᵀA, computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications
 ROWS = 512  # Rows of a factor multiplied at once: with their products they fit in the second-level cache
 LARGEST_CONDITION = 1e5
 """Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
 
 
-def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
+def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
     Under rotation: Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a distance
@@ -37,7 +46,7 @@ def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     return _divide_over_distances(*form.distance_traces)
 
 
-def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
+def symmetry_by_distance(form: Form) -> PerDistance:
     """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
     crossed, squared = form.distance_traces
     return crossed / squared
@@ -58,25 +67,27 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
-    # Query heads that share a key head share its factor, so their own factors can be summed first.
+    # Query heads that share a key head share its factor, so that their query factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
     query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
         query_sums[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
-    query, key = _concatenate(query_sums.mT), _concatenate(query_key.key)
-    if query_key.rotation is None:
-        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
-            return _trace_ratio(_gram_by_panels(query), _gram_by_panels(key), key.mT @ query)
+    # Concatenated along columns, as views: the weights' rows are stored head after head.
+    query, key = (factor.double().mT.flatten(0, 1).mT for factor in (query_sums.mT, query_key.key))
+    rotation = query_key.rotation
+    if rotation is None and 3 * query.shape[1] >= len(query):
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    rotation = query_key.rotation
+    # Without rotation, too, three Gram matrices take fewer multiplications than a larger matrix.
     query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
+    if rotation is None:
+        return _trace_ratio(query_gram, key_gram, cross)
     if not rotation.by_distance:
         return _trace_ratio(*(_average_blocks(rotation, gram) for gram in (query_gram, key_gram, cross)))
     return _divide_over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
-def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
+def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) sums norms of M's rows (columns) above mean + 2 sd.
 
     The published sign (Saponati et al. 2025); 0 if nothing stands out. Row norms² are diag(W_Q G_K W_Qᵀ), under
@@ -117,35 +128,24 @@ def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
 
-def _divide_over_distances(
-    crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
-) -> Float[Tensor, "*batch"]:
+def _divide_over_distances(crossed: Curves, squared: Curves) -> Float[Tensor, "*batch"]:
     """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
-def _trace_ratio(
-    query: Float[Tensor, "*batch size size"],
-    key: Float[Tensor, "*batch size size"],
-    cross: Float[Tensor, "*batch size size"],
-) -> Float[Tensor, "*batch"]:
+def _trace_ratio(query: Matrices, key: Matrices, cross: Matrices) -> Float[Tensor, "*batch"]:
     """Return tr(CC)/tr(G_Q G_K)."""
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
-def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+def _average_blocks(rotation: Rotation, gram: Concatenated) -> Concatenated:
     """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return average_rotations(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
-def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
-    """Concatenate the heads' factors along columns."""
-    return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
-
-
-def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
+def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Concatenated:
     """Return AᵀA, computing only the blocks on and above the diagonal and mirroring them."""
     gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
     for start in range(0, len(gram), size):
@@ -155,23 +155,17 @@ def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "
     return gram
 
 
-def _block_traces(
-    rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
-) -> Float[Tensor, " positions"]:
-    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`.
-
-    One row of blocks at a time, to save memory.
-    """
+def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -> Float[Tensor, " positions"]:
+    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`."""
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
+    # One row of blocks at a time, to save memory.
     rows = [rotation_traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
     return torch.stack(rows).sum(0)
 
 
-def cholesky_root(
-    gram: Float[Tensor, "some size size"],
-) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
+def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
     """Return R by Cholesky at unit column lengths, 0 if ill-conditioned, and whether √size / min diag(R) ≤ 1e5."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
@@ -181,17 +175,16 @@ def cholesky_root(
     return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
 
 
-def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
+def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
     """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
     return pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
-def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
+def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    For an ill-conditioned Gram matrix whose factor is too long for QR. Values of R below 1e-8 (√eps) of the largest are
-    rounding.
+    For an ill-conditioned Gram matrix whose factor is too long for QR. Below 1e-8 (√eps) of its largest, R is rounding.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -202,9 +195,7 @@ def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "som
 
 # Sums over positions are quadratic in the rotation R. R does not mix different pairs of coordinates, so the sums follow
 # from products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
-def average_rotations(
-    rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
-) -> Float[Tensor, "*batch head_dim head_dim"]:
+def average_rotations(rotation: Rotation, matrix: Matrices) -> Matrices:
     """Return mean_i R(i)ᵀ X R(i).
 
     With w = x_a + i x_b for one pair and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v). Rotating both
@@ -221,11 +212,7 @@ def average_rotations(
     return _index(mean, order.argsort()[: rotation.size])
 
 
-def rotation_traces(
-    rotation: Rotation,
-    left: Float[Tensor, "*batch terms head_dim head_dim"],
-    right: Float[Tensor, "*batch terms head_dim head_dim"],
-) -> Float[Tensor, "*batch positions"]:
+def rotation_traces(rotation: Rotation, left: Terms, right: Terms) -> Curves:
     """Return Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), averaged over ±Δ, for each distance Δ = 0 … positions − 1.
 
     In this mean the products of a cos with a sin cancel.
@@ -255,14 +242,14 @@ def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
     return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
 
 
-def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
+def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
     """Return the quarters of a matrix in that order: first × first members of the pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
     ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
 
 
-def _index(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
     """Return the matrix with rows and columns in this order; the matrix itself if already in order (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
@@ -286,19 +273,19 @@ class Form:
         return self.query_key.rotation
 
     @property
-    def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def query_gram(self) -> Grams:
         """G_Q = W_QᵀW_Q."""
         return self._compute_once("query_gram", lambda: _gram(self.query_key.query))
 
     @property
-    def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def key_gram(self) -> Grams:
         """G_K = W_KᵀW_K of each head's key head, computed once per key head."""
         key_of = list(self.query_key.key_of)
         return self._compute_once("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
 
     @cached_property
-    def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
-        """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
+    def cross(self) -> Grams:
+        """C = W_KᵀW_Q of each head with its key head, for self-attention."""
         query = self.query_key.query.double()
         if self.group is None:
             return over_heads(_inner, self.query_key.paired_key.double(), query)
@@ -316,24 +303,22 @@ class Form:
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
 
     @property
-    def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def query_mean(self) -> Grams:
         """Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; G_Q without rotation."""
         return self._compute_once("query_mean", lambda: self._average(self.query_gram))
 
     @property
-    def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def key_mean(self) -> Grams:
         """Gram matrix of the stacked [W_K R(i)]_i over the number of positions; G_K without rotation."""
         return self._compute_once("key_mean", lambda: self._average(self.key_gram))
 
     @cached_property
-    def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+    def cross_mean(self) -> Grams:
         """C averaged over rotations, for self-attention; C without rotation."""
         return self._average(self.cross)
 
     @cached_property
-    def distance_traces(
-        self,
-    ) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
+    def distance_traces(self) -> tuple[PerDistance, PerDistance]:
         """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
 
         Without rotation there is one position: tr(CC) and tr(G_Q G_K).
@@ -345,7 +330,7 @@ class Form:
         return rotation_traces(self.rotation, cross, cross), rotation_traces(self.rotation, query, key)
 
     @property
-    def norm(self) -> Float[Tensor, "*batch heads"]:
+    def norm(self) -> PerHead:
         """‖M‖_F = s·√tr(G_Q G_K)."""
         squared = (self.query_mean * self.key_mean).sum((-2, -1))
         return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
@@ -353,14 +338,8 @@ class Form:
     @property
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
         """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are omitted."""
-        query, key = self.query_mean, self.key_mean
-        values = over_heads(_singular_values, query, key)
-        bad = values[..., 0].isnan()
-        if bad.any():
-            query_root = self._root(bad, query[bad], self.query_key.query)
-            key_root = self._root(bad, key[bad], self.query_key.paired_key)
-            values[bad] = over_heads(_core_singular_values, query_root, key_root)
-        return values * abs(self.query_key.scale)
+        query, key = (self.query_mean, self.query_key.query), (self.key_mean, self.query_key.paired_key)
+        return self._decompose_roots(root_singular_values, query, key) * abs(self.query_key.scale)
 
     @cached_property
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
@@ -368,22 +347,18 @@ class Form:
 
         With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
-        grams = (self.query_mean, self.key_mean, self.cross_mean)
-        values = over_heads(_symmetric_eigenvalues, *grams)
-        bad = values[..., 0].isnan()
-        if bad.any():
-            joint = _joint(*(gram[bad] for gram in grams))
-            factors = self.query_key.query, self.query_key.paired_key
-            values[bad] = over_heads(_core_symmetric_eigenvalues, self._root(bad, joint, *factors))
-        return values * self.query_key.scale
+        cross = self.cross_mean
+        joint = torch.cat((torch.cat((self.query_mean, cross.mT), -1), torch.cat((cross, self.key_mean), -1)), -2)
+        factors = self.query_key.query, self.query_key.paired_key
+        return self._decompose_roots(_symmetric_eigenvalues, (joint, *factors)) * self.query_key.scale
 
     @property
-    def definiteness(self) -> Float[Tensor, "*batch heads"]:
+    def definiteness(self) -> PerHead:
         """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN if S = 0."""
         return self.symmetric_eigenvalues.sum(-1) / self.symmetric_eigenvalues.abs().sum(-1)
 
     @property
-    def inertia(self) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+    def inertia(self) -> tuple[PerHead, PerHead]:
         """Number of μ above eps · size · max|μ|, and of μ below its negative; 0 … head_dim each."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
@@ -391,7 +366,7 @@ class Form:
         return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
 
     @property
-    def positivity(self) -> Float[Tensor, "*batch heads"]:
+    def positivity(self) -> PerHead:
         """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, which are the non-zero ones of M/s (Elhage et al. 2021)."""
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
@@ -406,13 +381,24 @@ class Form:
     def _average(self, gram: Tensor) -> Tensor:
         return gram if self.rotation is None else average_rotations(self.rotation, gram)
 
-    def _root(
-        self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
-    ) -> Float[Tensor, "some size size"]:
-        """Return roots of ill-conditioned Gram matrices: by QR of the factors or, under rotation, by eigenvalues."""
-        if self.rotation is None:
-            return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
-        return over_heads(eigenvalue_root, gram)
+    def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
+        """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
+
+        Cholesky roots; where a Gram matrix is ill-conditioned, by QR of the factors or, under rotation, by eigenvalues.
+        """
+
+        def decompose_cholesky(*grams: Tensor) -> Tensor:
+            roots, good = zip(*(cholesky_root(gram) for gram in grams), strict=True)
+            return torch.where(torch.stack(good).all(0)[:, None], decompose(*roots), torch.nan)
+
+        values = over_heads(decompose_cholesky, *(gram for gram, *_ in matrices))
+        bad = values[..., 0].isnan()
+        if bad.any() and self.rotation is None:
+            factors = (torch.cat([factor[bad] for factor in parts], -1) for _, *parts in matrices)
+            values[bad] = over_heads(decompose, *(over_heads(factor_root, factor) for factor in factors))
+        elif bad.any():
+            values[bad] = over_heads(decompose, *(over_heads(eigenvalue_root, gram[bad]) for gram, *_ in matrices))
+        return values
 
 
 def _gram(factor: Tensor) -> Tensor:
@@ -423,45 +409,28 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     return left.mT @ right
 
 
-def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
-    """Return the Gram matrix of [W_Q W_K]."""
-    return torch.cat((torch.cat((query, cross.mT), -1), torch.cat((cross, key), -1)), -2)
-
-
-def _singular_values(query: Tensor, key: Tensor) -> Tensor:
-    """Return σ(R_Q R_Kᵀ) by Cholesky roots; NaN if a Gram matrix is ill-conditioned."""
-    (query_root, good_query), (key_root, good_key) = cholesky_root(query), cholesky_root(key)
-    return torch.where((good_query & good_key)[:, None], _core_singular_values(query_root, key_root), torch.nan)
-
-
-def _core_singular_values(query_root: Tensor, key_root: Tensor) -> Tensor:
-    values: Tensor = torch.linalg.svdvals(query_root @ key_root.mT)
-    return values
-
-
-def _symmetric_eigenvalues(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
-    """Return the eigenvalues of S/s by a Cholesky root; NaN if the joint Gram matrix is ill-conditioned."""
-    joint_root, good = cholesky_root(_joint(query, key, cross))
-    return torch.where(good[:, None], _core_symmetric_eigenvalues(joint_root), torch.nan)
-
-
-def _core_symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
-    size = joint_root.shape[-1] // 2
-    core = joint_root[..., :size] @ joint_root[..., size:].mT
+def _symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
+    """Return the eigenvalues of S/s from the root of the Gram matrix of [W_Q W_K]."""
+    left, right = joint_root.chunk(2, -1)
+    core = left @ right.mT
     values: Tensor = torch.linalg.eigvalsh((core + core.mT) / 2)
     return values
 
 
-def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
     """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
     Under RoPE, M is that of equal positions. The rank counts the σ of ΔM above eps · n · max(‖M‖_F, ‖ΔM‖_F), the
     largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is float32's, in which models compute the cos and sin
     of their rotations. NaN if M = 0.
     """
-    values = _difference_singular_values(query_key, base)
-    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
     query, key = base.query.double(), base.paired_key.double()
+    query_after, key_after = query_key.query.double(), query_key.paired_key.double()
+    # ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ: each block is as large as the difference, so that rounding is relative to it.
+    left = over_heads(_balanced_root, query_after - query, query, key_after, key_after - key)
+    right = over_heads(_balanced_root, key_after, key_after - key, query_after - query, query)
+    values = over_heads(root_singular_values, left, right) * abs(query_key.scale)
+    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
     squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
     norm = squared.clamp(min=0).sqrt() * abs(base.scale)  # rounding can leave the square of 0 below 0
     difference = values.square().sum(-1).sqrt()
@@ -470,19 +439,6 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     # Strict: if nothing changed, no σ is above the border; if M and ΔM are 0, the border is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
     return difference / norm, rank.masked_fill(norm == 0, torch.nan)
-
-
-def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Tensor, "*batch heads twice"]:
-    """Return σ(ΔM), descending, of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ.
-
-    In this form each block is as large as the difference, so that rounding is relative to the difference, not to M.
-    """
-    query, key = query_key.query.double(), query_key.paired_key.double()
-    before, key_before = base.query.double(), base.paired_key.double()
-    left = over_heads(_balanced_root, query - before, before, key, key - key_before)
-    right = over_heads(_balanced_root, key, key - key_before, query - before, before)
-    values: Tensor = over_heads(_core_singular_values, left, right)
-    return values * abs(query_key.scale)
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
@@ -494,9 +450,7 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
     return factor_root(torch.cat(scaled, -1))
 
 
-def largest_angle(
-    first: Float[Tensor, "*batch n head_dim"], second: Float[Tensor, "*batch n head_dim"]
-) -> Float[Tensor, "*batch"]:
+def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
     asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions with a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey
 
+    Vector = Float[Tensor, " size"]
+    Vectors = Float[Tensor, "m some"]
+    Distances = Float[Tensor, " distances"]
+    Ends = tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
+
 LONG = 2048**2
 """Heads with more query–key pairs are long: their matrices are read in tiles, and full spectra are not computed. At
 2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
@@ -23,10 +29,8 @@ TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in
 BLOCK = 64  # Vectors multiplied at once: tiles are computed anew for each product, and serve all of them
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
 LARGEST_BASIS = 1024  # Vectors of the Krylov space; ranks up to about a quarter of it can be proven
-POWERS = 8
-"""Largest power of the deflated matrix used to bound its norm: the bound tends to the norm as the power grows."""
-SLACK = 1.3
-"""Expected ratio of the deflated matrix's norm bound to the next Ritz value; raised to the ratio that is observed."""
+POWERS = 8  # Largest power of the deflated matrix used to bound its norm: the bound tends to the norm with the power
+SLACK = 1.3  # Expected ratio of the deflated matrix's norm bound to the next Ritz value; raised to the observed ratio
 ROUNDING = 1e-10
 """Energies closer than this share of the total are a tie, and prove nothing: the rounding of their sums is smaller."""
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
@@ -54,21 +58,16 @@ def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
         yield rows, query_key.rows(rows)
 
 
-def map_heads(
-    function: Callable[[QueryKey], float | tuple[float, ...]], query_key: QueryKey
-) -> Float[Tensor, "*shape"]:
-    """Apply `function` to every head of every sequence in turn, each as a batch of one sequence and one head."""
+def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_key: QueryKey) -> Float[Tensor, "*shape"]:
+    """Apply `compute` to every head of every sequence in turn, each as a batch of one sequence and one head."""
     lead, batch = query_key.query.shape[:-2], query_key
     if len(lead) == 1:  # one sequence without a batch axis
         query, key = batch.query[None], batch.key[None]
         allowed, bias = (None if mask is None else mask[None] for mask in (batch.allowed, batch.bias))
         batch = replace(batch, query=query, key=key, allowed=allowed, bias=bias, value=None, inputs=None)
-    results = [
-        function(batch.sequences([number], slice(None), slice(None)).select([head]))
-        for number in range(batch.query.shape[0])
-        for head in range(lead[-1])
-    ]
-    values = torch.tensor(results, dtype=torch.float64, device=query_key.query.device)
+    heads = itertools.product(range(batch.query.shape[0]), range(lead[-1]))
+    single_heads = (batch.sequences([number], slice(None), slice(None)).select([head]) for number, head in heads)
+    values = torch.tensor([*map(compute, single_heads)], dtype=torch.float64, device=query_key.query.device)
     return values.reshape(*lead, *values.shape[1:])
 
 
@@ -76,11 +75,10 @@ def map_heads(
 class TiledMatrix:
     """An n × m matrix P, formed in tiles of rows each time it is multiplied, and A = PᵀP."""
 
-    tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]
-    """Rows of P in order; columns that a tile lacks are zero."""
+    tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]  # Rows of P in order; columns that a tile lacks are 0
     size: int  # Number of columns m
 
-    def multiply_gram(self, x: Float[Tensor, "m some"]) -> Float[Tensor, "m some"]:
+    def multiply_gram(self, x: Vectors) -> Vectors:
         """Return A x."""
         product = torch.zeros_like(x)
         for rows in self.tiles():
@@ -90,8 +88,7 @@ class TiledMatrix:
 
     def energy(self) -> Float[Tensor, ""]:
         """Return tr A = ‖P‖_F²."""
-        total: Tensor = torch.stack([rows.square().sum() for rows in self.tiles()]).sum()
-        return total
+        return torch.stack([rows.square().sum() for rows in self.tiles()]).sum()
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,7 @@ def _lanczos(matrix: TiledMatrix, generator: torch.Generator) -> Iterator[Ritz]:
         yield Ritz(values, (coupling @ turn[-BLOCK:]).norm(dim=0), basis, turn)
 
 
-def _orthonormalise(
-    vectors: Float[Tensor, "m some"], basis: Float[Tensor, "m basis"]
-) -> tuple[Float[Tensor, "m some"], Float[Tensor, "some some"]]:
+def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[Vectors, Float[Tensor, "some some"]]:
     """Return orthonormal Q orthogonal to the basis, and C with Q C = the vectors minus their part in the basis."""
     coupling = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
     for _ in range(3):  # a single pass leaves rounding errors, which normalising a small remainder amplifies
@@ -190,7 +185,7 @@ def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator:
         vectors = vectors / (largest or 1.0)  # powers would overflow
 
 
-def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Float[Tensor, "m some"]:
+def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
     device = next(iter(matrix.tiles())).device
     return torch.randn(matrix.size, BLOCK, dtype=torch.float64, generator=generator).to(device)
 
@@ -207,52 +202,39 @@ class IntervalMask:
     """First key of each query, and one past its last; equal if the query sees none."""
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # First query of each key, and one past its last
 
-    def explained_squares(
-        self, by_key: Float[Tensor, " m"], by_distance: Float[Tensor, " distances"] | None
-    ) -> tuple[float, float]:
+    def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
         """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention).
         """
-        size, zeros = len(by_key), by_key.new_zeros(len(self.keys[0]) + len(by_key) - 1)
-        key_counts, query_counts = self._counts(self.keys), self._counts(self.queries)
-        pairs = torch.cat((query_counts, self._sum_by_distance(torch.ones_like(key_counts), self.keys)))
-        scale = torch.where(pairs > 0, pairs.clamp(min=1).rsqrt(), 0.0)
-        of_keys = _solve_energy(lambda b: self._multiply_normal(b, zeros)[:size], by_key, scale[:size])
-        if by_distance is None:
-            return of_keys, math.nan
-        right = torch.cat((by_key, by_distance))
-        both = _solve_energy(lambda x: self._multiply_normal(x[:size], x[size:]), right, scale)
-        return of_keys, both - of_keys
-
-    def _counts(self, ends: tuple[Tensor, Tensor]) -> Float[Tensor, " size"]:
-        return (ends[1] - ends[0]).double()
-
-    def _distances(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the indices j − i + n − 1 of each query's and each key's distances: first, and one past the last."""
-        n = len(self.keys[0])
-        query, key = (torch.arange(len(ends[0]), device=ends[0].device) for ends in (self.keys, self.queries))
+        n, size = len(self.keys[0]), len(by_key)
+        query, key = (torch.arange(count, device=by_key.device) for count in (n, size))
+        # Indices j − i + n − 1 of each query's and each key's distances: first, and one past the last.
         of_queries = self.keys[0] - query + n - 1, self.keys[1] - query + n - 1
-        return of_queries, (key - self.queries[1] + n, key - self.queries[0] + n)
+        of_keys = key - self.queries[1] + n, key - self.queries[0] + n
+        key_counts, query_counts = ((past_last - first).double() for first, past_last in (self.keys, self.queries))
 
-    def _multiply_normal(self, b: Float[Tensor, " m"], c: Float[Tensor, " distances"]) -> Float[Tensor, " both"]:
-        """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
-        of_queries, of_keys = self._distances()
-        row_sums = _sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)
-        row_means = row_sums / self._counts(self.keys).clamp(min=1)
-        keys = self._counts(self.queries) * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
-        pairs = self._sum_by_distance(torch.ones_like(row_means), self.keys)
-        distances = pairs * c + self._sum_by_distance(b, self.queries) - self._sum_by_distance(row_means, self.keys)
-        return torch.cat((keys, distances))
+        def sum_by_distance(values: Vector, ends: Ends) -> Distances:
+            change = values.new_zeros(n + size)
+            change.index_add_(0, ends[0], values).index_add_(0, ends[1], -values)
+            return change.cumsum(0)[:-1]
 
-    def _sum_by_distance(
-        self, values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]
-    ) -> Float[Tensor, " distances"]:
-        """Sum, over the pairs of each distance, the value of their query (if `ends` is `keys`) or of their key."""
-        first, past_last = self._distances()[0 if ends is self.keys else 1]
-        change = values.new_zeros(len(self.keys[0]) + len(self.queries[0]))
-        change.index_add_(0, first, values).index_add_(0, past_last, -values)
-        return change.cumsum(0)[:-1]
+        distance_counts = sum_by_distance(torch.ones_like(key_counts), of_queries)
+
+        def multiply(b: Tensor, c: Tensor) -> Tensor:
+            """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
+            row_means = (_sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)) / key_counts.clamp(min=1)
+            keys = query_counts * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
+            distances = distance_counts * c + sum_by_distance(b, of_keys) - sum_by_distance(row_means, of_queries)
+            return torch.cat((keys, distances))
+
+        pairs, zeros = torch.cat((query_counts, distance_counts)), torch.zeros_like(distance_counts)
+        scale = torch.where(pairs > 0, pairs.clamp(min=1).rsqrt(), 0.0)
+        by_keys = _solve_energy(lambda b: multiply(b, zeros)[:size], by_key, scale[:size])
+        if by_distance is None:
+            return by_keys, math.nan
+        both = _solve_energy(lambda x: multiply(x[:size], x[size:]), torch.cat((by_key, by_distance)), scale)
+        return by_keys, both - by_keys
 
 
 def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
@@ -267,17 +249,13 @@ def find_intervals(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
     return IntervalMask(*sides)
 
 
-def _sum_intervals(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
+def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
     """Sum the values from each start to just before each end."""
     running = pad(values.cumsum(0), (1, 0))
     return running[ends[1]] - running[ends[0]]
 
 
-def _solve_energy(
-    multiply: Callable[[Float[Tensor, " size"]], Float[Tensor, " size"]],
-    right: Float[Tensor, " size"],
-    scale: Float[Tensor, " size"],
-) -> float:
+def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
     """Return gᵀN⁺g, g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()

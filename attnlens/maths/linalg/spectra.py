@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     Matrix = Float[Tensor, "n m"]
     Matrices = Float[Tensor, "*batch heads n m"]
-
+    Weights = Float[Tensor, "*batch n m"]
+    Directions = Float[Tensor, "m rank"]
+    PerHead = Float[Tensor, "*batch heads"]
 
 EPS = torch.finfo(torch.float64).eps
 STEPS = 20  # Steps of each iteration; three times as many find up to a sixth fewer features on demo
@@ -31,14 +33,15 @@ RIDGE = 1e-9
 """Regularisation of Newton's equations per query: adding a constant to b changes nothing, so that they are singular."""
 BOUND = 3.0  # Bound on each entry of a Newton step: where a weight is 1, b is unbounded and Newton's steps diverge
 PIECE = 1 << 18  # Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
+Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def taylor_order(
-    query_key: QueryKey, error: float, largest: int, *, centred: bool = False
-) -> Float[Tensor, "*batch heads"]:
-    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
+def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bool = False) -> PerHead:
+    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`, else NaN.
 
-    x_ij is the head's own score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
+    x_ij is the head's score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
     `centred`, x_ij is the softmax input (score and bias) minus its mean over the keys that query i sees, which
     attention determines. The error is the total variation ½Σ_j|p̂_ij − p_ij|, in [0, 1], averaged over queries that see
     two keys or more. At N = 0 attention is uniform except for bias. NaN also if no query sees two keys.
@@ -69,7 +72,7 @@ def taylor_order(
     return order
 
 
-def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch heads"]:
+def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     """Return a sufficient number m of features: a K of rank m whose K_ij/Σ_j K_ij is within `error` of attention.
 
     Sums and errors are over the visible pairs. K is unconstrained at hidden ones, so that attention alone decides (P
@@ -83,10 +86,9 @@ def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch hea
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
-        numbers = [_bisect_rank(*head, error) for head in zip(attention, visible, strict=True)]
-        return attention.new_tensor(numbers)[:, None]
+        return attention.new_tensor([_bisect_rank(*head, error) for head in zip(attention, visible, strict=True)])
 
-    return over_heads(ranks, query_key.attention, _visible_pairs(query_key).double())[..., 0]
+    return over_heads(ranks, query_key.attention, _visible_pairs(query_key).double())
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
@@ -124,9 +126,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
     return totals * (scores - total).clamp(max=0).exp()
 
 
-def _can_fit(
-    attention: Matrix, visible: Matrix, start: Matrix, directions: Float[Tensor, "m rank"], error: float
-) -> bool:
+def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
     """Return whether subspace iteration finds a matrix of that rank within the error."""
     filled = start
     for _ in range(STEPS):
@@ -147,7 +147,7 @@ def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
 
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
-    """Draw independent normal queries and keys with the mean and covariance of the head's own over the tokens."""
+    """Draw independent normal queries and keys with the mean and covariance of the head's queries and keys."""
     generator, draws = torch.Generator().manual_seed(seed), []
     for side in (query_key.query.double(), query_key.paired_key.double()):
         # mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens
@@ -178,21 +178,14 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
     total = weights.sum(-1, keepdim=True)
     if query_key.sinks is not None:
         total = total + (query_key.sinks.double()[:, None, None] + unit).exp()
-    normalised: Tensor = weights / torch.where(total > 0, total, torch.nan)
-    return normalised
+    return weights / torch.where(total > 0, total, torch.nan)
 
 
-def _total_variation(
-    approximation: Float[Tensor, "*batch n m"], attention: Float[Tensor, "*batch n m"], keys: Tensor
-) -> Float[Tensor, "*batch"]:
+def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
     """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
-    mean: Tensor = torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
-    return mean
-
-
-Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
+    return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
 
 
 def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
@@ -218,59 +211,46 @@ def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     return [(head, rank) for _, head, rank in sorted(steps, key=lambda step: step[0])]
 
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | None = None) -> Tensor:
+def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
-    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). Each worker has a single
-    BLAS thread, because two on one small matrix mostly wait for each other. `workers` defaults to torch's number of
-    threads. Tensors on an accelerator are passed to `function` without splitting.
+    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). There are as many
+    workers as torch has threads, each with a single BLAS thread, because two on one small matrix mostly wait for each
+    other. A piece has at most PIECE numbers. Tensors on an accelerator are passed to `function` without splitting.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     if flat[0].is_cpu and len(flat[0]) > 0:
-        result = torch.cat(_map_pieces(function, flat, workers or torch.get_num_threads()))
+        workers, gradients = torch.get_num_threads(), torch.is_grad_enabled()
+        largest = max(stack[0].numel() for stack in flat)
+        step = max(1, min(PIECE // max(largest, 1), -(-len(flat[0]) // workers)))
+        pieces = zip(*(torch.split(stack, step) for stack in flat), strict=True)
+
+        def run(piece: tuple[Tensor, ...]) -> Tensor:
+            # The grad mode is thread-local, and workers start with torch's default.
+            with torch.set_grad_enabled(gradients):
+                return function(*piece)
+
+        # The calling thread is equivalent to a pool of one.
+        result = torch.cat([*map(run, pieces)] if workers == 1 else _run_in_pool(run, pieces))
     else:
         result = function(*flat)
     return result.reshape(*lead, *result.shape[1:])
 
 
-def map_in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
+def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Apply `function` to every item, in order, in the same pool of threads with a single BLAS thread each.
 
     numpy's BLAS has no per-thread setting, so it is limited to one thread in the whole process meanwhile.
     """
-    threads = torch.get_num_threads()
-    try:
-        with threadpool_limits(1, user_api="blas"):
-            return list(_pool(workers or threads).map(function, items))
-    finally:
-        torch.set_num_threads(threads)
+    with threadpool_limits(1, user_api="blas"):
+        return _run_in_pool(function, items)
 
 
-def _map_pieces(function: Callable[..., Tensor], stacks: list[Tensor], workers: int) -> list[Tensor]:
-    """Apply `function` to pieces of the stacks in order: at most PIECE numbers each, and one or more per worker."""
-    largest = max(stack[0].numel() for stack in stacks)
-    step = max(1, min(PIECE // max(largest, 1), -(-len(stacks[0]) // workers)))
-    pieces = zip(*(torch.split(stack, step) for stack in stacks), strict=True)
-    threads = torch.get_num_threads()
-    gradients = torch.is_grad_enabled()
-
-    def run(piece: tuple[Tensor, ...]) -> Tensor:
-        # The grad mode is thread-local, and workers start with torch's default.
-        with torch.set_grad_enabled(gradients):
-            return function(*piece)
-
-    if threads == workers == 1:  # the calling thread is equivalent to a pool of one
-        return [*map(run, pieces)]
-    try:
-        return list(_pool(workers).map(run, pieces))
-    finally:
-        # set_num_threads is per thread, but also sets the initial value of threads started later.
-        torch.set_num_threads(threads)
+def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    workers = torch.get_num_threads()
+    with one_thread():  # restores the initial value of threads started later, which workers set too
+        return list(_pool(workers).map(function, items))
 
 
 @cache
@@ -307,11 +287,15 @@ def product_singular_values(
     left: Float[Tensor, "*batch n head_dim"], right: Float[Tensor, "*batch m head_dim"]
 ) -> Float[Tensor, "*batch least"]:
     """Return σ of A Bᵀ, descending, min(n, m, head_dim) of them, by QR of both factors without forming the product."""
-    return over_heads(_product_core, left, right)
+
+    def decompose(left: Tensor, right: Tensor) -> Tensor:
+        return root_singular_values(*(torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right)))
+
+    return over_heads(decompose, left, right)
 
 
-def _product_core(left: Tensor, right: Tensor) -> Tensor:
-    left_root, right_root = (torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right))
+def root_singular_values(left_root: Tensor, right_root: Tensor) -> Tensor:
+    """Return σ of A Bᵀ from the roots of AᵀA and BᵀB."""
     values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
     return values
 

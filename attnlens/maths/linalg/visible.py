@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,68 +16,24 @@ from attnlens.maths.linalg.long import TiledMatrix, find_intervals, is_long, lea
 from attnlens.maths.linalg.spectra import over_heads, product_singular_values, rank_at
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     from attnlens.records import QueryKey
 
+    Pairs = Float[Tensor, "n m"]
+    PerHead = Float[Tensor, "*batch heads"]
+    Norms = Float[Tensor, "*batch"]
+    Sums = Float[Tensor, "some size"]
+    Explain = Callable[[Float[Tensor, "some keys"], Float[Tensor, "some every_distance"]], Float[Tensor, "some 2"]]
+
 RIDGE = 1e-10
 """Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular: far
 above rounding, so that Cholesky does not fail, and far below the least non-zero eigenvalue."""
-REFINEMENTS = 2
-"""Refinement steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue."""
+REFINEMENTS = 2  # Refinement steps against the ridge: each leaves RIDGE/λ of its effect, λ the least eigenvalue above 0
 
 
-class Solver(NamedTuple):
-    """Solver of N x = g, N singular and ≥ 0, g in its range: Cholesky of N + RIDGE·I, then iterative refinement."""
-
-    matrix: Float[Tensor, "size size"]  # N, scaled on both sides
-    factor: Float[Tensor, "size size"]  # Cholesky factor of matrix + RIDGE
-    scale: Float[Tensor, " size"]  # factors that scale N's diagonal before elimination to 1
-
-    def __call__(self, right: Float[Tensor, "some size"]) -> Float[Tensor, "some size"]:
-        """Return a solution of N x = g for every row g."""
-        goal = (right * self.scale).mT
-        solution = torch.cholesky_solve(goal, self.factor)
-        for _ in range(REFINEMENTS):
-            solution = solution + torch.cholesky_solve(goal - self.matrix @ solution, self.factor)
-        return solution.mT * self.scale
-
-
-@dataclass(frozen=True)
-class EvenSolver:
-    """Solver for the keys if all pairs are visible: N = n(I − 11ᵀ/m), and g sums to 0."""
-
-    queries: int
-
-    def __call__(self, right: Float[Tensor, "some keys"]) -> Float[Tensor, "some keys"]:
-        """Return g/n for every row g."""
-        return right / self.queries
-
-
-@dataclass(frozen=True)
-class AdditiveFit:
-    """Least-squares fit of b_j + c_{i−j} to row-centred scores on one mask's visible pairs, without row constants."""
-
-    keys: Solver | EvenSolver  # Solver of the normal equations of b
-    distances: Solver | None
-    """Solver of the normal equations of c after eliminating b; None for cross-attention, which has no distances."""
-    shared: Float[Tensor, "keys some_distances"]  # Block of the normal equations between b and c
-    present: Int[Tensor, " some_distances"]  # Distances that occur among the visible pairs: (j − i) mod (n + m)
-
-    def explained_squares(
-        self, by_key: Float[Tensor, "some keys"], by_distance: Float[Tensor, "some every_distance"]
-    ) -> Float[Tensor, "some 2"]:
-        """Return the sums of squares explained by b, and by c beyond b, from the scores' sums per key and distance."""
-        b = self.keys(by_key)
-        of_keys = (by_key * b).sum(-1)
-        if self.distances is None:
-            return torch.stack((of_keys, torch.full_like(of_keys, torch.nan)), -1)
-        beyond_keys = by_distance[:, self.present] - b @ self.shared
-        return torch.stack((of_keys, (beyond_keys * self.distances(beyond_keys)).sum(-1)), -1)
-
-
-def fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], AdditiveFit]]:
+def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Explain]]:
     """Yield the fit of every distinct mask, with a boolean selection of the sequences and heads that use the mask."""
     lead, (n, m) = query_key.query.shape[:-2], query_key.logits.shape[-2:]
     distances, device = query_key.site.part != "cross", query_key.query.device
@@ -96,24 +52,37 @@ def fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"
 
 # Two entries, because models with sliding windows alternate between two masks. At 2,048 tokens one takes up to 340 MB.
 @lru_cache(maxsize=2)
-def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> AdditiveFit:
-    """Build the fit for the mask with these packed bits (None: all pairs), n queries and m keys."""
+def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> Explain:
+    """Fit b_j + c_{i−j} to row-centred scores by least squares, on one mask's visible pairs and without row constants.
+
+    `packed` are the bits of the mask (None: all pairs) of n queries and m keys. The function returned takes the scores'
+    sums per key (heads, m) and per distance (heads, n + m), and returns the sums of squares (heads, 2) explained by b,
+    and by c beyond b (NaN unless `distances`).
+    """
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=n * m)
         visible = torch.from_numpy(bits).to(visible).view(n, m)
     scaled = visible / visible.sum(-1, keepdim=True).clamp(min=1).sqrt()
-    keys = EvenSolver(n) if packed is None else _build_solver(-scaled.mT @ scaled, visible.sum(0))
-    if not distances:
-        return AdditiveFit(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
-    counts, normal, shared, present = _distance_equations(visible, scaled)
-    normal.addmm_(shared.mT, keys(shared.mT).mT, alpha=-1)
-    return AdditiveFit(keys, _build_solver(normal, counts), shared, present)
+    # If all pairs are visible, N = n(I − 11ᵀ/m), and the sums per key sum to 0.
+    solve_keys = (lambda right: right / n) if packed is None else _build_solver(-scaled.mT @ scaled, visible.sum(0))
+    if distances:
+        counts, normal, shared, present = _distance_equations(visible, scaled)
+        normal.addmm_(shared.mT, solve_keys(shared.mT).mT, alpha=-1)
+        solve_distances = _build_solver(normal, counts)
+
+    def explain(by_key: Float[Tensor, "some keys"], by_distance: Float[Tensor, "some every_distance"]) -> Tensor:
+        b = solve_keys(by_key)
+        of_keys = (by_key * b).sum(-1)
+        if not distances:
+            return torch.stack((of_keys, torch.full_like(of_keys, torch.nan)), -1)
+        beyond_keys = by_distance[:, present] - b @ shared
+        return torch.stack((of_keys, (beyond_keys * solve_distances(beyond_keys)).sum(-1)), -1)
+
+    return explain
 
 
-def _distance_equations(
-    visible: Float[Tensor, "n m"], scaled: Float[Tensor, "n m"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
 
     `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants.
@@ -127,14 +96,26 @@ def _distance_equations(
     return by_key.sum(0), -by_query.mT @ by_query, by_key - scaled.mT @ by_query, present
 
 
-def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
-    """Build the solver of the normal equations diag(pairs of each term) + `normal`; `normal` is modified in place."""
+def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Callable[[Sums], Sums]:
+    """Return the solver of N x = g for every row g, N = diag(counts) + `normal` singular and ≥ 0, g in its range.
+
+    Cholesky of N + RIDGE·I, N scaled to `counts` of 1, then iterative refinement. `normal` is modified in place.
+    """
     normal.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
     matrix = normal.mul_(scale).mul_(scale[:, None])
     factor = matrix.clone()
     factor.diagonal().add_(RIDGE)
-    return Solver(matrix, torch.linalg.cholesky(factor), scale)
+    factor = torch.linalg.cholesky(factor)
+
+    def solve(right: Sums) -> Sums:
+        goal = (right * scale).mT
+        solution = torch.cholesky_solve(goal, factor)
+        for _ in range(REFINEMENTS):
+            solution = solution + torch.cholesky_solve(goal - matrix @ solution, factor)
+        return solution.mT * scale
+
+    return solve
 
 
 def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some every_distance"]:
@@ -156,9 +137,9 @@ class VisibleShares:
     [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b does not explain.
     """
 
-    key: Float[Tensor, "*batch heads"]  # explained by b_j: the same keys for every query
-    distance: Float[Tensor, "*batch heads"]  # explained by c_{i−j} beyond b; NaN for cross-attention
-    interaction: Float[Tensor, "*batch heads"]
+    key: PerHead  # explained by b_j: the same keys for every query
+    distance: PerHead  # explained by c_{i−j} beyond b; NaN for cross-attention
+    interaction: PerHead
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
@@ -194,7 +175,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
     return query_key.allowed.all(-1).all(-1).expand(lead)
 
 
-def visible_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
+def visible_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of the row-centred visible scores; NaN if these are zero.
 
     Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
@@ -223,8 +204,8 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
     n, m = scores.shape[-2:]
     energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
     explained = scores.new_zeros(*scores.shape[:-2], 2)
-    for users, fit in fit_masks(query_key):
-        explained[users] = fit.explained_squares(by_key[users], by_distance[users])
+    for users, explain in _fit_masks(query_key):
+        explained[users] = explain(by_key[users], by_distance[users])
     return torch.where(energy > 0, explained / energy, torch.nan)
 
 
@@ -265,13 +246,10 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
     return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
-def _exceeds_rounding(
-    norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int
-) -> Bool[Tensor, "*batch"]:
+def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
     """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
-    above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores
-    return above
+    return norm > torch.finfo(norm.dtype).eps * keys * scores
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:

@@ -35,5 +35,4 @@ from attnlens.maths.statistics.intervals import (
     robust_z,
     standard_error,
     student_interval,
-    z_scores,
 )

@@ -13,7 +13,7 @@ import torch
 
 from attnlens.lazy import LazyModule
 from attnlens.maths.statistics.design import Design
-from attnlens.maths.statistics.intervals import Interval
+from attnlens.maths.statistics.intervals import LEVEL, Interval, student_interval
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     Draws = Float[Tensor, "draws heads"]
     Measures = Float[Tensor, "measures heads"]
     Windows = Float[Tensor, "windows heads"]
+    Sizes = Float[Tensor, " windows"]
+    Variances = Float[ndarray, " pairs"]
 
 optimize = LazyModule("scipy.optimize")
 special = LazyModule("scipy.special")
 stats = LazyModule("scipy.stats")
 
-
-LEAST = 1e-5
-"""Lower limit on variances, as a share of their median: differences equal by chance must not give certainty."""
-COUNTED = 0.5
-"""Share of the degrees of freedom added by other pairs that counts: pairs that share a treatment share noise."""
+LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give certainty
+COUNTED = 0.5  # Share of the degrees of freedom of other pairs that counts: pairs that share a treatment share noise
 FEWEST = 3  # Variances needed to estimate how variances are spread; fewer are not moderated
 NEAR_ONE = 1 - 1e-12
 """Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""
@@ -72,19 +71,16 @@ class Blocks:
         for kinds_of_pair in set(kinds_of_pairs):
             members = [index for index, each in enumerate(kinds_of_pairs) if each == kinds_of_pair]
             others = len({treatment for index in members for treatment in pairs[index]}) - 2
-            moderated, prior = _moderate_variances(variances[members], blocks - 1, others, COUNTED)
+            moderated, prior = _moderate_variances(variances[members], blocks - 1, others)
             score = np.abs(differences[members].mean(1)) / np.sqrt(moderated / blocks)
             p_values[members] = 2 * stats.t.sf(score, blocks - 1 + prior)
         return list(map(float, p_values))
 
 
-def _moderate_variances(
-    variances: Float[ndarray, " pairs"], freedom: int, others: int, counted: float
-) -> tuple[Float[ndarray, " pairs"], float]:
+def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and its d₀ (Smyth 2004, Section 6.2).
 
-    d₀ and s₀² are those of the scaled χ² that fits the spread of log s². d₀ is at most that of `others` treatments, and
-    is multiplied by `counted`.
+    The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most that of `others` treatments, times COUNTED.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -99,15 +95,14 @@ def _moderate_variances(
         # The trigamma function decreases from +∞ at 0, so that the root lies between these ends.
         prior = 2 * optimize.brentq(lambda half: special.polygamma(1, half) - excess, 1e-6, most)
     centre = math.exp(logs.mean() + special.digamma(prior / 2) - math.log(prior / 2))
-    prior *= counted
+    prior *= COUNTED
     return (prior * centre + freedom * variances) / (prior + freedom), prior
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    The probability of any false rejection stays below the level that they are compared with. NaN stays NaN and does not
-    count in n.
+    Rejecting the p below a level keeps the probability of any false rejection below it. NaN does not count in n.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0
@@ -123,17 +118,12 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
 
 
 def rank_correlation(
-    x: PerHead,
-    y: PerHead,
-    groups: Sequence[object] | None = None,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
+    x: PerHead, y: PerHead, groups: Sequence[object] | None = None, draws: int = 2000, seed: int = 0
 ) -> Interval:
-    """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its interval; pairs with a NaN do not count.
+    """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its 95 % interval. Pairs with NaN do not count.
 
-    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on the
-    sample's own. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
+    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on that
+    of the sample. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
     normal quantile, as few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
     """
     present = ~(x + y).isnan()
@@ -148,9 +138,9 @@ def rank_correlation(
     samples = _correlations(x, y, design.draws(draws, seed))
     samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    student_over_normal = stats.t.ppf((1 + level) / 2, design.units - 1) / stats.norm.ppf((1 + level) / 2)
+    student_over_normal = stats.t.ppf((1 + LEVEL) / 2, design.units - 1) / stats.norm.ppf((1 + LEVEL) / 2)
     widening = math.sqrt(design.units / (design.units - 1)) * float(student_over_normal)
-    ends = samples.quantile(samples.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    ends = samples.quantile(samples.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
     low, high = (math.tanh(centre + widening * (end - centre)) for end in ends)
     return Interval(value, low, high)
 
@@ -222,7 +212,7 @@ def _permutation_scores(centred: Measures, present: Measures, ranks: Draws) -> F
 def windows_interval(
     measure: PerHead | Windows,
     harm: Windows,
-    sizes: Float[Tensor, " windows"],
+    sizes: Sizes,
     design: Design,
     value: float,
     draws: int = DRAWS,
@@ -250,11 +240,11 @@ def windows_interval(
     if len(samples) < 2:
         return Interval(value, math.nan, math.nan)
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    half_width = float(stats.t.ppf(0.975, design.freedom)) * float(samples.std())
-    return Interval(value, math.tanh(centre - half_width), math.tanh(centre + half_width))
+    _, low, high = student_interval(centre, float(samples.std()), design.freedom)
+    return Interval(value, math.tanh(low), math.tanh(high))
 
 
-def split_half(harm: Windows, sizes: Float[Tensor, " windows"], design: Design, seed: int = 0) -> float:
+def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms, r Spearman's ρ between two halves of the windows.
 
     The median over random halvings, within each text if all have two windows (Spearman 1910, Brown 1910). Its root is

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     PerWindow = Float[Tensor, "*batch windows"]
     Draws = Float[Tensor, "draws units"]
+    Samples = Float[Tensor, "draws windows"]
+
+FEWEST_TEXTS = 5  # Texts from which intervals are over texts: fewer do not show how texts vary
 
 
 class Stream:
@@ -26,14 +29,9 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self.count: Tensor = torch.zeros(())
-        """Number of values behind each entry."""
+        self.count: Tensor = torch.zeros(())  # Number of values behind each entry
         self._mean: Tensor = torch.zeros(())
         self._started = False
-
-    def update(self, values: Float[Tensor, "samples ..."]) -> None:
-        """Add several samples at once."""
-        self.merge(*count_and_mean(values))
 
     def merge(self, count: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> None:
         """Add samples given by their count and mean, entry by entry."""
@@ -94,9 +92,6 @@ class LinearCKA:
             for product, (left, right) in zip(self._products, pairs, strict=True)
         )
         return cross**2 / (x_norm * y_norm) if x_norm * y_norm > 0 else None
-
-
-FEWEST_TEXTS = 5  # Texts from which intervals are over texts: fewer do not show how texts vary
 
 
 @dataclass(frozen=True)
@@ -166,7 +161,7 @@ class Design:
         """Return the design of some of the windows."""
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
-    def draws(self, count: int, seed: int = 0) -> Float[Tensor, "draws windows"]:
+    def draws(self, count: int, seed: int = 0) -> Samples:
         """Draw bootstrap samples as counts of each window: windows drawn within their text, or whole texts."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
@@ -182,7 +177,7 @@ class Design:
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window, n the number of draws exchangeable with its own.
+        """√(n/(n − 1)) of each window, n the number of draws exchangeable with that of the window.
 
         Bootstrap deviations are multiplied by it, because their variance is that of n draws about their mean.
         """
@@ -210,10 +205,7 @@ class Design:
         return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, variance)
 
     def weighted_means(
-        self,
-        values: Float[Tensor, "units windows"],
-        size: Float[Tensor, " windows"],
-        times: Float[Tensor, "draws windows"],
+        self, values: Float[Tensor, "units windows"], size: Float[Tensor, " windows"], times: Samples
     ) -> tuple[Draws, Draws]:
         """Return each sample's means over tokens, `size` per window, and their standard errors (Cochran 1977, ratios).
 

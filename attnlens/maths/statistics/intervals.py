@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
     PerWindow = Float[Tensor, " windows"]
     PerUnit = Float[Tensor, " units"]
+    PerDraw = Float[Tensor, "*draws"]
+    Samples = Float[Tensor, "*draws windows"]
+    Transform = Callable[[Tensor], Tensor]
 
 stats = LazyModule("scipy.stats")
 
-
-DRAWN_BYTES = 2**26
-"""Bytes of random factors processed at once; those of all draws together exceed a layer of a large model."""
+LEVEL = 0.95  # Confidence level of all intervals and bounds
+DRAWN_BYTES = 2**26  # Bytes of random factors processed at once; all draws together exceed a layer of a large model
 MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %
 FEWEST_DRAWS = 8
 """Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
-better: a sample that draws one of two windows twice has almost no error of its own."""
+better: a sample that draws one of two windows twice has almost no error."""
 MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported
 MOST_WINDOWS = 256  # Windows above which Student's t is as good: the effect of skewness decreases with √windows
-ENOUGH = 50
-"""Samples beyond a unit's own score after which its p-value is known accurately enough (Besag & Clifford 1991)."""
+ENOUGH = 50  # Samples beyond a unit's score after which its p-value is accurate enough (Besag & Clifford 1991)
 PIECE = 500  # Samples computed at once: after each piece, units with ENOUGH samples beyond their score are left out
 
 
@@ -82,7 +83,7 @@ def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> Q
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Return mean and sd of the median over heads whose values are independent draws from their own normal nulls.
+    """Return mean and sd of the median over heads whose values are independent draws from each head's normal null.
 
     One head's sd does not apply to a median over many: for n equal normals the median's sd is about 1.25 sd/√n.
     """
@@ -92,44 +93,37 @@ def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"],
     return float(medians.mean()), float(medians.std())
 
 
-def z_scores(
-    values: Float[Tensor, "*shape"], mean: float | Float[Tensor, "*shape"], sd: float | Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
-    """Return (value − mean)/sd; NaN if sd is 0."""
-    spread = torch.as_tensor(sd, dtype=torch.float64)
-    scores: Tensor = (values.double() - mean) / torch.where(spread > 0, spread, torch.nan)
-    return scores
-
-
 def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return (value − median)/(1.4826 · MAD), MAD the median absolute deviation; NaN if MAD is 0.
 
     1.4826 · MAD estimates a normal sd. NaN values do not count and stay NaN (Iglewicz & Hoaglin 1993).
     """
     numbers = values.double()
-    median = numbers.nanquantile(0.5) if len(numbers) else numbers.sum()
-    deviations = (numbers - median).abs()
-    return z_scores(numbers, float(median), 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0))
+    if not len(numbers):
+        return numbers
+    deviations = numbers - numbers.nanquantile(0.5)
+    spread = 1.4826 * float(deviations.abs().nanquantile(0.5))
+    return deviations / (spread if spread > 0 else math.nan)
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its interval, NaN if there is none."""
+    """A number with the ends of its interval; the ends are NaN if there is no interval."""
 
     value: float
     low: float
     high: float
 
 
-def student_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Interval:
-    """Return value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
+def student_interval(value: float, error: float, freedom: int) -> Interval:
+    """Return value ± t·error, the 95 % interval of Student's distribution with these degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
-    half_width = float(stats.t.ppf((1 + level) / 2, freedom)) * error
+    half_width = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     return Interval(value, value - half_width, value + half_width)
 
 
-def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
-    """Return the bound that one more draw stays below with probability `level`, m + t s √(1 + 1/n), t of n − 1 degrees.
+def prediction_bound(values: Sequence[float]) -> float:
+    """Return the bound that one more draw stays below with probability 0.95, m + t s √(1 + 1/n), t of n − 1 degrees.
 
     The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970); NaN for
     fewer than two draws.
@@ -137,7 +131,7 @@ def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
     if len(values) < 2:
         return math.nan
     draws = torch.tensor(values, dtype=torch.float64)
-    factor = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
+    factor = float(stats.t.ppf(LEVEL, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
     return float(draws.mean() + factor * draws.std())
 
 
@@ -147,15 +141,14 @@ def paired_difference(
     design: Design | None = None,
     *,
     weights: PerWindow | None = None,
-    of: Callable[[Tensor], Tensor] | None = None,
+    of: Transform | None = None,
     draws: int = 2000,
-    level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Return of(mean after) − of(mean before) over windows, with its interval.
+    """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
     Studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and the
-    quantiles of (θ* − θ)/se* turn the sample's own error into an interval. Student's t if a text has fewer than eight
+    quantiles of (θ* − θ)/se* turn the sample's error into an interval. Student's t if a text has fewer than eight
     windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of tokens: means are then
     over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN
     if none remain.
@@ -168,21 +161,17 @@ def paired_difference(
     pair = torch.stack((before, after)).cpu()[:, present.cpu()].double()
     value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), design, of))
     if design.exchangeable < FEWEST_DRAWS or not error > 0:
-        return student_interval(value, error, design.freedom, level)
+        return student_interval(value, error, design.freedom)
     differences, errors = _contrast(pair, weight, design.draws(draws, seed), design, of)
     scores = (differences - value) / errors
     scores = scores[scores.isfinite()]
-    low, high = scores.quantile(scores.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    low, high = scores.quantile(scores.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
     return Interval(value, value - high * error, value - low * error)
 
 
 def _contrast(
-    pair: Float[Tensor, "2 windows"],
-    weight: PerWindow,
-    times: Float[Tensor, "*draws windows"],
-    design: Design,
-    of: Callable[[Tensor], Tensor] | None,
-) -> tuple[Float[Tensor, "*draws"], Float[Tensor, "*draws"]]:
+    pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
+) -> tuple[PerDraw, PerDraw]:
     """Return the difference for each sample, and its standard error to first order (delta method)."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
@@ -259,14 +248,11 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
         beyond[active] += (sample_scores >= scores[active, None]).sum(1)
         samples[active] += len(times)
         largest[active] = torch.cat((largest[active], sample_scores), 1).topk(ENOUGH).values
+    # P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth largest score.
+    reached = stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), design.freedom)
+    tail = _student_p(scores / (largest[:, -1] / torch.from_numpy(reached)).clamp(min=1), design.freedom)
     counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + samples))
-    return torch.where(beyond < ENOUGH, _tail_p(scores, largest[:, -1], samples, design.freedom), counted)
-
-
-def _tail_p(scores: PerUnit, largest: PerUnit, samples: PerUnit, freedom: int) -> PerUnit:
-    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth `largest` score."""
-    quantile = torch.from_numpy(stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), freedom))
-    return _student_p(scores / (largest / quantile).clamp(min=1), freedom)
+    return torch.where(beyond < ENOUGH, tail, counted)
 
 
 def _student_p(scores: PerUnit, freedom: int) -> PerUnit:

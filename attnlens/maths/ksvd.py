@@ -1,4 +1,38 @@
-"""Kernel SVD of attention, K H_r = H_e Σ and Kᵀ H_e = H_r Σ: dual, primal, its objective J, angles between spaces."""
+"""Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
+
+All functions take plain tensors (…, tokens, features) and work in float64 over all leading axes, without a model. They
+return tensors, or a frozen `Dual`, `Primal` or `Nystrom`. Importers: as for `attnlens.maths`.
+
+>>> import torch
+>>> from attnlens.maths import ksvd
+>>> falling = torch.logspace(0, -2, 16)
+>>> query, key = torch.randn(2, 4, 200, 16, generator=torch.Generator().manual_seed(0)) * falling
+>>> queries, keys = ksvd.cosine_features(query), ksvd.cosine_features(key)
+>>> solution = ksvd.dual(queries, keys, s=8)
+>>> solution.e.shape, bool((ksvd.residual(solution, queries, keys) < 1e-12).all())
+(torch.Size([4, 200, 8]), True)
+>>> weights = ksvd.primal(solution, queries, keys)
+>>> torch.allclose(weights.e_scores(queries), solution.e)
+True
+
+Three functions handle long sequences. No command uses the last two: they are for your own programs.
+
+- `dual`, for a kernel with finitely many features (cosine, random features): exact, O(tokens · features²), without K.
+- `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: only the s leading
+  components, each to rounding.
+- `nystrom`, for any kernel function if K does not fit: from K's columns at a few keys and its rows at a few queries. An
+  approximation, more stable if s is half their number, because it divides by the block's smallest σ.
+
+>>> def kernel(query, key):
+...     return (0.25 * query.double() @ key.double().mT).exp()
+>>> exact = ksvd.truncated(kernel(query, key), s=8)
+>>> few_queries, few_keys = ksvd.sampled_rows(query, 80), ksvd.sampled_rows(key, 80)
+>>> maps = ksvd.nystrom(kernel(few_queries, few_keys), s=40)
+>>> wide_queries, wide_keys = maps.query_features(kernel(query, few_keys)), maps.key_features(kernel(few_queries, key))
+>>> near = ksvd.dual(wide_queries, wide_keys, s=8)
+>>> bool((near.values / exact.values - 1).abs().max() < 0.1)
+True
+"""
 
 from __future__ import annotations
 
@@ -11,6 +45,7 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import svds
 
+from attnlens.choices import ETA as ETA
 from attnlens.choices import Convention
 from attnlens.errors import UsageError
 from attnlens.maths.linalg import over_heads, singular_values
@@ -25,7 +60,9 @@ if TYPE_CHECKING:
     Keys = Float[Tensor, "*batch m features"]
     Sampled = Float[Tensor, "*batch sampled features"]
     PerHead = Float[Tensor, "*batch"]
-
+    Left = Float[Tensor, "*batch n s"]
+    Right = Float[Tensor, "*batch m s"]
+    Factors = tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -36,7 +73,7 @@ def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*ba
 
 
 def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return x/‖x‖ in x's own type; zero, with finite gradients, where x is zero.
+    """Return x/‖x‖ in the dtype of x; zero, with finite gradients, where x is zero.
 
     Each row is divided by its largest entry first, so that no square under- or overflows.
     """
@@ -90,7 +127,7 @@ def evenly_spaced(
 ) -> Float[Tensor, "*batch count features"]:
     """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
 
-    The result has x's own type. Rows are repeated if n < count; the first row is returned if the mask is all false.
+    The result has the dtype of x. Rows are repeated if n < count; the first row is returned if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -128,9 +165,9 @@ class Dual:
     Components beyond K's rank have σ = 0 and columns of zeros, because their singular vectors would be arbitrary.
     """
 
-    left: Float[Tensor, "*batch n s"]  # H_e, one row per query; its non-zero columns are orthonormal
+    left: Left  # H_e, one row per query; its non-zero columns are orthonormal
     values: Float[Tensor, "*batch s"]  # σ, descending, in the kernel's unit
-    right: Float[Tensor, "*batch m s"]  # H_r, one row per key; its non-zero columns are orthonormal
+    right: Right  # H_r, one row per key; its non-zero columns are orthonormal
 
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
@@ -143,12 +180,12 @@ class Dual:
         return torch.where(self.values > 0, 1 / torch.where(self.values > 0, self.values, 1.0), 0.0)
 
     @property
-    def e(self) -> Float[Tensor, "*batch n s"]:
+    def e(self) -> Left:
         """e-scores of the training queries: K H_r = H_e Σ."""
         return self.left * self.values[..., None, :]
 
     @property
-    def r(self) -> Float[Tensor, "*batch m s"]:
+    def r(self) -> Right:
         """r-scores of the training keys: Kᵀ H_e = H_r Σ."""
         return self.right * self.values[..., None, :]
 
@@ -209,19 +246,14 @@ def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerH
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
 
 
-def _residual(
-    solution: Dual, through_right: Float[Tensor, "*batch n s"], through_left: Float[Tensor, "*batch m s"]
-) -> PerHead:
+def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHead:
     """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
-    root: Tensor = (squares / (2 * solution.values.square().sum(-1))).sqrt()
-    return root
+    return (squares / (2 * solution.values.square().sum(-1))).sqrt()
 
 
-def _factors(
-    query_features: Queries, key_features: Keys, projection: Sampled | None
-) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
+def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:
     """Return A and B with K = A Bᵀ; an F with more rows than columns is replaced by its root R, RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
@@ -299,11 +331,11 @@ class Nystrom:
     through_keys: Float[Tensor, "*batch m_sampled s"]  # V Σ^{−½}; zero columns beyond the block's rank
     through_queries: Float[Tensor, "*batch n_sampled s"]  # U Σ^{−½}; zero columns beyond the block's rank
 
-    def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Float[Tensor, "*batch n s"]:
+    def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Left:
         """Return φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
         return columns.double() @ self.through_keys
 
-    def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Float[Tensor, "*batch m s"]:
+    def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Right:
         """Return φ_k of keys, from their kernel K(x_I, y) with the sampled queries."""
         return rows.double().mT @ self.through_queries
 
@@ -336,11 +368,11 @@ class Primal:
     multipliers: Float[Tensor, "*batch s"]  # Λ = Σ⁻¹, 0 where σ is 0: h_e = Λe and h_r = Λr
     projection: Sampled | None = None  # F; None is the identity
 
-    def e_scores(self, query_features: Queries) -> Float[Tensor, "*batch n s"]:
+    def e_scores(self, query_features: Queries) -> Left:
         """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
         return query_features.double() @ self._apply_projection(self.query_weight)
 
-    def r_scores(self, key_features: Keys) -> Float[Tensor, "*batch m s"]:
+    def r_scores(self, key_features: Keys) -> Right:
         """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
         return key_features.double() @ self._apply_projection(self.key_weight)
 
@@ -361,8 +393,8 @@ def primal(solution: Dual, query_features: Queries, key_features: Keys, projecti
 
 
 def objective(
-    e: Float[Tensor, "*batch n s"],
-    r: Float[Tensor, "*batch m s"],
+    e: Left,
+    r: Right,
     query_weight: Float[Tensor, "*#batch sampled s"],
     key_weight: Float[Tensor, "*#batch sampled s"],
     multipliers: Float[Tensor, "*#batch s"],
@@ -387,7 +419,7 @@ def objective(
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
     """Return the term ≥ 0 that η multiplies in the loss. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
 
-    The paper has one J per layer and does not mention heads. Here each head is a problem of its own, so that J < 0 of
+    The paper has one J per layer and does not mention heads. Here each head is a separate problem, so that J < 0 of
     one head cannot cancel J > 0 of another, as it can in the code's mean. Raises UsageError for another convention.
     """
     _check_convention(convention)
@@ -401,9 +433,7 @@ def _check_convention(convention: str) -> None:
         raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Write "paper" or "code".')
 
 
-def principal_angles(
-    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"]
-) -> Float[Tensor, "*batch s"]:
+def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
     """Return the angles between two spaces given by orthonormal columns, ascending, in [0, π/2].
 
     Zero columns span nothing and count as π/2 at the end. Small angles are computed from the sines, large ones from the
@@ -419,10 +449,8 @@ def principal_angles(
     return torch.where(cosines > 0.5**0.5, sines.gather(-1, places).asin(), cosines.acos())
 
 
-def mean_angle(
-    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
-) -> PerHead:
-    """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if that is none.
+def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
+    """Return the mean principal angle in radians between the spans of the first `sizes` columns; NaN if `sizes` is 0.
 
     0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
     border, the span is arbitrary.
@@ -432,9 +460,7 @@ def mean_angle(
     return torch.where(first, angles, 0.0).sum(-1) / first.sum(-1)
 
 
-def share_inside(
-    values: Float[Tensor, "*batch n value_dim"], basis: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
-) -> PerHead:
+def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
     Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V
