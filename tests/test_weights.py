@@ -5,11 +5,12 @@ import pytest
 import torch
 import transformers
 from heads import turns
+from torch.utils.flop_counter import FlopCounterMode
 
 from attnlens.errors import NotBilinearError
 from attnlens.models import hooks, weights
+from attnlens.models.weights.probe import FewTokens, norms_inside
 from attnlens.models.weights.probe import linear as linear_norms
-from attnlens.models.weights.probe import norms_inside
 
 
 def read(model, name=None, inputs=None):
@@ -205,3 +206,13 @@ def test_a_centred_norm_keeps_its_gain_and_its_centring():
     expected = holder.q_norm.weight * (x - x.mean(-1, keepdim=True))
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)  # but for the norm's eps
     assert (found - holder.q_norm.weight * x).norm() > found.norm(), "the control: uncentred it is another one"
+
+
+@pytest.mark.parametrize(("tokens", "multiplied"), [((1, 1, 8), 1), ((1, 5, 8), 5)])
+def test_a_repeated_token_is_multiplied_by_the_weights_once(tokens, multiplied):
+    weight, hidden = torch.randn(4, 8), torch.randn(tokens).expand(1, 5, 8)
+    with FlopCounterMode(display=False) as counter, FewTokens():
+        result = torch.nn.functional.linear(hidden, weight)
+    assert counter.get_total_flops() == 2 * multiplied * weight.numel()
+    assert torch.allclose(result, hidden @ weight.T)
+    assert result.is_contiguous(), "modules may change it in place"

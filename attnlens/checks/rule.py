@@ -204,7 +204,10 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """Read the rules of a TOML file. Raise UsageError if it is invalid, or `named` by the user but without rules."""
+    """Read the rules of a TOML file, from [check] or [tool.attnlens.check].
+
+    Raise UsageError if the file is invalid, or if the user named it and it has no rules.
+    """
     remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
     if named and not table:

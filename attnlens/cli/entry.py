@@ -30,6 +30,7 @@ REMOVED = {  # Options and commands of earlier versions or of Python, with their
     **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
     **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
     "--heal-control": "Use attnlens heal --control.",
+    **{f"--heal-{name}": f"Use {name}= of heal in Python." for name in ("batch", "rank", "checkpointing")},
     **{"verify": "Use: attnlens reproduce claims", "study": "Use: attnlens reproduce TABLE"},
     **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets their position."},
     **{"--all-heads": "Use --table.", "--png": "Use --figure.", "--pairs": "Use --text with a file that ends in .tsv."},
@@ -87,8 +88,10 @@ def _find_replacement(problem: str) -> str | None:
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
     if unknown is None or unknown[1] in REMOVED:
         return None if unknown is None else REMOVED[unknown[1]]
-    only_python = parameter_of(unknown[1]).removeprefix("no_") in _keywords(Request)
-    return "Use it in Python: it is a keyword of the function." if only_python else None
+    name = parameter_of(unknown[1])
+    if not unknown[1].startswith("--") or name.removeprefix("no_") not in _keywords(Request):
+        return None
+    return f"Use {name[3:]}=False in Python." if name.startswith("no_") else f"Use {name}= in Python."
 
 
 def _keywords(kind: type[Request]) -> set[str]:

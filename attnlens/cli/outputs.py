@@ -257,7 +257,8 @@ def _path(option: str, name: str) -> Path:
     if name.startswith("--"):
         raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
     if name == STDOUT:
-        raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, e.g. /dev/stdout.")
+        remedy = "Give a path, e.g. /dev/stdout." if is_file else "Give the path of a folder."
+        raise UsageError(f"{typed} does not write to stdout; --json does.", remedy)
     return local_path(name, typed)
 
 

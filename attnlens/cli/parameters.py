@@ -41,7 +41,11 @@ def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
 
 
 def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
-    """Read options from ATTNLENS_NO_PACK and FILES; typer reads other variables. Raise UsageError if invalid."""
+    """Read options from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
+
+    typer reads all other variables. Raise UsageError for an invalid file or value, and for options that a file may not
+    set: those that are dangerous, and those that name files to read or write.
+    """
     options: dict[str, object] = {}
     for name, path in FILES.items():
         if not options and (folder / name).is_file():

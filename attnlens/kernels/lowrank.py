@@ -419,7 +419,7 @@ def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ra
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
     values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
-    # strict: a zero form has border 0 and keeps no direction
+    # eigenvalues up to eps · size · largest are rounding; strict: a zero form has border 0 and keeps no direction
     border = torch.finfo(form.dtype).eps * form.shape[-1] * values[..., :1].abs()
     signs = values.sign() * (values.abs() > border)
     width = max(1, int(signs.abs().sum(-1).max()))

@@ -82,7 +82,9 @@ def read_record(
 
 
 class Null(Record):
-    """Value expected by chance, from random factors; for selection.*, from random rotations of the head's own form."""
+    """Value expected by chance, from independent Gaussian factors of the same shape; for selection.*, from the head's
+    form in the measure's space, rotated randomly on both sides.
+    """
 
     mean: Number
     sd: Number

@@ -122,7 +122,9 @@ class SiteCheck(Record):
     weights_error: Number | None  # The same from the weights times the module's inputs
     reason: str | None = None
     passed: bool  # True if no error exceeds the tolerance
-    verdict: Verdict | None = None  # Verdict; None in version 1
+    verdict: Verdict | None = None
+    """`differs` if an error exceeds the tolerance, `partly checked` if one error is missing, `not checked` if both are
+    missing; None in version 1."""
 
 
 class InspectionBody(Record):

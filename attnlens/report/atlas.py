@@ -153,6 +153,12 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
+def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
+    """Return the percentage of the reference's heads below the value and None, or None and the reason."""
+    heads = reference(measure, depth, subject)
+    return heads.percentile(value), heads.reason
+
+
 def subject_of(report: Report, part: str) -> Subject:
     """Return the properties that decide which atlas models the report's heads of one part are compared with."""
     settings, conventions = report.settings, report.model.conventions

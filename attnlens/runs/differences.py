@@ -409,7 +409,8 @@ def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
             return values
         predicts = torch.cat(each.predicting)
         empty = torch.full(predicts.shape, torch.nan, dtype=torch.float64)  # NaN for windows without predictions
-        return empty.masked_scatter(predicts, values)
+        empty[predicts] = values
+        return empty
 
     present = [name for name, parts in COLUMNS.items() if all(getattr(each, parts) for each in differences)]
     return {name: torch.stack([column(each, name) for each in differences], 1) for name in present}

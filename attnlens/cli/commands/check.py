@@ -83,7 +83,8 @@ def check(context: typer.Context) -> None:
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
         total = format_count(len(judged.checks), "rule")
-        complain(f"{len(failed)} of {total} failed: {join_items(failed, 3)}.", "The table shows the measured values.")
+        problem = f"{len(failed)} of {total} failed: {join_items(failed, 3)}."
+        complain(problem, "The table, --json, --csv and --junit contain the measured values.")
         raise typer.Exit(FAILED)
 
 

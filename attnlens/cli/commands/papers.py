@@ -159,5 +159,6 @@ def reproduce(context: typer.Context) -> None:
     report = run_command(params, (), request, work)
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
-        complain(f"Results differ from the published ones: {join_items(failed, 12)}.", "The table shows both.")
+        problem = f"Results differ from the published ones: {join_items(failed, 12)}."
+        complain(problem, "The table and --json contain the measured and the published values.")
         raise typer.Exit(FAILED)

@@ -457,7 +457,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:
-        with silence_logging("datasets", "huggingface_hub"):
+        with silence_logging("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3"):
             dataset = datasets.load_dataset(*name)
         return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed

@@ -102,7 +102,8 @@ def _moderate_variances(variances: Variances, freedom: int, others: int) -> tupl
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    Rejecting the p below a level keeps the probability of any false rejection below it. NaN does not count in n.
+    Rejecting the p below a level keeps the probability of any false rejection below it. NaN stays NaN and does not
+    count in n.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
     adjusted, largest = [math.nan] * len(p_values), 0.0

@@ -68,7 +68,10 @@ def check_loaded(
         name, *shapes = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
         size, expected = (" × ".join(map(str, shape)) for shape in shapes)
-        problem = f"{name}{more} has size {size} in the file, but {expected} according to config.json"
+        differing = {length for stored_length, length in zip(*shapes, strict=False) if stored_length != length}
+        causes = [f"{shorten_text(path)} = {n}" for path, n in configs.sizes(place.config) if n in differing]
+        because = f" ({', '.join(causes)})" if causes else ""
+        problem = f"{name}{more} has size {size} in the file, but {expected} according to config.json{because}"
         raise ModelError(f"{where} can't be loaded: {problem}.", configs.SAY_BELONGS)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
@@ -260,7 +263,8 @@ def load_config(place: Location) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     configs.own_models(place.config.get("model_type"))
-    with foreign(f"{place.config_file} can't be read", SAY_SUPPORTED):
+    kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
+    with foreign(f"{place.config_file}{kind} can't be read", SAY_SUPPORTED):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=place.trusts_code, **place.gguf
         )

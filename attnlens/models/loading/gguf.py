@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib import import_module
@@ -47,11 +48,14 @@ def read_header(path: Path) -> Header:
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
     from transformers.integrations.gguf.reader import TensorInfo, _mapped, _read_metadata, _read_tensor_table
 
-    problem = f"The GGUF header of {path} is truncated or damaged, or larger than {LONGEST // 2**20} MiB"
-    with foreign(problem, SAY_AGAIN):
-        content = _mapped(str(path))
-        fields, count, position = _read_metadata(content[:LONGEST], "it")
-        entries, position = _read_tensor_table(content[:LONGEST], count, position)
+    with foreign(f"{path} can't be read", SAY_AGAIN):
+        try:
+            content = _mapped(str(path))
+            fields, count, position = _read_metadata(content[:LONGEST], "it")
+            entries, position = _read_tensor_table(content[:LONGEST], count, position)
+        except (struct.error, OverflowError, UnicodeDecodeError):
+            limit = f"{LONGEST // 2**20} MiB"
+            raise ValueError(f"its header is truncated or damaged, or larger than {limit}") from None
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive number."

@@ -172,7 +172,11 @@ def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
 def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
     """Return whether `path` exists. Raises ModelError if the system does not allow the check."""
     with readable(path, remedy):
-        return path.exists()
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the name contains NUL
+            return False
+        return True
 
 
 def names_in(folder: Path) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import time
 from abc import ABC, abstractmethod
@@ -210,8 +211,12 @@ def read_pickle(file: Path) -> dict[str, Stored]:
     """Return the tensors of an allowed pickle. Raises ModelError for other content, which `weights_only` rejects."""
     import torch
 
-    with foreign(f"{file} contains objects other than tensors, or is truncated", "Get the model as safetensors."):
+    try:
         content = torch.load(file, map_location="meta", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError):
+        # torch's own text advises loading it anyway
+        problem = f"{file} contains objects other than tensors, or is truncated; loading such a pickle could run code."
+        raise ModelError(problem, "Get the model as safetensors.") from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
     return {

@@ -37,7 +37,10 @@ SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of 
 
 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
-    """Read the rows of a dataset as lines of text, cut off after `most` characters, without running its code."""
+    """Read the rows of a dataset as lines of text, cut off after `most` characters, without running its code.
+
+    Raises UsageError if the package datasets is not installed, TextError if the dataset or its column can't be read.
+    """
     try:
         import datasets
     except ImportError:
@@ -56,7 +59,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
         raise TextError(f"{place} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
     split, text = rows.split or "test", ""
     try:
-        with silence_logging("datasets", "huggingface_hub"):
+        with silence_logging("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3"):
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."

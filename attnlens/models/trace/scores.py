@@ -187,9 +187,11 @@ class TracedSoftmax:
         A factor of other products, such as those with positions, must not depend on the inputs. Raises UnreadableError
         if several products can be that of queries and keys, or if a scale depends on the inputs.
         """
-        products = [scores for scores in self.carried if scores.content] or list(self.carried)
+        content = [scores for scores in self.carried if scores.content]
+        products = content or list(self.carried)
         if len(products) > 1:
-            raise unreadable(f"its scores are a sum of {len(products)} products of queries and keys")
+            reason = "" if content else ", in none of which both factors depend on its inputs"
+            raise unreadable(f"its scores are a sum of {len(products)} products of queries and keys{reason}")
         if products[0].scaled_by_inputs:
             raise unreadable("the factor of its scores depends on its inputs")
         return products[0]

@@ -29,6 +29,27 @@ Function = Callable[..., object]
 Keywords = Mapping[str, object] | None
 
 
+Function = Callable[..., object]
+Keywords = Mapping[str, object] | None
+
+
+class FewTokens(TorchFunctionMode):
+    """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
+
+    def __torch_function__(
+        self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
+    ) -> object:
+        """Call a torch function, with the shortcut for F.linear."""
+        if function is not F.linear or kwargs or type(args[0]) is not Tensor:
+            return function(*args, **kwargs or {})
+        x, steps = args[0], args[0].stride()
+        if not any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
+            return F.linear(*args)
+        distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
+        result = F.linear(distinct, *args[1:])
+        return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
+
+
 TOLERANCE = 1e-4  # relative difference between a module and its linear model; norms and cos, sin are mostly float32
 
 
@@ -43,8 +64,13 @@ class Probe:
     whole: bool = False  # whether inputs are sequences of the captured length instead of one token
     batch: int | None = None  # number of sequences in an input; None: any number
 
-    def __call__(self, hidden: Tensor, other: Tensor) -> Call:
-        """Return the attention computation of these inputs, with keys of `other` in cross-attention."""
+    def __call__(
+        self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
+    ) -> Call:
+        """Return the attention call that the module makes for these inputs; in cross-attention, keys come from `other`.
+
+        Raises UnreadableError if the module cannot be called alone.
+        """
         captured, sequences, parts = self.target.arguments, dict[str, Tensor](), [hidden, other]
         if captured[self.target.input_name].dim() == 2:  # without a batch axis, sequences are concatenated
             parts = [part.flatten(0, 1) for part in parts]
@@ -69,7 +95,7 @@ class Probe:
             raise _AttentionRequested(call)
 
         traced = None if self.target.site.traced else ()  # transformers' interface needs no tracing
-        with answer_calls(self.model, answer, modules=traced, content=content):
+        with answer_calls(self.model, answer, modules=traced, content=content), FewTokens():
             try:
                 functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
             except _AttentionRequested as request:
@@ -153,7 +179,10 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
-    """Return the names of all buffers, and of the parameters that the module's queries and keys depend on."""
+    """Return the names of all buffers, and of the parameters that the module's queries and keys depend on.
+
+    These are the parameters with a gradient: no values are needed, so those of later projections are never read.
+    """
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
     probe = smallest(Probe(model, target, parameters | leaves | buffers, layout))

@@ -208,7 +208,10 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation (equal rotations as one object), None if it has none, or why it is unreadable."""
+    """Yield each site's rotation (equal rotations as one object), None if it has none, or why it is unreadable.
+
+    `window` lists the sites, called with as many positions as the rotations shall have.
+    """
     known = list[Rotation]()
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)

@@ -228,7 +228,8 @@ def run_pass(
 
     def visit(site: Site, call: Call) -> None:
         if site in side.key_heads:
-            recorded.calls[site] = call
+            # sinks are the parameter itself, which drawing the rounding of weights changes in place
+            recorded.calls[site] = replace(call, sinks=None if call.sinks is None else call.sinks.clone())
 
     def enter(
         path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
