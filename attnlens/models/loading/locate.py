@@ -197,7 +197,7 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     for name in table.values():
         is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
         if not is_bare or not name.endswith(suffix):
-            problem = f"{index} lists {format_value(name)}, but must list only {suffix} files in its own folder."
+            problem = f"{index} names {format_value(name)}, but an index must name {suffix} files in its folder."
             raise ModelError(problem, "Get the model from a source that you trust.")
     return tuple(sorted(set(table.values())))
 
