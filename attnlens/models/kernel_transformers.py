@@ -49,7 +49,7 @@ Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; c
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Attention by Tsai et al.'s Definition 1: Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows."""
+    """Form of attention Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
     """Kernel in command-line syntax, such as `rbf:gamma=1`; takes features, or features plus positions under "sum"."""
@@ -98,7 +98,7 @@ class PositionScores(nn.Module):
             self.place = _projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute the scores of `query` = f W_Q and this number of keys, s = `scale`; batch size 1 if f is unused."""
+        """Compute the scores of `query` = f W_Q for `keys` keys, with s = `scale`; the batch is 1 if f is unused."""
         queries = query.shape[2]
         if self.place is not None:
             projected = self._project(self.place, query, 0, max(queries, keys))
@@ -363,7 +363,7 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Base class of the three small models, for the transformers library."""
+    """Base class of the three small models, which the transformers library can load."""
 
     config_class = KernelTransformerConfig
     stacks: ClassVar[type[nn.Module]]  # class of the module that computes the logits

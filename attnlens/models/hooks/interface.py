@@ -45,7 +45,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 
 def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
-    """Set the implementation of all parts that use transformers' interface; return whether there are such parts."""
+    """Set the implementation of all parts that use transformers' interface; return True if there are any."""
     # private: transformers has no public test; its setter only logs a warning about a class without the interface
     parts = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
@@ -75,7 +75,7 @@ def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """Build the error for a model without readable attention; `refused` are reasons by path, `ran` modules that ran."""
+    """Build the error for a model without readable attention; `refused` maps paths to reasons, `ran`: modules run."""
     name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
@@ -97,7 +97,7 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: Keywords
 ) -> Call:
-    """Convert the arguments of an attention function of transformers to a Call; raise ModelError if unsupported."""
+    """Convert the arguments of transformers' attention function to a Call; raise ModelError for unsupported ones."""
     scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
     if more.get("sinks") is not None:
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
@@ -170,7 +170,7 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently compute a model's attention with `answer`, registered as `name`; raise ModelError if unreachable."""
+    """Permanently compute a model's attention with `answer`, named `name`. Raises ModelError if that is impossible."""
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)
 

@@ -84,11 +84,11 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Return inputs of the module as (batch, tokens, …, d_model), by default from the `layout` of this call."""
+        """Convert inputs of the module from `layout` (None: that of this call) to (batch, tokens, …, d_model)."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the `sequences` of the queries and of the keys, which are identical except in cross-attention."""
+        """Return the `sequences` that yield queries and keys: the same one twice, except in cross-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -104,7 +104,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Paths of attention modules that are not sites, with the reason; None if the module did not run."""
+        """Path of each attention module that is not a site → reason; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -140,7 +140,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
         if not min(call.query.shape[2], call.key.shape[2]):
-            raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give an input that reaches it.")
+            raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give another input.")
         calls.append((module, call, call_arguments(module, *running[module])))
         return recompute(call)
 
@@ -398,12 +398,12 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
 
 def recompute(call: Call) -> Tensor:
-    """Compute the model's own attention from its queries and keys: (batch, queries, heads, value_dim)."""
+    """Compute the model's own attention for this call: (batch, queries, heads, value_dim)."""
     return attend(call, OWN, "eager")
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest error over the sites' modules, each on its inputs in one pass of the unmodified model."""
+    """Return the largest relative error of any site's module, given its inputs in one pass of the unmodified model."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -422,7 +422,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError if it can't."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64. Raises RuntimeError if it fails alone."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:

@@ -164,7 +164,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model, spread over all devices, and its shapes. Raises ModelError unless it is plain safetensors."""
+    """Load the model spread over all devices, and its shapes. Raises ModelError unless files are plain safetensors."""
     if place.form != "safetensors" or quantisation(place)[0] is not None:
         problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
         raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")
@@ -214,7 +214,7 @@ def _describe(
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """Return the model with its description; `loading_info` is transformers' record of its loading."""
+    """Return the model with its description; `loading_info` is transformers' loading record."""
     missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,

@@ -177,14 +177,14 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
-    """Raise ModelError if a changed parameter has a second name in the model, where it would change as well."""
+    """Raise ModelError if the model also uses a changed parameter under a second name, where it would change too."""
     shared: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
     for names in shared.values():
         first, *others = sorted(names, key=lambda name: name not in changed)
         if others and first in changed:
-            raise ModelError(f"The adapter changes {first}, which the model shares with {others[0]}.", SAY_MERGE)
+            raise ModelError(f"The adapter changes {first}, the same parameter as {others[0]}.", SAY_MERGE)
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
@@ -228,7 +228,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in names:
-            problem = f"{file} contains {shorten_text(stored)}, which is not a LoRA parameter, or contains it twice."
+            problem = f"{file} contains {shorten_text(stored)}, which is not a LoRA parameter or is stored twice."
             raise ModelError(problem, SAY_MERGE)
         if part or target in parameters:
             names[key] = stored

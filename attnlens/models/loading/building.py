@@ -72,7 +72,7 @@ def check_loaded(
         raise ModelError(f"{where} can't be loaded: {problem}.", configs.SAY_BELONGS)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
-            problem = f"{where} contains {format_names(ignored)} for attention, ignored by transformers."
+            problem = f"transformers would ignore {format_names(ignored)} in {where}, which changes attention."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where).check_rotation(model)
     sources: dict[str, str] = {}
@@ -240,7 +240,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return their tensors ({}: on the hub). Raises ModelError for unsafe or invalid files."""
+    """Check a model's files; return their tensors ({} if remote). Raises ModelError for unsafe or invalid files."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))

@@ -46,7 +46,7 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type
 
 
 def own_models(model_type: object) -> ModuleType | None:
-    """Import the module that registers the models saved by `reproduce`; return None for any other model type."""
+    """Return the module that registers the models saved by `reproduce`; None for any other model type."""
     if model_type != KERNEL_TRANSFORMER:
         return None
     from attnlens.models import kernel_transformers
@@ -164,7 +164,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the weights' quantisation method and settings, or None and {}; raise ModelError if it is unsupported."""
+    """Return the weights' quantisation method and settings, or None and {}; raise ModelError for other methods."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = next(candidates, {})
     method = str(_method(settings))

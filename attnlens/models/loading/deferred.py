@@ -55,7 +55,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Load the module's `wanted` parameters and buffers for the context. Raises ModelError if that fails."""
+        """Load the module's `wanted` parameters and buffers inside the context. Raises ModelError if that fails."""
         with ExitStack() as undo:
             for owner in module.modules():  # private in torch; setattr would refuse tensors as parameters
                 undo.callback(owner._parameters.update, dict(owner._parameters))
@@ -65,7 +65,7 @@ class DeferredWeights:
 
     @contextmanager
     def whole(self, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-        """Load all weights of the module at `path`, in float64, for the context; yield the model and the module."""
+        """Load all weights of the module at `path`, in float64, inside the context; yield the model and the module."""
         module = self.model.get_submodule(path)
         names = [name for part in (module.named_parameters(), module.named_buffers()) for name, _ in part]
         with self.present(module, lambda: names):

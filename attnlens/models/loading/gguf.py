@@ -166,7 +166,7 @@ class Settings:
             # transformers computes inv_freq in float32: powers and quotients are rounded by a few times 6e-8
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
-                settings = ", ".join([*rope, *self.factors]) or "nothing about its rotation"
+                settings = ", ".join([*rope, *self.factors]) or "no rotation"
                 kind = type(model).__name__
                 raise self._refusal(f"sets {settings}, which does not give the {name} of transformers' {kind}")
 

@@ -29,7 +29,7 @@ class Hub:
     revision: str | None  # Branch, tag or commit; None means the default branch
 
     def fetch(self, select: Callable[[Collection[str]], list[str]], *, offline: bool = False) -> Path:
-        """Download the files that `select` chooses from all names, unless cached; return their folder, named by commit.
+        """Download the files that `select` chooses by name, unless cached; return their folder, named after the commit.
 
         Without a connection, or with `offline`, the local cache is used. Raises ModelError if the model is unknown,
         gated or not reachable, the revision does not exist, or the server is not a hub but, say, a log-in page.
@@ -114,7 +114,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy accepts a connection in PATIENCE seconds; raise ModelError if invalid."""
+    """Return True if `endpoint` or its proxy accepts a connection in PATIENCE seconds. Raises ModelError."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -203,7 +203,7 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 
 
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
-    """Return a weight file's path. Raises ModelError if it is missing, unreadable, irregular or outside `folder`."""
+    """Return a weight file's path. Raises ModelError unless the path is a readable regular file inside `folder`."""
     path = folder / name
     if not is_there(path, SAY_READABLE):
         raise ModelError(f"The weight file {shorten_text(str(path))} is missing.", SAY_AGAIN)
@@ -218,9 +218,9 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
     """Raise ModelError for unsafe entries that transformers would open next to the weights.
 
-    Unsafe are an adapter (unless `adapter_too`) and a distributed checkpoint. Unless the weights are GGUF, which
-    includes config and tokenizer, unsafe are also files that are not regular (reading a named pipe would block), that
-    link out of the folder, or that are too large.
+    An adapter (unless `adapter_too`) and a distributed checkpoint are unsafe. Unless the weights are GGUF, which
+    includes config and tokenizer, so are files that are not regular (reading a named pipe would block), that link out
+    of the folder, or that are too large.
     """
     for name in sorted(names):
         path = folder / name

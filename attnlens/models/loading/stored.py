@@ -207,7 +207,7 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a pickle that the user allowed. Raises ModelError if `weights_only` rejects its content."""
+    """Return the tensors of an allowed pickle. Raises ModelError unless it is a dict that `weights_only` accepts."""
     import torch
 
     with foreign(f"{file} contains objects other than tensors, or is truncated", "Get the model as safetensors."):

@@ -277,7 +277,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
         raise TextError(*sequences.describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shorten_text(str(side)) for side in shape)
-        problem = f"The config requires {name} of {sizes} numbers; there must be 1 to {LARGEST_INPUT:,}."
+        problem = f"The config requires {name} of {sizes} numbers; supported are 1 to {LARGEST_INPUT:,}."
         raise TextError(problem, "Correct the sizes in config.json.")
     return shape
 
@@ -316,7 +316,7 @@ def _process(
         options["sampling_rate"] = _rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
-    problem, remedy = f"The model's processor fails on {name}", "Give another file, or leave it out."
+    problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out --{modality}."
     with foreign(problem, remedy), _bounded_memory():
         result = dict(processor(raw, return_tensors="pt", **options))
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}

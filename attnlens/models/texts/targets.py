@@ -24,7 +24,7 @@ MASKED_SHARE = 0.15  # share of tokens that are masked for a masked language mod
 HEADLESS = "no head that predicts a class, a masked token, or the next token from earlier ones"
 MEANINGS: dict[Task, str] = {
     "causal": "loss: the next token",
-    "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
+    "masked": f"loss: the masked tokens ({MASKED_SHARE:.0%} of all)",
     "seq2seq": "loss: the decoder's text (the same as the encoder's text if the encoder reads text)",
     "classification": "loss: the class that the original model chooses",
     "hidden": f"the model has {HEADLESS}: its last hidden states are compared, "

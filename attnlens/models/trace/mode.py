@@ -149,7 +149,7 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
 
 
 def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Return Call and Lead of a softmax whose weights multiply `value`, (…, keys, value_dim), in a module of `tokens`.
+    """Return Call and Lead of a softmax whose weights multiply `value`, (…, keys, value_dim), in `module`.
 
     Raises UnreadableError unless the scores are factor · ⟨query, key⟩ plus a term that does not depend on this product.
     """
@@ -391,7 +391,7 @@ class _Tracer(TorchFunctionMode):
             actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in outputs)
             error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
             if not error <= rounding_of(result.dtype):  # `not <=` also refuses NaN
-                raise unreadable(f"its output differs from softmax(scores) · values, relatively by {error:.1e}")
+                raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
         except UnreadableError as refusal:
             if self.modules is not None:  # else the model would silently compute a site that was read before
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."

@@ -81,7 +81,7 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless a call has a query or key per head and token of the first or second sequence."""
+        """Raise UnreadableError unless a call has one query (key) per head and token of the first (second) sequence."""
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
@@ -125,7 +125,7 @@ class Probe:
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Return seeded standard normal inputs, repeated at all positions if `alike`; equal in self-attention."""
+        """Return two seeded normal inputs (one twice in self-attention), the same at all positions if `alike`."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
@@ -343,7 +343,7 @@ def match_weights(probe: Probe) -> Maps | None:
 
 @contextmanager
 def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Record the inputs of the submodules that have a matrix, in the yielded list, inside the `with`."""
+    """Inside the `with`, append the inputs of all submodules with a weight matrix to the yielded list."""
     inputs: list[Tensor] = []
 
     def record(_part: nn.Module, args: tuple[object, ...]) -> None:

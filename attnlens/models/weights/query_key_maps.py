@@ -124,7 +124,7 @@ class Factors:
         return replace(self.query_key, query=query, key=key)
 
     def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute queries and keys of these inputs; under QK-norm, W lacks their lengths: take those of `originals`."""
+        """Compute queries and keys of these inputs; under QK-norm, give them the lengths of `originals`."""
         query, key = (part if self.rotation is None else self.rotation.rotate(part) for part in self.maps(x, y))
         for part, original in zip((query, key), originals, strict=True):
             for group in self.groups:
@@ -152,7 +152,7 @@ class Turns:
     to directions, since norms scale queries and keys; False → fitted to queries and keys."""
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if this site rotates in the same way, or else a new fit."""
+        """Return the leader's rotation if it also fits this site, or else a new fit."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
@@ -197,7 +197,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     if not all(any(map(_changes_with_position, sides)) for sides in (parts, changes)):
         return None
     if probe.target.site.part == "cross":
-        raise unreadable("queries and keys of two sequences depend on their positions")
+        raise unreadable("in cross-attention, queries and keys depend on their positions")
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
         query, key = _sides(probe(*probe.random(rows, seed=5)))
     rounding = rounding_of(probe)
@@ -208,7 +208,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation (equal rotations as one object), None without rotation, or the error."""
+    """Yield each site's rotation (equal rotations as one object), None if there is none, or the site's error."""
     known = list[Rotation]()
     for target in window:
         probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
@@ -229,7 +229,7 @@ def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
 
 
 def rounding_of(probe: Probe) -> float:
-    """Return the relative rounding of the dtype of the module's numbers, such as cos and sin."""
+    """Return the relative rounding error of the dtype of the module's queries."""
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
