@@ -362,7 +362,7 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no tensors": (lambda place: (place / "adapter_model.safetensors").unlink(), ("has no adapter_model.safetensors",)),
     "cut tensors": (lambda place: _cut(place / "adapter_model.safetensors"), ("truncated",)),
     "half a pair": (_stored(lambda t: {n: x for n, x in t.items() if n != A}), (f"lacks {Q.format(0)}.lora_A",)),
-    "another width": (_stored(lambda t: t | {A: torch.ones(2, 48)}), ("2 × 48 instead of 2 × 32", "Give its base")),
+    "another width": (_stored(lambda t: t | {A: torch.ones(2, 48)}), ("2 × 48 instead of 2 × 32", "base model as")),
     "another base": (
         _stored(lambda t: {name.replace("q_proj", "query"): x for name, x in t.items()}),
         ("self_attn.query", "a different base"),
@@ -406,7 +406,7 @@ def test_tied_weights_and_wrong_names_are_refused(base: Path, tmp_path: Path) ->
     tied.save_pretrained(tmp_path / "tied")
     write(tmp_path / "adapter", tmp_path / "tied", ["transformer.wte"])
     refused(
-        ModelError, lambda: loading.load(tmp_path / "tied", adapter=tmp_path / "adapter"), "shares with lm_head.weight"
+        ModelError, lambda: loading.load(tmp_path / "tied", adapter=tmp_path / "adapter"), "same parameter as lm_head"
     )
     refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "none"), "no such folder")
     refused(ModelError, lambda: loading.load(base, adapter=base), "is a model, not an adapter")

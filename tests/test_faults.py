@@ -464,7 +464,7 @@ CONFIGS = {
     "control characters in a name of transformers' own": ({"sub_configs": "\x1b]0;x\x07"}, "sub_configs"),
     "a share of rotary dimensions of millions": ({"rope_parameters": {"partial_rotary_factor": 3e7}}, "at most 16"),
     "one position": ({"n_positions": 1}, "1 × 24 according to config.json (n_positions = 1)"),
-    "no heads": ({"n_head": 0}, "n_head = 0, which is less than 1"),
+    "no heads": ({"n_head": 0}, "n_head = 0, which must be at least 1"),
     "heads below zero": ({"n_head": -2}, "n_head = -2"),
     "no layers": ({"n_layer": 0}, "n_layer = 0"),
     "layers below zero": ({"n_layer": -1}, "n_layer = -1"),

@@ -649,7 +649,7 @@ def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(
 ) -> None:
     from attnlens.models.loading import placement
 
-    refused(ModelError, lambda: loading.load(folder, from_files=True, adapter=tmp_path), "read from its files")
+    refused(ModelError, lambda: loading.load(folder, from_files=True, adapter=tmp_path), "only read from their files")
     monkeypatch.setattr(placement, "free_memory", lambda: 1)
     report = attnlens.inspect(folder, **FEW)
     assert "does not fit into memory" in report.settings.notes[0]

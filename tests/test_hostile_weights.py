@@ -65,7 +65,7 @@ def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> No
             for method in ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8")
         ),
         *(
-            ({"quant_method": method}, (f"quantised with {method}", "but none of them is"))
+            ({"quant_method": method}, (f"quantised with {method}", "but the files contain none"))
             for method in ("gptq", "awq", "bitsandbytes", "fp8")
         ),
         ({"load_in_8bit": True}, ("quantised with bitsandbytes",)),

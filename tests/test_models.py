@@ -556,7 +556,7 @@ def test_rxnmapper_whose_tokenizer_transformers_does_not_know() -> None:
     assert loaded.info.architecture == "AlbertForMaskedLM"
     assert loaded.missing_keys == ()
     assert loaded.tokenizer is None
-    assert "5 tokens and the model 591" in loaded.tokenizer_problem
+    assert "5 tokens, the model 591" in loaded.tokenizer_problem
 
 
 def test_gguf_needs_its_packages_and_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

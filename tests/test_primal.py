@@ -592,5 +592,5 @@ def test_the_module_needs_no_transformers():
 def test_a_saved_primal_former_is_refused_by_name(tmp_path):
     model = primal.build(families.build("bert"), "last", scores=3)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="primal layers"):
+    with pytest.raises(ModelError, match="Primal-Attention layers"):
         attnlens.load(tmp_path)

@@ -243,7 +243,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
         lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(5, 5)}),
         (Q, "do not divide"),
     ),
-    "codes without a scale": ("gptq", lambda t: t.pop(f"{Q}.scales"), (Q, "scales are missing")),
+    "codes without a scale": ("gptq", lambda t: t.pop(f"{Q}.scales"), (Q, "scales is missing")),
     "codes alone": (
         "gptq",
         lambda t: [t.pop(f"{Q}.{part}") for part in ("scales", "qzeros", "g_idx")],
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
         lambda t: t.update({f"{Q}.g_idx": torch.full((HIDDEN,), 9, dtype=torch.int32)}),
         (Q, "groups of inputs"),
     ),
-    "awq without zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), (Q, "qzeros are missing")),
+    "awq without zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), (Q, "qzeros is missing")),
     "another shape": (
         "packed",
         lambda t: t.update({f"{Q}.weight_shape": torch.tensor([HIDDEN, 2**40])}),
@@ -263,9 +263,9 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
     "another state": (
         "nf4",
         lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),
-        (Q, "a description of its codes is missing"),
+        (Q, "a valid description of its codes is missing"),
     ),
-    "no values": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), (Q, "quant_map are missing")),
+    "no values": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), (Q, "quant_map is missing")),
     "another order": (
         "LLM.int8",
         lambda t: t.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
@@ -289,7 +289,7 @@ def test_codes_that_can_not_be_decoded_are_refused(fault: str, tmp_path: Path) -
 def test_codes_of_which_the_config_says_nothing_are_refused(method: str, tmp_path: Path) -> None:
     quantised(tmp_path, method)
     edited(tmp_path / "config.json", quantization_config=None)
-    refused(ModelError, lambda: loading.load(tmp_path), "codes", "nothing in config.json explains", "unquantised")
+    refused(ModelError, lambda: loading.load(tmp_path), "codes", "does not describe the quantisation", "unquantised")
 
 
 def test_a_scale_beside_plain_weights_is_not_left_out(tmp_path: Path) -> None:

@@ -84,16 +84,16 @@ def refused(query, key, words, rounding=EXACT):
 def test_what_is_no_rotation_is_refused():
     true, other = rotation(LAYOUTS["half-split"]), rotation(LAYOUTS["half-split"], base=30.0)
     queries, keys = turned(true), turned(true, seed=1)
-    refused(queries, turned(other, seed=1), "turn differently")
+    refused(queries, turned(other, seed=1), "rotate differently")
     refused(queries, turned(true.transposed, seed=1), "more than the direction")
-    refused(queries, keys[:, :1].expand_as(keys), "turn differently")
+    refused(queries, keys[:, :1].expand_as(keys), "rotate differently")
     refused(queries, turned(rotation(LAYOUTS["interleaved"]), seed=1), "more than the direction")
     lengths = 1 + 0.1 * torch.arange(POSITIONS).double()[:, None]
     refused(queries * lengths, keys * lengths, "more than the direction")
     refused(queries + random(POSITIONS, SIZE), keys, "more than the direction")
     one_pair = other.angles.clone()
     one_pair[:, :-1] = true.angles[:, :-1]
-    refused(queries, turned(Rotation(true.pairs, one_pair, SIZE), seed=1), "turn differently")
+    refused(queries, turned(Rotation(true.pairs, one_pair, SIZE), seed=1), "rotate differently")
 
 
 # --- gains of 0 -------------------------------------------------------------------------------------------------------

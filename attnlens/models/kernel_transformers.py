@@ -49,7 +49,7 @@ Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; c
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Attention by Definition 1 of Tsai et al.: Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows."""
+    """Form of attention Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
     """Kernel in command-line syntax, such as `rbf:gamma=1`; takes features, or features plus positions under "sum"."""
@@ -79,7 +79,7 @@ def distances(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 class PositionScores(nn.Module):
-    """Additive scores of every query and key that depend on positions.
+    """Additive scores for every query and key, which depend on their positions.
 
     table: log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log
     k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL
@@ -98,7 +98,7 @@ class PositionScores(nn.Module):
             self.place = _projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute the scores of `query` = f W_Q with this number of keys and s = `scale`; a batch of 1 without f."""
+        """Compute the scores of `query` = f W_Q for `keys` keys, with s = `scale`; the batch is 1 if f is unused."""
         queries = query.shape[2]
         if self.place is not None:
             projected = self._project(self.place, query, 0, max(queries, keys))
@@ -117,7 +117,7 @@ class PositionScores(nn.Module):
         return projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
-OWN = "eager"  # implementation in transformers' terms under which a module computes attention with its kernel
+OWN = "eager"  # name of the implementation in transformers with which a module computes its own kernel
 
 
 class KernelAttention(nn.Module):
@@ -166,7 +166,7 @@ class KernelAttention(nn.Module):
 
     @property
     def kernel_parameters(self) -> int:
-        """Number of parameters of the projections of queries, keys and positions."""
+        """Number of parameters in the projections of queries, keys and positions."""
         parts = [part for part in (self.query, self.key, self.added) if part is not None]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
@@ -207,7 +207,7 @@ def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
 
 
 class Layer(nn.Module):
-    """Pre-norm layer: x + A(LN(x)), with `crosses` cross-attention to a memory, then x + F(LN(x)) with GELUs in F."""
+    """Pre-norm layer: x + A(LN(x)), with `crosses` cross-attention to a memory, then x + F(LN(x)); F has GELUs."""
 
     def __init__(
         self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool
@@ -300,7 +300,7 @@ class EncoderDecoder(nn.Module):
         return cast("Tensor", self.encoder(self.words(inputs), mask))
 
     def decode(self, decoder_inputs: Tensor, memory: States, mask: Unpadded = None) -> Tensor:
-        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` masks padding of the memory."""
+        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` is False at memory padding."""
         return self.words.logits(self.decoder(self.words(decoder_inputs), None, memory, mask))
 
     def forward(self, inputs: Tensor, mask: Unpadded, decoder_inputs: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Base class of the three small transformers in the transformers library."""
+    """Base class of the three small models, which the transformers library can load."""
 
     config_class = KernelTransformerConfig
     stacks: ClassVar[type[nn.Module]]  # class of the module that computes the logits

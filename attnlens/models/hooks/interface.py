@@ -1,4 +1,4 @@
-"""Watch attention or replace its kernel inside a `with`: sites are counted, and everything is restored at its end."""
+"""Watch attention or replace its kernel inside a `with`: calls are counted, and the end restores everything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from attnlens.records import Call, Site
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
 """Families whose attention goes through transformers' interface, for error messages."""
 PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
-"""Endings of class names that contain "Attention" although the module does not compute it."""
+"""Endings of class names that contain "Attention" although the module does not compute attention."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 
 def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
-    """Set the implementation of all parts that use transformers' interface; return whether there are such parts."""
+    """Set the implementation of all parts that use transformers' interface; return True if there are any."""
     # private: transformers has no public test; its setter only logs a warning about a class without the interface
     parts = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
@@ -60,7 +60,7 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
 
 
 def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the distinct configurations in use."""
+    """Return the distinct configurations of the model and its parts."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
     return list({id(config): config for config in [*configs, *nested] if isinstance(config, PreTrainedConfig)}.values())
@@ -75,11 +75,11 @@ def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """Build the error for a model without readable attention; `refused` are reasons by path, `ran` modules that ran."""
+    """Build the error for a model without readable attention; `refused` maps paths to reasons, `ran`: modules run."""
     name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
     if refused:
         path, reason = next(iter(refused.items()))
-        return ModelError(f"{name} can't be read: at {path}, {reason}.", remedy)
+        return ModelError(f"The attention of {name} can't be read: at {path}, {reason}.", remedy)
     if not any(map(is_attention, model.modules())):
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", remedy)
     if ran is not None and not any(map(is_attention, ran)):
@@ -89,7 +89,7 @@ def out_of_reach(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module's class is named attention: its name contains "Attention" and does not end in PIECES."""
+    """Return True if the name of a module's class contains "Attention" and does not end in one of PIECES."""
     name = type(module).__name__
     return "Attention" in name and not name.endswith(PIECES)
 
@@ -97,13 +97,13 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: Keywords
 ) -> Call:
-    """Convert the arguments of an attention function of transformers to a Call; raise ModelError if unsupported."""
+    """Convert the arguments of transformers' attention function to a Call; raise ModelError for unsupported ones."""
     scaling, is_causal, name = more.get("scaling"), more.get("is_causal"), type(module).__name__
     if more.get("sinks") is not None:
         problem = f"{name} has a separate sink for every query, which attnlens does not support yet."
         raise ModelError(problem, "Choose another model; one sink per head is supported.")
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
-        raise ModelError(f"{name} scales its scores by a complex number, {scaling:.3g}.", "Correct its config.json.")
+        raise ModelError(f"{name} scales its scores by a complex number, {scaling:.3g}.", "Correct config.json.")
     key, value = pair_heads(key, value)
     if mask is not None:  # a mask can have one row for all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
@@ -170,7 +170,7 @@ def answer_calls(
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Permanently compute a model's attention with `answer`, registered as `name`; raise ModelError if it has none."""
+    """Permanently compute a model's attention with `answer`, named `name`. Raises ModelError if that is impossible."""
     if not _choose(model, *_register(name, answer)):
         raise out_of_reach(model)
 
@@ -204,7 +204,7 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The kernel that replaces the model's own at a site, and the heads in which it does."""
+    """Kernel that replaces the model's own at a site, and the heads that use the new kernel."""
 
     kernel: Kernel  # its fitted parameters are those of `heads`, in their order
     heads: tuple[int, ...] | None = None  # query heads; None for all
@@ -219,7 +219,7 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Pass each attention computation to `visit`, and its answer by the model's own kernel to `answered`."""
+    """Pass each attention computation to `visit`, and its output with the model's own kernel to `answered`."""
     swaps = dict.fromkeys(sites, Replacement(OWN))
     return replace(model, sites, swaps, every_site=False, visit=visit, answered=answered)
 
@@ -235,7 +235,7 @@ def replace(
     visit: Callable[[Site, Call], None] | None = None,
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
-    """Compute the sites of `swaps` with their new kernels by the route `path`, other sites with the model's own.
+    """Compute the sites of `swaps` with their new kernels (route `path`), other sites with the model's own kernel.
 
     `visit` gets each attention computation at the sites of `swaps`, and `answered` its output, (batch, queries, heads,
     value_dim). Raises UsageError if a kernel does not support a site and, with `every_site`, ModelError at the end of
@@ -275,7 +275,7 @@ def replace(
         yield counter
     missed = [site.name for site in swaps if not calls[site.path]]
     if missed and every_site:
-        problem = f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}."
+        problem = f"The swap never reached {len(missed)} of {len(swaps)} sites; the first is {missed[0]}."
         raise ModelError(problem, "Run a forward pass that uses these layers, or leave them out with --layers.")
 
 
@@ -291,5 +291,5 @@ def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tenso
 
 
 def is_answered(model: PreTrainedModel) -> bool:
-    """Return whether attnlens currently replaces the model's attention, in a `with` block or permanently."""
+    """Return True if attnlens currently replaces the model's attention, in a `with` block or permanently."""
     return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _implementations(model))

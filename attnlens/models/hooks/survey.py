@@ -27,11 +27,11 @@ from attnlens.models.trace import Keywords, Refused, call_arguments, remove_hook
 from attnlens.records import Call, Site
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""Tower by transformers' name of its modality."""
+"""transformers' name of a modality → its tower."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Return the tower of each module: the modality of the innermost submodel around it, if the model has several."""
+    """Map each module to the modality of the innermost submodel around it; {} unless there are several modalities."""
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -84,11 +84,11 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Return inputs of the module as (batch, tokens, …, d_model), by default with the `layout` of this call."""
+        """Convert inputs of the module from `layout` (None: that of this call) to (batch, tokens, …, d_model)."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the `sequences` of queries and of keys; they are the same except in cross-attention."""
+        """Return the `sequences` that yield queries and keys: the same one twice, except in cross-attention."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -104,7 +104,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Paths of attention modules that are not sites, with the reason; None if the module did not run."""
+        """Path of each attention module that is not a site → reason; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -140,7 +140,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
         if not min(call.query.shape[2], call.key.shape[2]):
-            raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give an input that reaches it.")
+            raise ModelError(f"{paths[module]} receives no tokens from this input.", "Give another input.")
         calls.append((module, call, call_arguments(module, *running[module])))
         return recompute(call)
 
@@ -165,7 +165,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: object) -> Any:
-    """Return the model's outputs without a cache; in eval mode with the same random draws in all passes (ViTMAE)."""
+    """Run the model without a cache; return its outputs. In eval mode, all passes use equal random draws (ViTMAE)."""
     # in all configurations, since submodels do not receive the argument `use_cache`
     caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
@@ -189,7 +189,7 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs without padding, whose queries may see no key; nested outputs if no others."""
+    """Return the floating-point outputs without padding (whose queries may see no key), or else the nested ones."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -200,7 +200,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert real and complex tensors, also in tuples, lists and dicts, to double precision, and move them."""
+    """Convert real and complex tensors, also in tuples, lists and dicts, to double precision on `device`."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -219,7 +219,7 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a float32 mask of a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
+    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
     mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return ones if mask is None else mask.to(ones)
 
@@ -261,7 +261,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 
 
 def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """Hide all keys from padded queries of a cross-attention; in self-attention no query sees padding."""
+    """Hide all keys from padded queries of a cross-attention; return a call of self-attention unchanged."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
         return call
@@ -281,7 +281,8 @@ def real_parts(
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
     """Yield the sequences of a batch with the indices of their queries and keys that are not padding.
 
-    Keys that no query sees are padding; in cross-attention so are queries that see no key. Unpadded batches are whole.
+    Keys that no query sees are padding, and in cross-attention queries that see no key. A batch without padding is
+    yielded as a whole.
     """
     keys = queries = torch.ones(1, 1, dtype=torch.bool)
     if allowed is not None:
@@ -295,7 +296,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return path and module of the elements of outermost module lists that run once, in order of execution."""
+    """Return (path, module) of each element of an outermost module list that runs once, in order of execution."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -382,7 +383,7 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
     by site, each module in float64 on its inputs in the unmodified model, unless a module cannot compute in float64 or
-    two passes of the model differ. `precise` provides the float64 modules; None converts the model's, one by one.
+    two passes of the model differ. `precise` provides the float64 modules; None converts the model's own one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -397,12 +398,12 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
 
 def recompute(call: Call) -> Tensor:
-    """Compute the model's own attention from its queries and keys: (batch, queries, heads, value_dim)."""
+    """Compute the model's own attention for this call: (batch, queries, heads, value_dim)."""
     return attend(call, OWN, "eager")
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest error of a site's module on its inputs, measured in one pass of the unmodified model."""
+    """Return the largest relative error of any site's module, given its inputs in one pass of the unmodified model."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -421,7 +422,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError if it can't run alone."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64. Raises RuntimeError if it fails alone."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:
@@ -460,7 +461,7 @@ def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrained
 
 
 def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
-    """Change and return the parts that are set to compute attention in float32 whatever their dtype (GPT-2)."""
+    """Turn off forced float32 attention (GPT-2's `reorder_and_upcast_attn`); return the modules that had it on."""
     upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
     for part in upcasting:
         part.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
@@ -468,7 +469,7 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Disable grouped experts and GPT-2's float32 attention, which cannot compute in float64."""
+    """Disable grouped experts and GPT-2's forced float32 attention, which can't compute in float64."""
     for module in model.modules():
         # private: transformers has no public test for such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
@@ -497,7 +498,7 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
 
 
 def _relative_difference(original: Tensor, changed: Tensor) -> Tensor:
-    """Compute ‖original − changed‖ / ‖original‖ in float64, in parts; infinities can be equal."""
+    """Compute ‖original − changed‖ / ‖original‖ in float64, in parts; equal infinities do not differ."""
     change = size = torch.zeros((), dtype=torch.float64, device=original.device)
     for a, b in zip(*(torch.split(part.flatten(), PART) for part in (original, changed)), strict=True):
         first, second = a.double(), b.double()

@@ -3,7 +3,7 @@
 Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
 anything is built; building.py builds the model with transformers; stored.py reads headers and byte ranges, quantised.py
 and gguf.py decode weights, adapters.py merges adapters, deferred.py reads weights in parts; placement.py chooses
-device, number type and memory.
+devices and checks free memory.
 Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
 Imported by: the other packages of models, runs, lab and, inside functions, cli.
 """
@@ -47,19 +47,19 @@ SWAPPED = "attnlens.json"  # Name of the file that marks a folder whose model wa
 class Loaded:
     """A model in evaluation mode without gradients, with its tokenizer and description."""
 
-    model: PreTrainedModel  # The model, with the head that the checkpoint names
+    model: PreTrainedModel  # The model, including its output head
     tokenizer: PreTrainedTokenizerBase | None  # The model's tokenizer, or None
-    tokenizer_problem: str  # Reason why the tokenizer is missing; empty if it is not
-    info: ModelInfo  # Description of the model; its conventions are not known yet
+    tokenizer_problem: str  # Reason why there is no tokenizer; empty if there is one
+    info: ModelInfo  # Description of the model, without the conventions that only a run shows
     kind: InputKind  # Kind of input that the model reads
     missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
     unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
     adapter: Adapted | None = None  # The adapter that was merged into the weights
     folder: Path | None = None  # Folder of the checkpoint; None for a model in memory
     deferred: DeferredWeights | None = None
-    """Source of the weights, read module by module, if the model has only shapes; None if it is in memory."""
+    """Reader of the weights, module by module, if the model has only shapes; None if the weights are in memory."""
     shapes: Loaded | None = None
-    """The same model with only shapes, whose files weights are read from if this model is spread over devices."""
+    """The same model with only shapes, used to read weights from files if this model is spread over devices."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +72,7 @@ class Loaded:
 
     @property
     def nonfinite(self) -> list[str]:
-        """Parameters with NaN or Inf, in the model's order; if weights are deferred, among those read so far."""
+        """Names of parameters with NaN or Inf, in the model's order; with deferred weights, of those read so far."""
         source = self if self.shapes is None else self.shapes
         return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
 
@@ -95,19 +95,19 @@ def load(
 ) -> Loaded:
     """Load the model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
-    A path object always means a file or folder, never the hub. `dtype="auto"` is the checkpoint's own type, but half
-    precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
-    `device="auto"` is the first of cuda, mps, cpu that is available. `offline` uses only the local cache,
-    which is also used if the hub does not answer within two seconds. `swapped` reads the weights that
-    `swap-kernel --save` wrote, without the kernel that they were made for; `load_swapped` adds that kernel.
-    `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
-    `from_files` builds the model from shapes alone and reads weights from their files, module by module: the model
-    can't run, and `inspect` computes its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory
-    (at most `max_cpu_memory`, as in "8GB") and disk, in the checkpoint's own type.
+    A path object always means a file or folder, never the hub. `dtype="auto"` keeps the checkpoint's type, except that
+    half precision becomes float32 on the CPU, where half precision is slow and inaccurate; a GGUF file is dequantised.
+    `device="auto"` is the first of cuda, mps, cpu that is available. `offline` uses only the local cache, which is also
+    used if no connection to the hub succeeds within two seconds. `swapped` loads a model that `swap-kernel --save`
+    wrote, but with the original kernel; `load_swapped` also restores the new kernel. `adapter` names a LoRA, rsLoRA or
+    DoRA adapter of peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from
+    shapes alone and reads weights from their files, module by module: the model can't run, but `inspect` can compute
+    its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g.
+    "8GB") and disk, in the checkpoint's type.
 
     Raises UsageError for invalid arguments (unknown dtype, a revision of a folder); ModelError if the model or the
-    device does not exist, files are broken, the model needs a pickle or foreign code that was not allowed, a package is
-    missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
+    device does not exist, files are broken, the model needs a pickle or its own code, which was not allowed, a package
+    is missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
     belongs to another base; TooLargeError if the model does not fit into free memory.
     """
     options = locals()
@@ -119,7 +119,8 @@ def load(
     if not swapped:
         _refuse_swapped(place)
     if from_files and adapter is not None:
-        raise ModelError("An adapter can't be merged into a model read from its files.", "Merge it first, and save it.")
+        problem = "An adapter can't be merged into a model whose weights are only read from their files."
+        raise ModelError(problem, "Merge the adapter into the model, save the result, and load that.")
     files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
     stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))
     if from_files:
@@ -163,10 +164,10 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
+    """Load the model spread over all devices, and its shapes. Raises ModelError unless files are plain safetensors."""
     if place.form != "safetensors" or quantisation(place)[0] is not None:
-        problem = f"--device spread requires unquantised safetensors files; {place.id} has another format."
-        raise ModelError(problem, "Convert the model, or leave out --device spread.")
+        problem = f"--device spread requires unquantised safetensors files, which {place.id} does not have."
+        raise ModelError(problem, "Convert the model to such files, or leave out --device spread.")
     shapes = _build_from_shapes(place, stored, dtype)
     with quiet(place), ExitStack() as undo:
         config = load_config(place)
@@ -192,15 +193,15 @@ def _build_from_shapes(place: Location, stored: Mapping[str, Stored], dtype: str
         config = load_config(place)
         files = open_gguf(place, config, stored) if place.gguf else SafetensorsFiles(place)
         if files is None:
-            problem = f"The tensors of {path} can't be read individually, because of its architecture."
+            problem = f"Tensors of {path} can't be read individually: its GGUF architecture is not supported."
             raise ModelError(problem, "Leave out --device files.")
         with ShapesAlone(allow_non_fake_inputs=True):
             shapes = {name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in files.stored.items()}
         model, loading_info = build_model(place, config, torch.float32, stored, files, shapes)
-    # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
+    # position tables were computed in float32, as in a loaded model; weights are read in float64, which is exact
     widen(model.requires_grad_(False))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    no_tokenizer = None, "the model's weights are read from their files, so it cannot run"
+    no_tokenizer = None, "the model has only shapes and its weights are read from files, so it cannot run"
     return _describe(place, model, loading_info, no_tokenizer, deferred=weights)
 
 
@@ -213,7 +214,7 @@ def _describe(
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """Return the model with its description; `loading_info` is transformers' record of its loading."""
+    """Return the model with its description; `loading_info` is transformers' loading record."""
     missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,
@@ -231,15 +232,15 @@ def _describe(
 
 def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
-        problem = f"{place.folder} contains a model saved with another kernel (--save), which would be ignored here."
-        raise ModelError(problem, "Use attnlens.load_swapped in Python.")
+        problem = f"{place.folder} contains a model saved with another kernel, which a plain load would ignore."
+        raise ModelError(problem, "Load the model with attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
-        problem = f"{place.id} has primal layers (Primal-Attention): they compute no attention matrix to analyse."
+        problem = f"{place.id} has Primal-Attention layers, which compute no attention matrix to analyse."
         raise ModelError(problem, "Choose another model, or build this one with attnlens.lab.primal.build to run it.")
 
 
 def _name_of(name: object) -> str:
-    """Return the model's name as a string; a relative path gets `./` in front, unlike a hub id or `demo`."""
+    """Return the name as a string; a relative path object gets `./` in front, unlike a hub id or `demo`."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again

@@ -37,8 +37,8 @@ PREFIX = "base_model.model."  # Start of the name of every tensor that peft writ
 PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
 """Module path and part of a low-rank tensor's name."""
 LONGEST, SECONDS = 4096, 10.0
-"""Characters of the longest expression for module names, and the time limit for matching all of them."""
-LARGEST = 2**20  # Maximum size of adapter_config.json in bytes, since every name in it is compared with every module
+"""Maximum length of an expression for module names, and time limit for matching all expressions."""
+LARGEST = 2**20  # Maximum size of adapter_config.json in bytes, since each of its names is compared with every module
 NAMING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
 APPLIED = {"r", "lora_alpha", "use_rslora", "use_dora"}
 WITHOUT_EFFECT = {  # Settings that do not change how the stored tensors are merged
@@ -46,15 +46,15 @@ WITHOUT_EFFECT = {  # Settings that do not change how the stored tensors are mer
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     *("peft_type", "base_model_name_or_path", "init_lora_weights"),
     *("bias", "modules_to_save"),  # these train whole tensors, and every stored tensor is applied
-    "fan_in_fan_out",  # peft decides it by the layer's class
+    "fan_in_fan_out",  # peft derives this from the layer's class
 }
-SAY_FOLDER = f"Give the folder with {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
-SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
+SAY_FOLDER = f"Give a folder with {ADAPTER_CONFIG} and {TENSORS}, or an adapter's hub id."
+SAY_MERGE = "Merge the adapter with peft's merge_and_unload, save the merged model, and give that folder as MODEL."
 SAY_AGAIN = "Download the adapter again."
 
 
 def find_adapter(name: str, *, offline: bool) -> Location:
-    """Find the adapter `name`: a folder or a hub id. Raises ModelError if there is none, or peft is not installed."""
+    """Find the adapter `name`: a folder or a hub id. Raises ModelError if there is none, or if peft is missing."""
     if find_spec("peft") is None:
         raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
     path = with_home(name)
@@ -74,7 +74,7 @@ def _select_files(names: Collection[str], where: str) -> list[str]:
     if ADAPTER_CONFIG not in names and CONFIG in names:
         raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
     if missing := [name for name in (ADAPTER_CONFIG, TENSORS) if name not in names]:
-        pickled = ": a pickled adapter, which can run code when it is opened, is not read" * (PICKLE in names)
+        pickled = " (a pickled adapter, which can run code when opened, is not read)" * (PICKLE in names)
         raise ModelError(f"{shorten_text(where)} has no {missing[0]}{pickled}.", SAY_FOLDER)
     return [ADAPTER_CONFIG, TENSORS]
 
@@ -92,9 +92,9 @@ class Adapted:
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """Give the module at `path` the base model's float64 weights inside the context; yield whether they differ.
+        """Restore the base model's float64 weights of the module at `path` for the context; yield True if any differ.
 
-        peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.
+        peft computes W = W'/D − s·BA from the rounded merged W', so W' − W has exactly the adapter's rank.
         """
         import torch
         from torch import nn
@@ -117,8 +117,8 @@ class Adapted:
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' own type.
 
-    Raises ModelError if attnlens does not merge such an adapter, it does not fit the model, or its files are broken;
-    the model is then no longer usable.
+    Raises ModelError if this kind of adapter is not supported, does not match the model, or has broken files; the model
+    must not be used afterwards.
     """
     import torch
     from safetensors import safe_open
@@ -132,14 +132,14 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
         low_rank = {name: stored for name, stored in names.items() if ".lora_" in name}
         whole, modules = names.keys() - low_rank, sorted({name.rpartition(".lora_")[0] for name in low_rank})
         if not modules:
-            raise ModelError(f"{tensors_file} contains no pair of matrices A and B.", SAY_AGAIN)
+            raise ModelError(f"{tensors_file} contains no pair of LoRA matrices A and B.", SAY_AGAIN)
         base = settings.get("base_model_name_or_path")
-        say_base = f"Give its base as MODEL: {shorten_text(base or 'the model it was trained on')}."
+        say_base = f"Give the adapter's base model as MODEL: {shorten_text(base or 'the model it was trained on')}."
         config = _build_config(settings, settings_file, model, modules, say_base)
         _check_shared(model, {*whole, *(f"{path}.weight" for path in modules)})
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole)):
-            problem = f"{settings_file} declares trained biases, but {format_names(lost)} is missing."
+            problem = f"{settings_file} declares trained biases, but the adapter lacks {format_names(lost)}."
             raise ModelError(problem, SAY_AGAIN)
         parameters = {name: model.get_parameter(name) for name in whole}
         originals = {name: parameter.data for name, parameter in parameters.items()}
@@ -177,18 +177,18 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
-    """Raise ModelError if a changed parameter is shared with another name in the model, which would change with it."""
+    """Raise ModelError if the model also uses a changed parameter under a second name, where it would change too."""
     shared: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
     for names in shared.values():
         first, *others = sorted(names, key=lambda name: name not in changed)
         if others and first in changed:
-            raise ModelError(f"The adapter changes {first}, which the model shares with {others[0]}.", SAY_MERGE)
+            raise ModelError(f"The adapter changes {first}, the same parameter as {others[0]}.", SAY_MERGE)
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA could not be undone."""
+    """Add a layer's update to its weight in float64, then round. Raises ModelError if DoRA can't be inverted."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -199,7 +199,7 @@ def _merge_layer(path: str, layer: LoraLayer) -> None:
 
 
 def _read_settings(file: Path) -> Json:
-    """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
+    """Read adapter_config.json. Raises ModelError for settings that attnlens does not support."""
     if file.stat().st_size > LARGEST:
         raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
     settings = {name: value for name, value in locate.read_json(file).items() if value is not None}
@@ -212,12 +212,12 @@ def _read_settings(file: Path) -> Json:
         others = ["peft_type"]
     if others:
         problem = f"{file} sets {shorten_text(others[0])} = {format_value(settings.get(others[0]))}"
-        raise ModelError(f"{problem}, which attnlens does not merge (only LoRA, rsLoRA and DoRA).", SAY_MERGE)
+        raise ModelError(f"{problem}, but attnlens merges only LoRA, rsLoRA and DoRA.", SAY_MERGE)
     return settings
 
 
 def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Map peft's parameters and the model's to the tensors stored for them, and list tensors that match neither."""
+    """Map parameters of peft and of the model to their stored tensors, and list the tensors without a parameter."""
     names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
@@ -228,7 +228,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in names:
-            problem = f"{file} contains {shorten_text(stored)}, which is not a LoRA parameter, or contains it twice."
+            problem = f"{file} contains {shorten_text(stored)}, which is not a LoRA parameter or is stored twice."
             raise ModelError(problem, SAY_MERGE)
         if part or target in parameters:
             names[key] = stored
@@ -239,7 +239,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Let peft match a file's expressions with modules for at most SECONDS; `re` itself has no time limit."""
+    """Limit to SECONDS how long peft matches a file's expressions with modules; `re` itself has no time limit."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
@@ -259,9 +259,9 @@ def _limit_matching() -> Iterator[None]:
 
 
 def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: list[str], say_base: str) -> LoraConfig:
-    """Return the settings for peft. Raises ModelError if they, the model or the tensors disagree on adapted modules."""
+    """Return peft's config. Raises ModelError if settings, model and tensors disagree on which modules are adapted."""
     from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which its documentation omits
+    from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which is undocumented
     from peft.utils.other import get_pattern_key  # also undocumented
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -275,12 +275,12 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
         values["target_modules"] = modules
     config = LoraConfig(**values, init_lora_weights=False)
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
-        problem = f"{file} and the adapter's tensors disagree on whether {format_names(differing)} is adapted."
+        problem = f"{file} and the adapter's tensors disagree on whether to adapt {format_names(differing)}."
         raise ModelError(problem, SAY_AGAIN)
-    config.modules_to_save = None  # only the exceptions that they make are needed
+    config.modules_to_save = None  # it was needed only for its exceptions to target_modules
     for name in ("rank_pattern", "alpha_pattern"):
         for key in set(values.get(name, ())) - set(modules):
-            if all(get_pattern_key([key], path) == path for path in modules):  # a path without a match is returned
+            if all(get_pattern_key([key], path) == path for path in modules):  # without a match, peft returns the path
                 problem = f"{file} has {format_value(key)} in {name}, which matches none of the adapted modules."
                 remedy = "If the adapter was trained with this setting, remove that key from the file."
                 raise ModelError(problem, remedy)
@@ -299,8 +299,9 @@ def _check_tensors(
         if entry.shape != shape:
             cause, remedy = ("other settings", SAY_AGAIN) if ".lora_" in name else ("a resized vocabulary", SAY_MERGE)
             stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
-            problem = f"The adapter contains {shorten_text(stored)} of {stored_size} instead of {size}"
-            problem += f": the adapter belongs to another base, or to {cause}."
-            raise ModelError(problem, f"{say_base} If that is MODEL: {remedy}")
+            problem = f"The adapter contains {shorten_text(stored)} of size {stored_size} instead of {size}"
+            problem += f": the adapter belongs to another base model, or to {cause}."
+            raise ModelError(problem, f"{say_base} If MODEL is that base: {remedy}")
         if entry.encoded:
-            raise ModelError(f"The adapter stores {shorten_text(stored)} as {entry.type}.", SAY_MERGE)
+            problem = f"The adapter stores {shorten_text(stored)} in the type {entry.type}, which is not supported."
+            raise ModelError(problem, SAY_MERGE)

@@ -1,4 +1,4 @@
-"""List the tensors of weight files, build a model from them with transformers, and check that it has their numbers."""
+"""List the tensors of weight files, build a model with transformers, and check that it has the stored values."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 def check_loaded(
     place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], loading_info: LoadingInfo
 ) -> None:
-    """Raise ModelError if the loaded model differs from its files, by transformers' loading info.
+    """Raise ModelError if the loaded model differs from its files according to transformers' loading info.
 
-    Without an error, transformers ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched
-    parameters at random, and picks either of two tensors for one parameter.
+    transformers silently ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched parameters at
+    random, and picks one of two tensors stored for the same parameter.
     """
     where, unused = place.folder / place.file, set(loading_info["unexpected_keys"])
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
-        raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
+        raise ModelError(problem, "Merge the adapter with peft's merge_and_unload, and save the merged model.")
     codes, scales = _codes(model, parameters, stored, unused), list[str]()
     for name in sorted(unused & stored.keys()):
         stem = SCALE.sub("", name)
@@ -62,7 +62,7 @@ def check_loaded(
             scales.append(name)
     if codes or scales:
         names = f"{format_names(codes)} as {stored[codes[0]].type}" if codes else f"{format_names(scales)} for"
-        problem = f"{where} stores {names} codes, but nothing in config.json explains them."
+        problem = f"{where} stores {names} codes, but config.json does not describe the quantisation."
         raise ModelError(problem, configs.SAY_UNQUANTISED)
     if mismatched := sorted(loading_info["mismatched_keys"]):
         name, *shapes = mismatched[0]
@@ -75,7 +75,7 @@ def check_loaded(
         raise ModelError(f"{where} can't be loaded: {problem}.", configs.SAY_BELONGS)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
-            problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
+            problem = f"transformers would ignore {format_names(ignored)} in {where}, which changes attention."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where).check_rotation(model)
     sources: dict[str, str] = {}
@@ -83,7 +83,7 @@ def check_loaded(
         aliases = names_in_model(name, model.base_model_prefix)
         parameter = next((alias for alias in aliases if alias in parameters), name)
         if (first := sources.setdefault(parameter, name)) != name:
-            problem = f"{where} contains both {first} and {name}, which are the same tensor of the model."
+            problem = f"{where} contains both {first} and {name}, which belong to the same parameter."
             raise ModelError(problem, SAY_ONCE)
     if len(loading_info["missing_keys"]) >= len(list(model.parameters())):
         problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
@@ -172,9 +172,9 @@ def silence_logging(*names: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(place: Location | None = None) -> Iterator[None]:
-    """Silence progress bars, logs and warnings inside the context, let no code from the hub run, and read GGUF once.
+    """Silence progress bars, logs and warnings inside the context, block code from the hub, and parse GGUF once.
 
-    The code is stopped by a patch, because no setting covers it: with the package `kernels`, RWKV, YOSO and MRA call
+    A patch blocks that code, because no setting does: with the package `kernels`, RWKV, YOSO and MRA call
     transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS (which is read only
     when transformers is first imported); HF_HUB_OFFLINE would still run code cached earlier.
     """
@@ -202,7 +202,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Factors by which a model can exceed its files' numbers (tied weights are stored once), and their tensor count."""
+"""Factors by which a model can exceed its files: in numbers (tied weights are stored once), and in tensors."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 """Additional allowances: numbers in weights, numbers in buffers (position tables, masks), modules and tensors."""
 
@@ -228,7 +228,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
             return
         sizes = [(size, path) for path, size in configs.fields(place.config) if isinstance(size, int) and size > 1]
         size, path = max(sizes, default=(0, ""))
-        largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
+        largest = f" (the largest setting is {shorten_text(path)} = {format_value(size)})" if sizes else ""
         problem = f"{place.config_file} describes a far larger model{largest} than the weight files"
         raise ModelError(f"{problem} ({numbers_in(stored)} numbers).", configs.SAY_BELONGS)
 
@@ -243,7 +243,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files, and return their tensors. Raises ModelError for unsafe or invalid files."""
+    """Check a model's files; return their tensors ({} if remote). Raises ModelError for unsafe or invalid files."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -259,7 +259,7 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
 
 
 def load_config(place: Location) -> PreTrainedConfig:
-    """Load the model's configuration. Raises ModelError if it can't be read."""
+    """Load the model's configuration. Raises ModelError if the configuration can't be read."""
     from transformers import AutoConfig
 
     configs.own_models(place.config.get("model_type"))
@@ -275,7 +275,7 @@ def load_config(place: Location) -> PreTrainedConfig:
 
 
 def open_gguf(place: Location, config: PreTrainedConfig, stored: Mapping[str, Stored]) -> GgufFiles | None:
-    """Open the tensors of a GGUF file; return None if transformers has its newer loader for the architecture."""
+    """Open the tensors of a GGUF file; return None if transformers' newer loader handles the architecture."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
     header = read_gguf_header(place.config_file)
@@ -296,8 +296,8 @@ def build_model(
 ) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
-    `weights` are those read from `files`, or stand-ins for them, if transformers is not to read the tensors `stored` in
-    the files itself; `spread` are the options of transformers that spread the model over devices.
+    `weights` are tensors read from `files`, or stand-ins with only shapes; if None, transformers itself reads the
+    tensors `stored` in the files. `spread` are the options of transformers that spread the model over devices.
     """
     from transformers import GenerationConfig
 
@@ -316,7 +316,7 @@ def build_model(
                 for name in ("quantization_config", "compression_config"):
                     if hasattr(part, name):
                         delattr(part, name)
-            # transformers reads this file only with weights from the folder; it can set the decoder's start token
+            # transformers ignores generation_config.json here, although it can set the decoder's start token
             has_file = (place.folder / "generation_config.json").is_file()
             generation = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if has_file else None
             options |= {"state_dict": dict(weights), "generation_config": generation}

@@ -26,7 +26,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class in the config's `architectures`; without one, a language model for GGUF, else AutoModel."""
+    """Return the class in the config's `architectures`, or else an Auto class that suits own code or GGUF."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -41,12 +41,12 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type
         auto = "AutoModelForSeq2SeqLM"
     elif gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = "AutoModelForCausalLM"
-    auto_class: type[PreTrainedModel] = getattr(transformers, auto)  # not a subclass, but it builds such models
+    auto_class: type[PreTrainedModel] = getattr(transformers, auto)  # not a PreTrainedModel, but it builds one
     return auto_class
 
 
 def own_models(model_type: object) -> ModuleType | None:
-    """Import the module of the models that `reproduce` saves, which registers them; return None for any other type."""
+    """Return the module that registers the models saved by `reproduce`; None for any other model type."""
     if model_type != KERNEL_TRANSFORMER:
         return None
     from attnlens.models import kernel_transformers
@@ -55,7 +55,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the part that reads text; the encoder's if there are two (MusicGen)."""
+    """Return the configuration of the part that reads text; if two parts do (MusicGen), that of the encoder."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -63,7 +63,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """Return the kind of the model's input; `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's pairs."""
+    """Return the kind of the model's input: `seq2seq` is text for encoder and decoder, `pixels+text` CLIP's pairs."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -76,12 +76,12 @@ def kind_of(model: PreTrainedModel) -> InputKind:
 
 
 def has_tokenizer(place: Location) -> bool:
-    """Return whether the folder has tokenizer files, or the weights are GGUF, which includes the tokenizer."""
+    """Return True if the folder has tokenizer files, or if the weights are GGUF, which includes a tokenizer."""
     return bool(place.gguf) or any(any(place.folder.glob(pattern)) for pattern in TOKENIZERS)
 
 
 def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Load the tokenizer; return it with an empty string, or None with the reason why there is none."""
+    """Load the tokenizer; return it and an empty string, or None and the reason why there is no tokenizer."""
     from transformers import AutoTokenizer
 
     if not has_tokenizer(place):
@@ -98,7 +98,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""
-    problem = f"the tokenizer has {size} tokens and the model {expected}: its files are missing or of another kind"
+    problem = f"the tokenizer has {size} tokens, the model {expected}: tokenizer files are missing or of another model"
     return None, problem
 
 
@@ -110,7 +110,7 @@ SIZES = {  # Names of widths, layer counts and head counts in the configs of tra
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
 """Names of counts for which config classes build a list or a map before any check."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
-"""Layers allowed for any number of tensors, since layers can share them (ALBERT); maximum number of labels."""
+"""Number of layers that is always allowed, since layers can share tensors (ALBERT); maximum number of labels."""
 CHOICES = {  # Settings that choose the code that computes a model, or the file that its weights are read from
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
@@ -121,16 +121,16 @@ DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "b
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 """Formats of compressed-tensors that are decoded."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
-"""Fields that describe quantised weights, of the whole model or of its language model; no other part is decoded."""
+"""Fields that describe quantised weights of the whole model or its language model; other parts are not decoded."""
 LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
 SAY_CORRECT = "Correct the config, or download the model again."
 SAY_BELONGS = "Use the config.json that belongs to these weights."
-SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
+SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError for invalid values that transformers does not check, unsupported quantisation and own code."""
+    """Raise ModelError for invalid values that transformers does not check, unknown quantisation, or untrusted code."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = place.config
@@ -141,7 +141,7 @@ def check_config(place: Location) -> None:
             raise ModelError(problem, SAY_CORRECT)
 
     for path, size in sizes(config):
-        require(size >= 1, path, size, "which is less than 1")
+        require(size >= 1, path, size, "which must be at least 1")
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
         value = config.get(name)
@@ -164,7 +164,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the weights' quantisation method and settings, None and {} if plain; raise ModelError if unsupported."""
+    """Return the weights' quantisation method and settings, or None and {}; raise ModelError for other methods."""
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = next(candidates, {})
     method = str(_method(settings))
@@ -172,7 +172,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
         return None, {}
     reason, version = "", str(settings.get("version") or settings.get("format") or "gemm").lower()
     if place.form == "pickle":
-        reason = "are a pickle"
+        reason = "are stored as a pickle, which is not supported"
     elif method == "compressed-tensors" and settings.get("format") not in COMPRESSED:
         reason = f"are in the format {format_value(settings.get('format'))}, which is not supported"
     elif method == "compressed-tensors" and (
@@ -180,7 +180,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     ):
         reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
-        reason = f"are in version {format_value(version)} or do not have four bits, which is not supported"
+        reason = f"are in version {format_value(version)}, or not in four bits, which is not supported"
     if reason:
         raise ModelError(f"The weights of {place.folder} are quantised with {method} and {reason}.", SAY_UNQUANTISED)
     return method, settings
@@ -193,7 +193,7 @@ def _method(settings: Mapping[str, object]) -> object:
 
 
 def check_counts(place: Location, tensors: int) -> None:
-    """Raise ModelError if the config has more layers or labels than a model with so many tensors can have."""
+    """Raise ModelError if the config has more layers or labels than a model with this many tensors can have."""
     for path, value in fields(place.config):
         if not (match := LISTED.search(path)):
             continue
@@ -201,11 +201,11 @@ def check_counts(place: Location, tensors: int) -> None:
         for count in value if isinstance(value, list) else [value]:
             if isinstance(count, int | float) and count > most:
                 problem = f"{place.folder / CONFIG} sets {shorten_text(path)} = {format_value(count)}"
-                raise ModelError(f"{problem}, but the weight files contain {tensors} tensors.", SAY_CORRECT)
+                raise ModelError(f"{problem}, but the weight files contain only {tensors} tensors.", SAY_CORRECT)
 
 
 def take_choices(config: object) -> None:
-    """Set CHOICES to None in all nested configs: transformers would download and run a kernel named there."""
+    """Set CHOICES to None in a config and its nested ones: transformers would run a downloaded kernel named there."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()
@@ -223,7 +223,7 @@ def take_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield the sizes of a config and its nested configs, each with its dotted path (text_config.hidden_size)."""
+    """Yield (dotted path, size) for the sizes in a config and its nested configs (text_config.hidden_size)."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES
@@ -233,7 +233,7 @@ def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
 
 
 def fields(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the fields of a config and its nested configs, each with its dotted path."""
+    """Yield (dotted path, value) for the fields of a config and its nested configs."""
     for name, value in config.items():
         yield f"{above}{name}", value
         if isinstance(value, dict):

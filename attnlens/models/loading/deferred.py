@@ -1,4 +1,4 @@
-"""Build models that have only shapes with transformers' own loading; weights are read from files module by module."""
+"""Build models that have only shapes with transformers' loader, and read weights from files module by module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DeferredWeights:
-    """Weights of a model that has only shapes; the weights of a module are read while it is being inspected."""
+    """Weights of a model that has only shapes; a module's weights are read when the module is inspected."""
 
     model: PreTrainedModel  # The model, whose tensors have only shapes
     files: TensorFiles  # Files that the weights are read from
@@ -55,7 +55,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Give the module's `wanted` parameters and buffers their values inside the context, or raise ModelError."""
+        """Load the module's `wanted` parameters and buffers inside the context. Raises ModelError if that fails."""
         with ExitStack() as undo:
             for owner in module.modules():  # private in torch; setattr would refuse tensors as parameters
                 undo.callback(owner._parameters.update, dict(owner._parameters))
@@ -65,14 +65,14 @@ class DeferredWeights:
 
     @contextmanager
     def whole(self, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-        """Read all weights of the module at `path`, in float64, inside the context; yield the model and the module."""
+        """Load all weights of the module at `path`, in float64, inside the context; yield the model and the module."""
         module = self.model.get_submodule(path)
         names = [name for part in (module.named_parameters(), module.named_buffers()) for name, _ in part]
         with self.present(module, lambda: names):
             yield self.model, module
 
     def _stored_names(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
-        """Return the names, in the files, of the tensors that the `wanted` parameters of the module are made of."""
+        """Return the stored names of the tensors from which the module's `wanted` parameters are made."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
         return [
@@ -83,7 +83,7 @@ class DeferredWeights:
         ]
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
-        """Return some bytes of each tensor of these modules, as stored in their files."""
+        """Return some bytes of each tensor of these modules, as stored in the files."""
         names = [self._stored_names(module, dict(module.named_parameters())) for module in modules]
         return self.files.sample(dict.fromkeys(chain.from_iterable(names)))
 
@@ -102,7 +102,7 @@ class DeferredWeights:
             loading_info, _ = core_model_loading.convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
-            problem = f"The weights of {path} don't have the shapes of config.json."
+            problem = f"The weights of {path} don't have the shapes that config.json implies."
             raise ModelError(problem, "Download the model again.")
         for name, part in module.named_parameters():
             part.requires_grad_(False)
@@ -111,7 +111,7 @@ class DeferredWeights:
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """Map from a name in the files to the (first) parameter or buffer it becomes, and whether it is converted."""
+        """Stored name → name of the (first) parameter or buffer made from the tensor, and True if it is converted."""
         renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
@@ -126,11 +126,11 @@ class DeferredWeights:
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""Environment that makes transformers place tensors one by one: its threads would share one fake mode."""
+"""Environment that makes transformers load tensors one by one, since its threads would share one fake mode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Mode that computes with shapes; tensors never compare equal, so that transformers ties none stored twice."""
+    """Mode that computes with shapes; tensors never compare equal, so transformers ties no tensors stored twice."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
         """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
@@ -138,12 +138,12 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
 
 
 def is_announced(tensor: Tensor) -> bool:
-    """Return whether the tensor has a shape but no numbers."""
+    """Return True if the tensor has a shape but no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def widen(model: PreTrainedModel) -> None:
-    """Convert the model's floating-point tensors to float64, with or without numbers; tied tensors stay tied."""
+    """Convert the model's floating-point tensors, with or without values, to float64; tied parameters stay tied."""
     wide: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, part in module._parameters.items():  # private in torch, whose .double() fails on tensors of shapes
@@ -160,7 +160,7 @@ def widen(model: PreTrainedModel) -> None:
 
 
 class SafetensorsFiles(TensorFiles):
-    """The tensors of safetensors files, local or on a hub; quantised weights have the names of the decoded weights."""
+    """Tensors of local or remote safetensors files; a quantised weight has the name of its decoded weight."""
 
     def __init__(self, place: Location) -> None:
         self.headers, self._sources = [], dict[str, tuple[LocalFile | RemoteFile, Stored]]()
@@ -171,26 +171,26 @@ class SafetensorsFiles(TensorFiles):
             self._sources |= {name: (file, tensor) for name, tensor in tensors.items()}
         stored = {name: tensor for name, (_, tensor) in self._sources.items()}
         self.coded = coded_weights(place, stored)
-        """Weights stored as codes, keyed by the weights' own names."""
+        """Weights stored as codes, keyed by the name of the decoded weight."""
         codes = {part for weight in self.coded.values() for part in weight.parts.values()}
         self.stored = {name: tensor for name, tensor in stored.items() if name not in codes}
         self.stored |= {name: Stored(weight.shape(stored, self._read), "F32") for name, weight in self.coded.items()}
 
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return file, offset and size in bytes of all data that these tensors are made of."""
+        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
         parts = [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
         return [(file, stored.start, stored.bytes) for file, stored in (self._sources[part] for part in parts)]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read and decode these tensors. Raises ModelError if that fails, or a file changed since it was opened."""
+        """Read and decode these tensors. Raises ModelError if that fails, or if a file changed since it was opened."""
         return {name: self.coded[name].decode(self._read) if name in self.coded else self._read(name) for name in names}
 
     def _read(self, name: str) -> Tensor:
-        """Read a stored tensor: the safetensors library parses a file in memory that contains only this tensor."""
+        """Read a stored tensor by letting safetensors parse an in-memory file that contains only this tensor."""
         file, stored = self._sources[name]
         entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
         header = json.dumps({name: entry}).encode()
         content = len(header).to_bytes(LENGTH, "little") + header + file.read(stored.start, stored.bytes)
         problem = f"{file.name} stores {shorten_text(name)} in an unknown type"
-        with foreign(problem, "Convert the model to other types."):
+        with foreign(problem, "Convert the model to float32 or bfloat16."):
             return load_bytes(content)[name]

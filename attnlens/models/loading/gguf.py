@@ -37,14 +37,14 @@ class Header(NamedTuple):
     """The metadata of a GGUF file."""
 
     architecture: str  # Name of the architecture in llama.cpp
-    fields: Mapping[str, object]  # Numbers, texts and lists of numbers, keyed by name; the length of a list of texts
+    fields: Mapping[str, object]  # Numbers, texts and lists of numbers, keyed by name; for a list of texts, its length
     tensors: list[TensorInfo]
     """Name, shape in torch's order, storage type, offset relative to `data`, and size in bytes of each tensor."""
     data: int  # Offset of the tensor data in the file, in bytes
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file. Raises ModelError if the file is not GGUF, or is damaged."""
+    """Read the header of a GGUF file. Raises ModelError if the file is not GGUF or is damaged."""
     # private in transformers, whose public functions return either the fields or the tensors, from files of any size
     from transformers.integrations.gguf.reader import TensorInfo, _mapped, _read_metadata, _read_tensor_table
 
@@ -58,18 +58,18 @@ def read_header(path: Path) -> Header:
             raise ValueError(f"its header is truncated or damaged, or larger than {limit}") from None
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive number."
-        raise ModelError(problem, "Convert it again.")
-    for name, number in fields.items():  # lists in the config grow with layers
+        problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive integer."
+        raise ModelError(problem, "Convert the model to GGUF again.")
+    for name, number in fields.items():  # config classes build lists with an entry per layer
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
-            raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
+            raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has only {count} tensors.", SAY_AGAIN)
     header = Header(str(fields.get("general.architecture")), fields, [], -(-position // alignment) * alignment)
     for name, shape, kind, offset in entries:
         if len(shape) > MOST_DIMENSIONS:
-            raise ModelError(f"{path} has a tensor of {len(shape)} dimensions.", SAY_AGAIN)
+            raise ModelError(f"{path} has a tensor of {len(shape)} dimensions, more than {MOST_DIMENSIONS}.", SAY_AGAIN)
         block, block_size = import_module("gguf").GGML_QUANT_SIZES.get(kind, (0, 0))
         if block == 0 or prod(shape) % block:
-            raise ModelError(f"{path} stores {shorten_text(name)} in an unknown type.", "Convert it again.")
+            raise ModelError(f"{path} stores {shorten_text(name)} in an unknown type.", "Convert the model again.")
         size = prod(shape) // block * block_size
         if (last := header.data + offset + size) > len(content):
             problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)}"
@@ -81,7 +81,7 @@ def read_header(path: Path) -> Header:
 # --- settings --------------------------------------------------------------------------------------------------------
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-ATTRIBUTES = {  # Config attributes for the value of each field; those that the config has are set
+ATTRIBUTES = {  # Field → config attributes for its value; only those that the config has are set
     "attention.layer_norm_rms_epsilon": EPSILONS,
     "attention.layer_norm_epsilon": EPSILONS,
     "attention.sliding_window": ("sliding_window",),
@@ -97,7 +97,7 @@ ROTATION = re.compile(  # Names of the fields of a rotation that are applied or 
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|attn_factor|yarn_beta_(fast|slow))"
 )
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that the frequencies of a rotation are divided by."""
+"""Tensors by which the frequencies of a rotation are divided."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
 """Fields of some llama.cpp architectures that change hidden states or logits."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
@@ -119,11 +119,11 @@ class Settings:
             is_vector = entry.ggml_type == 0 and len(entry.shape) == 1  # 0 is ggml's number of float32
             factors = numpy.fromfile(path, "<f4", prod(entry.shape), offset=header.data + entry.offset).tolist()
             if not is_vector or not all(0 < factor < math.inf for factor in factors):
-                raise self._refusal(f"has {entry.name}, whose values are not frequency factors")
+                raise self._refusal(f"has {entry.name}, whose values are not positive float32 numbers")
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Set the settings that transformers' reader drops. Raises ModelError for a field that no config expresses."""
+        """Apply settings that transformers' reader drops. Raises ModelError for a field that `config` can't express."""
         if self.architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
             is_large = config.num_hidden_layers == LARGE_GEMMA[self.architecture]
             per_head = config.hidden_size // config.num_attention_heads
@@ -170,9 +170,9 @@ class Settings:
             # transformers computes inv_freq in float32: powers and quotients are rounded by a few times 6e-8
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
-                settings = ", ".join([*rope, *self.factors]) or "nothing about its rotation"
+                settings = ", ".join([*rope, *self.factors]) or "no rotation"
                 kind = type(model).__name__
-                raise self._refusal(f"sets {settings}, which differs from {name} of transformers' {kind}")
+                raise self._refusal(f"sets {settings}, which does not give the {name} of transformers' {kind}")
 
     def _refusal(self, problem: str) -> ModelError:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)
@@ -181,10 +181,10 @@ class Settings:
         """Raise ModelError unless the field can be applied."""
         if not is_supported:
             setting = f"{shorten_text(f'{self.architecture}.{name}')} = {format_value(self.fields[name])}"
-            raise self._refusal(f"sets {setting}, which the model in transformers does not support")
+            raise self._refusal(f"sets {setting}, which transformers' model does not support")
 
     def _number(self, name: str, default: float) -> float:
-        """Return a field as a number. Raises ModelError if it is not a finite number of at least 0."""
+        """Return a field, or `default`, as a number. Raises ModelError unless it is finite and at least 0."""
         value = self.fields.get(name, default)
         number = float(value) if isinstance(value, int | float) else math.nan
         self._require(name, 0 <= number < math.inf)
@@ -201,11 +201,11 @@ class Settings:
         if kind in ("none", "longrope") or factor == 1:
             return "none", 1.0
         if self.factors:
-            raise self._refusal(f"has {next(iter(self.factors))} and a rope.scaling.factor of {factor:g}")
+            raise self._refusal(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return the scaling as transformers' rope_parameters, {} if none. Raises ModelError if that is impossible."""
+        """Return the scaling as transformers' rope_parameters, {} without scaling. Raises ModelError if unsupported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)
@@ -233,14 +233,14 @@ class Settings:
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
-                raise self._refusal("has a rotary embedding, but not in transformers")
+                raise self._refusal("has a rotary embedding, but transformers' model has none")
             return
         full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:
             full["rope_theta"] = self._number("rope.freq_base", 0)
         if "rope.freq_base_swa" in self.fields and "sliding_attention" in parameters:
             parameters["sliding_attention"]["rope_theta"] = self._number("rope.freq_base_swa", 0)
-        if full.get("rope_type") == "proportional":  # its factors come from the config
+        if full.get("rope_type") == "proportional":  # the factors come from the config
             return
         rotation = self._rotation(config)
         full.update(rotation)
@@ -248,7 +248,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` frequencies, of sliding-window layers if `local`; empty if settings differ."""
+        """Compute llama.cpp's `count` frequencies (`local`: of sliding-window layers); none if settings are invalid."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)
@@ -273,7 +273,7 @@ class Settings:
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    """Return the dimension of a head by the config."""
+    """Return the dimension of a head according to the config."""
     sizes = [getattr(config, name, None) for name in ("global_head_dim", "head_dim", "d_kv")]
     heads = getattr(config, "num_attention_heads", None) or 1
     return int(next(filter(None, sizes), None) or config.hidden_size // heads)
@@ -315,7 +315,7 @@ class GgufFiles(TensorFiles):
         self.stored, self.ignored = {name: Stored(shapes[name], "F32") for name in self._entries}, ignored
 
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return file, offset and size in bytes of all data that these tensors are made of."""
+        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
         entries = [entry for name in names for entry in self._entries[name]]
         return [(self._file, self._start + entry.offset, entry.nbytes) for entry in entries]
 

@@ -29,10 +29,10 @@ class Hub:
     revision: str | None  # Branch, tag or commit; None means the default branch
 
     def fetch(self, select: Callable[[Collection[str]], list[str]], *, offline: bool = False) -> Path:
-        """Download the files `select(names of all files)` unless cached; return their folder, named by the commit.
+        """Download the files that `select` chooses by name, unless cached; return their folder, named after the commit.
 
         Without a connection, or with `offline`, the local cache is used. Raises ModelError if the model is unknown,
-        gated or not reachable, the revision does not exist, or the server is not a hub, such as a log-in page.
+        gated or not reachable, the revision does not exist, or the server is not a hub but, say, a log-in page.
         """
         from huggingface_hub import HfApi, constants, errors, is_offline_mode, snapshot_download
 
@@ -50,7 +50,7 @@ class Hub:
             remedy = f"Request access on the hub page of {self.id}, then run `hf auth login`."
             raise ModelError(f"{self.id} is gated: its owner gives access on request.", remedy) from error
         except errors.RevisionNotFoundError as error:
-            remedy = "Choose one of its branches or tags on the hub."
+            remedy = "Choose one of the model's branches or tags on the hub."
             raise ModelError(f"{self.id} has no revision {self.revision!r}.", remedy) from error
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
             problem = f"{self.id} is neither a local folder nor a model on the hub that you can access."
@@ -81,7 +81,7 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first non-empty line (and the next, if it ends with a colon) or its type, shortened."""
+    """Return an error's first non-empty line (and the next if the first ends with a colon) or its type, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
@@ -90,7 +90,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every error of a library inside the context to `kind`; to ModelError if memory is short.
+    """Convert every library error inside the context to `kind`, or to ModelError if memory is short.
 
     Libraries raise arbitrary types for malformed files: the package tokenizers raises bare Exception, and its Rust
     panics are not even Exceptions.
@@ -114,7 +114,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return whether `endpoint`, or its proxy, accepts a connection in PATIENCE seconds. Raises ModelError."""
+    """Return True if `endpoint` or its proxy accepts a connection in PATIENCE seconds. Raises ModelError."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -133,7 +133,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Parse an address and its port. Raises ModelError without the address, since a proxy's can contain a password."""
+    """Parse an address and its port. The ModelError omits an invalid address, since it can contain a password."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
@@ -157,7 +157,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 SAY_AGAIN = "Download the model again."
 SAY_READABLE = "Make the file readable."
-SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
+SAY_PATH = "Give a folder with config.json and weights, a .gguf or .safetensors file, a hub id, or `demo`."
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
 
 
 def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
-    """Return whether `path` exists. Raises ModelError if the system does not allow the check."""
+    """Return True if `path` exists. Raises ModelError if the system does not allow the check."""
     with readable(path, remedy):
         try:
             path.stat()
@@ -180,12 +180,12 @@ def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names of all entries of a folder. Raises ModelError if it can't be read."""
+    """Return the names of all entries of a folder. Raises ModelError if the folder can't be read."""
     with readable(folder, "Make the folder readable."):
         return set(os.listdir(folder))  # noqa: PTH208  # only names are needed
 
 
-Json = dict[str, Any]  # JSON object of a model's file, whose values are checked where they are used
+Json = dict[str, Any]  # JSON object in a model's file, whose values are checked where they are used
 
 
 def read_json(path: Path) -> Json:
@@ -194,20 +194,20 @@ def read_json(path: Path) -> Json:
 
 
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
-    """Return the sorted weight files of an index. Raises ModelError unless all are bare names with this `suffix`."""
+    """Return the sorted weight files in an index. Raises ModelError unless each is a bare name with this `suffix`."""
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ModelError(f"{index} does not name any weight files.", SAY_AGAIN)
     for name in table.values():
         is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
         if not is_bare or not name.endswith(suffix):
-            problem = f"{index} names {format_value(name)}, but it must name {suffix} files in its folder."
+            problem = f"{index} names {format_value(name)}, but an index must name {suffix} files in its folder."
             raise ModelError(problem, "Get the model from a source that you trust.")
     return tuple(sorted(set(table.values())))
 
 
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
-    """Return a weight file's path; raise ModelError if it is missing, unreadable, no file, or a link to the outside."""
+    """Return a weight file's path. Raises ModelError unless the path is a readable regular file inside `folder`."""
     path = folder / name
     if not is_there(path, SAY_READABLE):
         raise ModelError(f"The weight file {shorten_text(str(path))} is missing.", SAY_AGAIN)
@@ -222,9 +222,9 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
     """Raise ModelError for unsafe entries that transformers would open next to the weights.
 
-    Such entries are an adapter (unless `adapter_too`), a distributed checkpoint, and, except next to a GGUF file, which
-    includes its config and tokenizer: files that are not regular (reading a named pipe would block), link out of the
-    folder, or are too large.
+    An adapter (unless `adapter_too`) and a distributed checkpoint are unsafe. Unless the weights are GGUF, which
+    includes config and tokenizer, so are files that are not regular (reading a named pipe would block), that link out
+    of the folder, or that are too large.
     """
     for name in sorted(names):
         path = folder / name
@@ -260,7 +260,7 @@ def refuse_outside(folder: Path, path: Path) -> None:
         homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # not resolved: it must not be a link
     if not any(real.is_relative_to(home) for home in homes):
         problem = f"{path} links to a file outside its folder, {shorten_text(str(real))}."
-        raise ModelError(problem, "Replace the link by the file itself.")
+        raise ModelError(problem, "Replace the link with the file itself.")
 
 
 Storage = Literal["safetensors", "pickle", "gguf"]
@@ -288,7 +288,7 @@ class Location:
 
     @property
     def weights(self) -> tuple[Path, ...]:
-        """Paths of the single weight file, or of the shards in the index. Raises ModelError if a file is invalid."""
+        """Path of the single weight file, or paths of the index's shards. Raises ModelError if a file is invalid."""
         if not self.file.endswith(".json"):
             return (weight_file(self.folder, self.file, may_lead_out=self.trusts_link),)
         shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
@@ -296,7 +296,7 @@ class Location:
 
     @property
     def config_file(self) -> Path:
-        """The file that describes the model: config.json, or the GGUF file itself."""
+        """Path of the file that describes the model: config.json, or the GGUF file itself."""
         return self.folder / (self.file if self.gguf else CONFIG)
 
     @property
@@ -315,8 +315,8 @@ def find(
 ) -> Location:
     """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    `leave_weights`: do not download a hub model's weights unless they are cached. Raises ModelError if no such model
-    exists, or it has no weights that can be read; UsageError for a revision of `demo` or of a path.
+    With `leave_weights`, a hub model's weights are not downloaded; cached weights are used. Raises ModelError if no
+    such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a path.
     """
     path = DEMO if name == "demo" else with_home(name)
     if name.startswith("demo@"):
@@ -324,7 +324,7 @@ def find(
     if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
-        raise UsageError(f"{name} is a local path and has no revision {revision!r}.", "Omit the revision.")
+        raise UsageError(f"{name} is a local path, which has no revision {revision!r}.", "Omit the revision.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
@@ -334,7 +334,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
         base = shlex.quote(shorten_text(base)) if isinstance(base, str) and base.strip() else "BASE"
         command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
-        raise ModelError(f"{name} contains an adapter, not a model.", f"Give its base model: {command}")
+        raise ModelError(f"{name} contains an adapter, not a model.", f"Give the adapter's base model: {command}")
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
@@ -342,7 +342,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
 
 
 def _is_adapter(names: Collection[str]) -> bool:
-    """Return whether these files include an adapter but no weights of a model."""
+    """Return True if these files include an adapter but no weights of a model."""
     weights = (*SUFFIXES.values(), ".index.json")
     return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
 
@@ -354,7 +354,7 @@ def _in_file(name: str, path: Path) -> Location:
     if path.suffix != ".safetensors":
         raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
     if not (path.parent / CONFIG).is_file():
-        raise ModelError(f"The folder of {path} has no config.json.", "Put the model's config.json into it.")
+        raise ModelError(f"The folder of {path} has no config.json.", "Put the model's config.json into that folder.")
     index = path.parent / SHARDED
     if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
         return Location(name, path.parent, "safetensors", SHARDED)
@@ -392,12 +392,12 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id with its revision. Raises ModelError for a path, UsageError for no id or for two revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
-        raise UsageError(f"{shorten_text(name)} does not name a model.", "Write it as org/name@revision.")
+        raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")
     if suffix and revision is not None and suffix != revision:
-        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give only one of them.")
+        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give only one revision.")
     is_file = id_.endswith((".gguf", ".safetensors"))
     if is_file or id_.startswith((".", "/", "~")) or id_.endswith("/") or "\\" in id_ or id_.count("/") > 1:
         kind = "file" if is_file else "folder"
@@ -406,7 +406,7 @@ def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH)
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return form and first file of the weights: safetensors, else GGUF, else allowed pickle; or raise ModelError."""
+    """Return format and first file of the weights (safetensors, GGUF, or an allowed pickle), or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file
@@ -420,7 +420,7 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
         if allow_pickle:
             return "pickle", pickles[0]
         problem = f"{where} has only a pickled checkpoint ({pickles[0]}), which can run code when it is opened."
-        raise ModelError(problem, "Convert it to safetensors, or, if you trust it, add --allow-pickle.")
+        raise ModelError(problem, "Convert the checkpoint to safetensors or, if you trust it, add --allow-pickle.")
     if CONFIG not in names:
         raise ModelError(f"{where} has no config.json.", SAY_PATH)
     if others := [name for name in top_level if name.endswith(SUFFIXES["safetensors"])]:

@@ -1,4 +1,4 @@
-"""The device and number type of a model, and the memory that is free for it."""
+"""Choose the device of a model, spread a model over devices, and measure free memory."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ CONTROLLERS = {
     "": ("", ("memory.max", "memory.current", "inactive_file")),
     "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
-"""Cgroup controller, as Linux lists it → its folder under GROUPS, and its names of limit, usage and file pages."""
+"""Cgroup controller, as listed by Linux → its folder under GROUPS, and its names for limit, usage and file pages."""
 GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still allocate, by the system and its cgroups; None if unknown."""
+    """Return the bytes that this process can still allocate, given system and cgroup limits; None if unknown."""
     limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & CONTROLLERS.keys():
             folder, (limit, usage, file_pages) = CONTROLLERS[controller]
             group = GROUPS / folder / path.lstrip("/")
-            # parents, such as a batch job's, also limit; a container sees its own group as the root, under any path
+            # parents, such as a batch job's, limit it too; a container sees its own group as the root, under any path
             for each in (each for each in (group, *group.parents) if each.is_relative_to(GROUPS / folder)):
                 with suppress(OSError, ValueError):  # no such file, or the limit is "max"
                     available = int((each / limit).read_text()) - int((each / usage).read_text())
@@ -49,7 +49,7 @@ def free_memory() -> int | None:
 
 
 def _counts(file: Path, name: str) -> list[int]:
-    """Return the number after each line's `name` in a file of the kernel, [] if there is no such file."""
+    """Return the number in each line that starts with `name` in a file of the kernel; [] if the file is missing."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
 
@@ -60,7 +60,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
     if free is not None and needed > free:
         size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
         raise TooLargeError(
-            f"{place.id} needs {size}, but only {free / GIB:.1f} GiB are free.",
+            f"{place.id} needs {size}, but only {free / GIB:.1f} GiB is free.",
             "Read only the weights (--source weights --device files), or run the model from disk (--device spread).",
         )
 
@@ -87,7 +87,7 @@ def check_device_map(options: Mapping[str, object]) -> None:
     others = [name for name, default in defaults.items() if options[name] != default]
     if options["device_map"] is not None and others:
         problem = f"{others[0]} can't be combined with device_map (--device spread)."
-        raise UsageError(problem, "Omit one of them.")
+        raise UsageError(problem, f"Omit {others[0]} or device_map.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
@@ -98,7 +98,7 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return transformers' options to spread a model over GPUs, memory and disk. Needs accelerate."""
+    """Return transformers' options to spread a model over GPUs, memory and disk. Requires accelerate."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

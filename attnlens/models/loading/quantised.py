@@ -23,7 +23,7 @@ from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
 from attnlens.models.loading.locate import CONFIG, Json, Location, foreign
 from attnlens.models.loading.stored import Stored
 
-PartReader = Callable[[str], Tensor]  # Function that reads one tensor of a weight by the suffix of its name
+PartReader = Callable[[str], Tensor]  # Function that reads a weight's tensor, given the suffix of its name
 Settings = Json  # Quantisation settings in config.json
 Shaped = TypeVar("Shaped", Tensor, Stored)
 
@@ -32,11 +32,11 @@ SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
 """Suffixes of float8 scales: two after the weight's name, two after its module's name."""
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # Position in an AWQ word of the code for each of eight neighbouring columns
 QUANT_STATE = ".quant_state.bitsandbytes__"
-"""Suffix after the weight's name, followed by the code type, of bitsandbytes' tensor that describes the codes."""
+"""Suffix (after the weight's name, before the code type) of the tensor in which bitsandbytes describes the codes."""
 
 
 def require(is_valid: bool, problem: str) -> None:
-    """Raise ValueError with the problem unless codes and settings are valid; CodedWeight adds the tensor's name."""
+    """Raise ValueError with `problem` unless `is_valid`; CodedWeight adds the tensor's name to the message."""
     if not is_valid:
         raise ValueError(problem)
 
@@ -45,32 +45,32 @@ class Parts(dict[str, Shaped]):
     """The tensors of a weight, or their shapes, keyed by the suffix of their names; "" is the key of the codes."""
 
     def __missing__(self, suffix: str) -> Shaped:
-        raise ValueError(f"its {suffix.lstrip('._')} are missing")
+        raise ValueError(f"its tensor {suffix.lstrip('._')} is missing")
 
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight that is stored as codes, with its tensors and its scheme."""
+    """A weight that is stored as codes, with its scheme and the names of its tensors."""
 
     scheme: Scheme
     parts: Mapping[str, str]  # Names of its tensors in the files, keyed by their suffix; "" is the key of the codes
     settings: Settings
-    problem: str  # Beginning of an error: its folder, method and name
+    problem: str  # Beginning of an error message: folder, method and name of the weight
 
     def decode(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Return the weight in float32; `read` reads one of its tensors by its name. Raises ModelError."""
+        """Return the weight in float32; `read` returns a stored tensor by name. Raises ModelError if decoding fails."""
         with foreign(self.problem, SAY_UNQUANTISED):
             return self.scheme.decode(Parts({part: read(name) for part, name in self.parts.items()}), self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
-        """Return the weight's shape from the shapes of its tensors; `read` reads one by its name. Raises ModelError."""
+        """Return the weight's shape, from its tensors' shapes or tensors that `read` returns. Raises ModelError."""
         with foreign(self.problem, SAY_UNQUANTISED):
             parts = Parts({part: stored[name] for part, name in self.parts.items()})
             return self.scheme.shape(parts, lambda part: read(self.parts[part]))
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the weights stored as codes, {} if the config has none. Raises ModelError if the files lack them."""
+    """Return the weights stored as codes; {} if the config declares none. Raises ModelError if the files lack them."""
     method, settings = quantisation(place)
     if method is None:
         return {}
@@ -84,8 +84,8 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
                 problem = f"{place.folder} ({method}) stores {shorten_text(weight)} as codes"
                 weights[weight] = CodedWeight(scheme, {"": name} | parts, settings, problem)
     if not weights:
-        problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but none of them is quantised."
-        raise ModelError(problem, "Remove quantization_config from it if the weights are plain numbers.")
+        problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but the files contain none."
+        raise ModelError(problem, "Remove quantization_config from that file if the weights are plain numbers.")
     return weights
 
 
@@ -102,11 +102,12 @@ def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute (codes − zero) · scale of float8 or int8 (compressed-tensors)."""
+    """Compute (codes − zero) · scale for float8 or int8 codes (compressed-tensors)."""
     codes, (group, _) = parts[""], _weight_group(settings)
     bits, size = group.get("num_bits", 8), group.get("group_size")
     is_known = codes.dtype in FLOAT8 or (codes.dtype == torch.int8 and bits == 8)
-    require(is_known and "_g_idx" not in parts, f"its codes are {codes.dtype} of {bits} bits (num_bits), or reordered")
+    problem = f"its codes ({codes.dtype}, num_bits {bits}) are neither float8 nor 8-bit int8, or are reordered"
+    require(is_known and "_g_idx" not in parts, problem)
     block = group.get("block_structure") or ([1, size] if isinstance(size, int) and size > 0 else None)
     numbers = codes.float()
     if "_zero_point" in parts:
@@ -138,7 +139,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
 
 
 def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
-    """Return the settings of weights ({} if groups differ), and all numbers of bits, by compressed-tensors' config."""
+    """Return the settings for weights ({} if groups differ) and all numbers of bits in compressed-tensors' config."""
     groups = settings.get("config_groups")
     values = groups.values() if isinstance(groups, dict) else ()
     parts = [group.get("weights") for group in values if isinstance(group, dict)]
@@ -168,12 +169,12 @@ def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored minus 1, except in gptq_v2."""
+    """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; except in gptq_v2, zeros are stored minus 1."""
     words, zero_words, scale, bits = _matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
-    settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
+    settings = {name: value for name, value in settings.items() if name not in overridden}  # these vary by module
     declared = settings.get("bits", bits)
-    require(declared == bits, f"its codes have {bits} bits, but bits is {declared}")
+    require(declared == bits, f"its codes have {bits} bits, but the setting bits is {declared}")
     codes = _unpack_words(words.mT, bits).mT
     zeros = _unpack_words(zero_words, bits)[:, : scale.shape[1]]
     form, middle = settings.get("checkpoint_format") or "gptq", 2 ** (bits - 1)
@@ -205,7 +206,7 @@ def _decode_transposed(
     require(matches, "its codes, zeros and scales don't match")
     size = settings.get("group_size", settings.get("q_group_size"))
     is_grouped = not isinstance(size, int) or ceil(inputs / (size if size > 0 else inputs)) == groups
-    require(is_grouped, f"it has {groups} groups of {inputs} inputs, but group_size is {size}")
+    require(is_grouped, f"it has {groups} groups for {inputs} inputs, but group_size is {size}")
     ordered = torch.arange(inputs) // ceil(inputs / max(groups, 1))
     index = ordered if index is None else index.long()
     is_index = index.shape == (inputs,) and bool(((index >= 0) & (index < groups)).all())
@@ -236,7 +237,7 @@ def _unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def decode_mxfp4(parts: Parts[Tensor], _settings: Settings) -> Tensor:
-    """Compute FP4[code] · 2^(scale − 127) by transformers, for two codes per byte and one scale per block (mxfp4)."""
+    """Decode mxfp4 with transformers: FP4[code] · 2^(scale − 127), two codes per byte and one scale per block."""
     codes, scales = parts[""], parts["_scales"]
     require(codes.dtype == scales.dtype == torch.uint8, "its codes and scales are not bytes")
     weight: Tensor = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
@@ -263,12 +264,12 @@ def _state(parts: Mapping[str, Tensor]) -> Json:
     state = None
     with suppress(ValueError, TypeError, RecursionError):
         state = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
-    require(isinstance(state, dict), "a description of its codes is missing")
+    require(isinstance(state, dict), "a valid description of its codes is missing")
     return cast("Json", state)
 
 
 def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
-    """Return absmax of each block, decoded if it is itself stored as codes with map, absmax per block and offset."""
+    """Return absmax of each block; if absmax itself is coded, decode it with its map, absmax per block and offset."""
     absmax = parts[".absmax"]
     if absmax.is_floating_point():
         return absmax.float()
@@ -280,14 +281,14 @@ def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
 
 
 def _by_block(largest: Tensor, side: object, count: int) -> Tensor:
-    """Repeat the largest value of each block of `side` codes; there are `count` codes."""
+    """Repeat each block's largest value for its `side` codes; return one value for each of `count` codes."""
     if not isinstance(side, int) or side < 1 or largest.shape != (ceil(count / side),):
         raise ValueError(f"{len(largest)} blocks of {format_value(side)} can't contain {count} codes")
     return largest.repeat_interleave(min(side, count))[:count]
 
 
 def decode_eight_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute codes · SCB/127 for each row (bitsandbytes LLM.int8)."""
+    """Compute codes · SCB/127, with one SCB per row (bitsandbytes LLM.int8)."""
     codes, largest, order = parts[""], parts[".SCB"], parts.get(".weight_format")
     require(not settings.get("load_in_4bit"), "its codes have eight bits, but load_in_4bit is true")
     is_by_row = codes.dtype == torch.int8 and largest.shape == codes.shape[:1]
@@ -318,7 +319,7 @@ def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
     shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
     if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
-        raise ValueError("a description of its shape is missing")
+        raise ValueError("a valid description of its shape is missing")
     return tuple(shape)
 
 
@@ -326,7 +327,7 @@ def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
 class Scheme:
     """Storage scheme of one kind of coded weight."""
 
-    code: str  # Suffix of the codes' name after the weight's stem
+    code: str  # Suffix of the codes' name after the stem that all names share
     target: str  # Suffix of the weight's own name after the stem
     companions: tuple[str, ...]  # Suffixes of its other tensors; at least one of them must exist
     decode: Callable[[Parts[Tensor], Settings], Tensor]

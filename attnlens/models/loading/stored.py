@@ -1,4 +1,4 @@
-"""List the tensors of weight files by their headers, and read byte ranges of files on this machine or on a hub."""
+"""List the tensors of weight files from their headers, and read byte ranges of files on this machine or on a hub."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes, by the number of bits in the name of its type (BF16, F8_E4M3; BOOL takes a byte)."""
+        """Size in bytes, from the number of bits in the type's name (BF16, F8_E4M3; BOOL takes one byte)."""
         bits = re.search(r"\d+", self.type)
         return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
@@ -76,7 +76,7 @@ class LocalFile:
         self.stamp = str(changed)
 
     def read(self, start: int, count: int) -> bytes:
-        """Read `count` bytes from offset `start`. Raises ModelError if the file is gone, or changed since opening."""
+        """Read `count` bytes from offset `start`. Raises ModelError if the file is missing or has changed."""
         with readable(self.path), self.path.open("rb") as file:
             file.seek(start)
             content = file.read(count)
@@ -85,7 +85,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor, because the file's modification time can be set to any value."""
+        """Read some bytes of a tensor to detect changes, since a modification time can be set to any value."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 
@@ -130,7 +130,7 @@ class RemoteFile:
                         continue
                     sent = answer.headers.get("Content-Range", "")
                     if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
-                        problem = f"The hub answers {answer.status_code} {sent} to a request for a part of {self.name}."
+                        problem = f"The hub answered {answer.status_code} {sent} to a request for part of {self.name}."
                         raise ModelError(problem, SAY_LATER)
                     for part in answer.iter_raw():
                         content += part[: count - len(content)]
@@ -138,7 +138,7 @@ class RemoteFile:
                 problem = first_line(error)
             if len(content) == count:
                 return bytes(content)
-        problem = problem or f"{len(content)} of {count} bytes arrived"
+        problem = problem or f"only {len(content)} of {count} bytes arrived"
         raise ModelError(f"{self.name} can't be read from the hub: {problem}.", SAY_LATER)
 
 
@@ -147,16 +147,16 @@ class TensorFiles(ABC):
 
     headers: list[FileInParts]  # Records of the files for a report
     stored: Mapping[str, Stored]
-    """Shape and type of each tensor: F32 if it is decoded. Those of a GGUF file have the model's names."""
+    """Shape and type (F32 for decoded tensors) of each tensor; tensors of a GGUF file have the model's names."""
     ignored: Sequence[str] = ()  # Tensors left out because the model lacks them
 
     @abstractmethod
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return file, offset and size in bytes of all data that these tensors are made of."""
+        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
 
     @abstractmethod
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read and decode these tensors. Raises ModelError if that fails, or a file changed since it was opened."""
+        """Read and decode these tensors. Raises ModelError if that fails, or if a file changed since it was opened."""
 
     def size(self, names: Iterable[str]) -> int:
         """Return the number of bytes read for these tensors."""
@@ -178,7 +178,7 @@ def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
 
 
 def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
-    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError if it is invalid."""
+    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError if invalid."""
     length = int.from_bytes(file.read(0, LENGTH), "little") if file.size >= LENGTH else 0
     if not 0 < length <= min(LONGEST, file.size - LENGTH):
         raise ModelError(f"{file.name} is truncated or not a safetensors file.", SAY_AGAIN)
@@ -187,7 +187,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return the tensors in a safetensors header. Raises ModelError if it contradicts the file's `size` in bytes."""
+    """Return the tensors in a safetensors header. Raises ModelError if invalid for a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():
@@ -197,18 +197,18 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
             tensors[name] = tensor = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]), start)
             is_known = len(tensor.shape) <= MOST_DIMENSIONS and min(tensor.shape, default=0) >= 0
             if not (is_known and TYPE.fullmatch(tensor.type) and end - start == tensor.bytes):
-                raise ValueError(f"its header gives a wrong size of {shorten_text(name)}")
+                raise ValueError(f"its header gives an invalid type, shape or size of {shorten_text(name)}")
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.bytes)):
             if tensor.start != begin:
                 raise ValueError("its tensors overlap, or leave a gap")
             begin += tensor.bytes
         if begin != size:
-            raise ValueError("its tensors do not fill it")
+            raise ValueError("its tensors do not fill the file")
     return tensors
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return the tensors of an allowed pickle. Raises ModelError for other content, which `weights_only` rejects."""
+    """Return the tensors of an allowed pickle. Raises ModelError unless it is a dict that `weights_only` accepts."""
     import torch
 
     try:

@@ -201,7 +201,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
     """Return the number of files of each modality, or None. Raises UsageError if they differ or exceed `most`."""
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
-        counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
+        counted = " and ".join(f"{count} for --{modality}" for modality, count in counts.items())
         problem = f"Each sequence needs one file of each kind, but there are {counted}."
         raise UsageError(problem, "Give the same number of files of each kind.")
     count = next(iter(counts.values()), None)
@@ -212,7 +212,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
 
 
 def _checked_media(loaded: Loaded) -> media.Media:
-    """Return the model's images and sounds. Raises TextError if it requires an input that attnlens can't generate."""
+    """Return which images and sounds the model reads. Raises TextError for a required input that can't be generated."""
     accepted = media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
     if missing := [name for name in required_inputs(loaded.model) if name not in available]:
@@ -221,12 +221,12 @@ def _checked_media(loaded: Loaded) -> media.Media:
 
 
 def reads_text(loaded: Loaded) -> bool:
-    """Return whether any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
+    """Return True if any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
     return sequences.reads_ids(loaded.model) or decodes_text(loaded.model)
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Return whether the model's main input is random (pixels, sound, series), so that it has no meaningful loss."""
+    """Return True if the model's main input is not text (pixels, sound, series): without files it is noise."""
     return loaded.kind not in ("text", "seq2seq")
 
 
@@ -256,7 +256,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[list[Row], list[Text]]:
-    """Cut the texts and choose sequences; return them and a record per text. Raises TextError if none is left."""
+    """Cut the texts; return the chosen sequences and a record of each text used. Raises TextError if none is left."""
     if not reads_text(loaded):
         return [], []
     length = window_length(loaded.model, cut.tokens)
@@ -291,7 +291,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
     if key not in content.cuttings:
         if tokenizer is None:
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
-            raise TextError(problem, "Put its tokenizer files into the model's folder, or use --source weights.")
+            raise TextError(problem, "Put the tokenizer files into the model's folder, or use --source weights.")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
         thinned = thin_text(content, spread=is_spread)
         if cut.pack and not cut.pairs:
@@ -302,7 +302,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
 
 
 def _build_batches(loaded: Loaded, feed: media.Feed, rows: Sequence[Row], count: int, size: int) -> tuple[Batch, ...]:
-    """Build batches of `size` sequences; of 1 for files, or if the patches of all images of a batch form one row."""
+    """Build batches of `size` sequences, or of 1 if files are read or all images of a batch share a row of patches."""
     if feed.files or not PACKED.isdisjoint(feed.media.names):
         size = 1
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -43,7 +43,7 @@ RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random 
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # a sound's mask in models that read text
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
-"""Parameter names of stand-alone vision towers, and the names of the same inputs in processors."""
+"""Parameter names of stand-alone vision towers → names of the same inputs in processors."""
 SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
@@ -72,9 +72,9 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
 
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
-    """Determine, once per model, which images and sounds it accepts, by a trial pass on random ones.
+    """Return the images and sounds that a model accepts, determined once per model by a trial pass on random ones.
 
-    A modality is left out, with a note, if the model fails on it and also runs without it. `folder` has the settings.
+    A modality is left out, with a note, if the model fails on it but runs without it. `folder` contains the processors.
     """
     if model not in _cache:
         media = Media()
@@ -85,7 +85,7 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
-    """Add a modality with the checkpoint's processor, or else with random numbers; or only a note if neither works."""
+    """Add a modality with the checkpoint's processor, or else with random numbers; add only a note if neither works."""
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
         processor = load_processor(model, modality, folder)
@@ -119,7 +119,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
-    """Return the modalities that the model reads besides text, by the parameters of its forward pass."""
+    """Return the modalities that the model reads besides text, judging by the parameters of its forward pass."""
     return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
 
 
@@ -155,7 +155,7 @@ class Feed:
         return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
     def inputs(self, numbers: range, rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[dict[str, Tensor], int]:
-        """Return the inputs of sequences whose text has the ids `rows`, if any, and the number of placeholders."""
+        """Return the inputs of sequences with the ids `rows` (empty: no text), and the number of placeholders."""
         inputs, before = self.take(numbers), list[int]()
         if rows:
             placeholders = self._placeholders(numbers.start)
@@ -215,7 +215,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     place = str(folder or model.name_or_path)
-    name, remedy = place or type(model).__name__, f"Correct its settings, or leave out --{modality}."
+    name, remedy = place or type(model).__name__, f"Correct the processor's settings, or leave out --{modality}."
     class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     load: Callable[..., Processor] = class_.from_pretrained
     revision = getattr(model.config, "_commit_hash", None)  # private: the commit that the model was loaded from
@@ -224,11 +224,11 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
             processor = load(place, revision=revision, local_files_only=True, trust_remote_code=False)
         except OSError as error:
             problem = f"{name} has no valid preprocessor_config.json, which describes how to prepare {modality} input."
-            remedy = "Put this file into the model's folder, or pass the prepared inputs to attnlens.capture."
+            remedy = "Put this file into the model's folder, or pass prepared inputs to attnlens.capture."
             raise ModelError(problem, remedy) from error
     if hasattr(processor, "auto_map"):  # transformers would use its own class with the settings of another one
         problem = f"The processor of {name} is Python code in the checkpoint, which attnlens does not run."
-        raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
+        raise ModelError(problem, f"Prepare the {modality} input yourself, and pass it to attnlens.capture in Python.")
     return processor
 
 
@@ -253,7 +253,7 @@ def _make_up(
 
 
 def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the height and width of an image by the config, unchecked; IMAGE_SIZE if it names none."""
+    """Return the height and width of an image in the config, unchecked; IMAGE_SIZE if the config gives none."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -262,7 +262,7 @@ def _sides(model: PreTrainedModel) -> tuple[object, object]:
 
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
-    """Return the shape of one image, video or sound by the config, or raise TextError if it is unknown or invalid."""
+    """Return the config's shape of one image, video or sound, or raise TextError if it is unknown or invalid."""
     name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
         shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
@@ -277,13 +277,13 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
         raise TextError(*sequences.describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shorten_text(str(side)) for side in shape)
-        problem = f"The config requires {name} with {sizes} numbers, which attnlens does not generate."
+        problem = f"The config requires {name} of {sizes} numbers; supported are 1 to {LARGEST_INPUT:,}."
         raise TextError(problem, "Correct the sizes in config.json.")
     return shape
 
 
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
-    """Return the samples of a .wav file of the expected rate, between −1 and 1, averaged over its channels."""
+    """Return the samples of a .wav file with the expected rate, scaled to −1 … 1 and averaged over channels."""
     from scipy.io import wavfile
 
     with foreign(f"{path} can't be read as an audio file", SAY["audio"], TextError), catch_warnings(action="ignore"):
@@ -292,7 +292,8 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
         problem = f"{path} has {rate} samples per second; the model expects {expected}."
         raise TextError(problem, f"Convert it first, for example: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
     if not len(values) or len(values) > LARGEST_INPUT:
-        raise TextError(f"{path} has {len(values)} samples.", "Give an audio file of a few seconds.")
+        problem = f"{path} has {len(values):,} samples; the number must be between 1 and {LARGEST_INPUT:,}."
+        raise TextError(problem, "Give an audio file of a few seconds.")
     if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
         values = (values.astype(np.int16) - 128) * 256
     scale = 2.0 ** (8 * values.itemsize - 1) if values.dtype.kind == "i" else 1.0
@@ -315,7 +316,7 @@ def _process(
         options["sampling_rate"] = _rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
-    problem, remedy = f"The model's processor fails on {name}", "Give another file, or leave it out."
+    problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out --{modality}."
     with foreign(problem, remedy), _bounded_memory():
         result = dict(processor(raw, return_tensors="pt", **options))
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}
@@ -326,7 +327,7 @@ def _process(
 
 
 def _parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Return the parameters of the model's forward pass, keyed by the names that processors give them."""
+    """Map the names that processors use to the parameters of the model's forward pass."""
     parameters = signature(model.forward).parameters
     names = {name: name for name in parameters} | {alias: name for name, alias in ALIASES.items() if name in parameters}
     if "grid_thw" in parameters and "hidden_states" in parameters:
@@ -341,7 +342,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Limit the context to MEMORY additional bytes: allocations beyond raise MemoryError. No effect outside Linux."""
+    """Raise MemoryError if more than MEMORY bytes are allocated inside the `with`. No effect outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 

@@ -37,7 +37,7 @@ SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of 
 
 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
-    """Read the rows of a dataset as lines of text, cut off after `most` characters, without running its code.
+    """Read a dataset's rows as lines of text, cut off after `most` characters, without running the dataset's code.
 
     Raises UsageError if the package datasets is not installed, TextError if the dataset or its column can't be read.
     """
@@ -63,10 +63,10 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
-                raise TextError(problem, f"Name one, e.g. {DATASETS}{rows.name},split={next(iter(parts))}")
+                raise TextError(problem, f"Name one of these, e.g. {DATASETS}{rows.name},split={next(iter(parts))}")
             for number, row in enumerate(parts[split], 1):
                 if not isinstance(value := row.get(rows.column), str):
-                    problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; it has "
+                    problem = f"Row {number} of {rows.name} has no text in the column {rows.column!r}; its columns are "
                     raise TextError(f"{problem}{', '.join(row)}.", "Name a column of texts with column=.")
                 text += value.rstrip("\n") + "\n"
                 if len(text) >= most:
@@ -120,7 +120,7 @@ def read(path: str, *, offline: bool = False) -> Content:
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
-    """Read texts under unique names. Raises TextError if a text is empty, or if two texts have the same content."""
+    """Read texts, and give each a unique name. Raises TextError if a text is empty, or if two texts are identical."""
     contents = [read(path, offline=offline) for path in paths]
     counts, known = Counter(content.name for content in contents), dict[str, Content]()
     for path, content in zip(paths, contents, strict=True):
@@ -167,7 +167,7 @@ def _read_text(path: str, name: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TextError(f"{name} is not UTF-8: the byte at {error.start} can't be decoded.", SAY_TEXT) from None
+        raise TextError(f"{name} is not UTF-8: the byte at offset {error.start} can't be decoded.", SAY_TEXT) from None
 
 
 PACKED = frozenset({"grid_thw", "image_grid_thw", "target_sizes"})
@@ -198,10 +198,10 @@ def token_tensors(
 def text_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
 ) -> dict[str, Tensor]:
-    """Return keyword arguments of the model for those ids; a decoder gets the ids from `start` on.
+    """Return keyword arguments of the model for these ids; a decoder gets the ids from `start` on.
 
-    If the encoder reads the same text, the decoder gets it shifted to the right by the start token; if it reads pixels
-    or sound, unchanged, since its special tokens begin with the start token.
+    If the encoder reads the same text, the decoder gets the text shifted right, after a start token. If the encoder
+    reads pixels or sound, the decoder gets the text unchanged, since the special tokens begin with the start token.
     """
     inputs, parameters = dict[str, Tensor](), signature(model.forward).parameters
     if reads_ids(model):
@@ -214,19 +214,19 @@ def text_inputs(
 
 
 def reads_ids(model: PreTrainedModel) -> bool:
-    """Return whether the model, or its encoder, reads token ids; Perceiver names them `inputs`."""
+    """Return True if the model, or its encoder, reads token ids (Perceiver names them `inputs`)."""
     parameters = signature(model.forward).parameters
     names_inputs = model.main_input_name == "inputs" and not model.config.is_encoder_decoder
     return "input_ids" in parameters or (names_inputs and "inputs" in parameters and vocabulary(model) is not None)
 
 
 def decodes_text(model: PreTrainedModel) -> bool:
-    """Return whether the model has an encoder and a decoder that reads token ids (DETR's reads learned queries)."""
+    """Return True if the model has an encoder and a decoder of token ids (DETR's decoder reads learned queries)."""
     return bool(model.config.is_encoder_decoder) and "decoder_input_ids" in signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the size of the model's vocabulary by its config, else by its embedding; None if neither gives it."""
+    """Return the vocabulary size from the model's config or else its embedding; None if neither contains it."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding
@@ -251,7 +251,7 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 
 
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
-    """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
+    """Shift ids right for a decoder, with the model's own method or start token. Raises TextError if it has neither."""
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
     if method is None:
@@ -365,13 +365,13 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
         raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
-        problem = f"--length {tokens} leaves no room for text besides {special} special tokens."
+        problem = f"--length {tokens} leaves no room for text: special tokens need {special}."
         raise UsageError(problem, "Use a larger --length.")
     return before, after
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default the model's limit up to 128. Raises UsageError above the limit."""
+    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError above the limit."""
     limit = position_limit(model)
     length = tokens or max(2, min(128, limit or 128))
     if limit is not None and length > limit:
@@ -430,7 +430,7 @@ def shared_share(
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
     A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A passage of
-    LEAST tokens or more, but fewer than RUN, counts if all of it occurs (all but one if it has 2 · LEAST or more),
+    LEAST tokens or more, but fewer than RUN, counts if all of it occurs (all but one token of 2 · LEAST or more),
     because the beginning of a text is tokenized differently from its repetitions. The share is 0 without tokens.
     """
     evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))

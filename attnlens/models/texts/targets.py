@@ -1,4 +1,4 @@
-"""The prediction task of a model, and its targets for given inputs."""
+"""Find the prediction task of a model, and the targets of its inputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MASKED_SHARE = 0.15  # share of tokens that are masked for a masked language mod
 HEADLESS = "no head that predicts a class, a masked token, or the next token from earlier ones"
 MEANINGS: dict[Task, str] = {
     "causal": "loss: the next token",
-    "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
-    "seq2seq": "loss: the decoder's text (the same as the encoder's if that reads text)",
+    "masked": f"loss: the masked tokens ({MASKED_SHARE:.0%} of all)",
+    "seq2seq": "loss: the decoder's text (the same as the encoder's text if the encoder reads text)",
     "classification": "loss: the class that the original model chooses",
     "hidden": f"the model has {HEADLESS}: its last hidden states are compared, "
     "or the embeddings of image and text (CLIP)",
@@ -48,19 +48,19 @@ class Fed:
     noise: bool = False  # True if the model reads noise: its predictions can be compared, but have no loss
 
     def rows(self, low: int, high: int) -> Fed:
-        """Return only the sequences low … high − 1."""
+        """Return the pass with only the sequences low … high − 1."""
         count = sequences_in(self.inputs)
         inputs = {name: part[low:high] if len(part) == count else part for name, part in self.inputs.items()}
         return replace(self, inputs=inputs, targets=None if self.targets is None else self.targets[low:high])
 
 
 def task_of(model: PreTrainedModel) -> Task:
-    """Return the task of the head of the model's class; `hidden` if it has none."""
+    """Return the likeliest task of the model's class; `hidden` if the class has no prediction head."""
     return tasks_of(model)[0]
 
 
 def tasks_of(model: PreTrainedModel) -> list[Task]:
-    """Return all tasks that the model's class is listed for, likeliest first (XLM: causal, masked); `hidden` last."""
+    """Return all tasks for which the model's class is listed, likeliest first (XLM: causal, masked); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
     tasks: dict[Task, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ def of_text(
 
 
 def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
-    """Return the last hidden states, or the embeddings of images and texts (CLIP); None without them."""
+    """Return the last hidden states, or the embeddings of images and texts (CLIP); None if there are neither."""
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
@@ -113,12 +113,12 @@ def states_of(result: object) -> Float[Tensor, "batch ... d_model"]:
 
 
 def output_options(task: Task) -> dict[str, bool]:
-    """Return the arguments of a forward pass with which its output contains the hidden states for `states_of`."""
+    """Return the arguments of a forward pass that make its output contain the hidden states for `states_of`."""
     return {"output_hidden_states": True} if task == "hidden" else {}
 
 
 def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
-    """Add targets to the batches, with masked tokens by `seed`. Raises TextError if there is no mask token."""
+    """Add targets to the batches; `seed` determines the masked tokens. Raises TextError if there is no mask token."""
     generator = torch.Generator().manual_seed(seed)
     passes = []
     for batch in batches:
@@ -134,7 +134,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
-    """Return sentences that explain the loss or comparison, and the missing loss of random input."""
+    """Return sentences that explain the loss or comparison, and why random input has no loss."""
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 
@@ -159,7 +159,7 @@ def _mask_tokens(
     mask_id = getattr(loaded.tokenizer, "mask_token_id", None)
     if loaded.tokenizer is None or mask_id is None:
         problem = "This masked language model's tokenizer has no mask token."
-        raise TextError(problem, "Put all files of its tokenizer into the model's folder.")
+        raise TextError(problem, "Put all tokenizer files into the model's folder.")
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     draws = torch.full(ids.shape, 2.0)  # padding and special tokens keep 2, which is never masked
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()

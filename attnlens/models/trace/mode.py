@@ -36,14 +36,14 @@ from attnlens.models.trace.scores import (
 from attnlens.records import Call
 
 TOLERANCE = 1e-4  # relative: above the float32 rounding of a long sum, far below the effect of a wrong query or mask
-ROUNDINGS = 32  # roundings by which two results of a few steps from the same number can differ
+ROUNDINGS = 32  # roundings by which two results computed from the same number in a few steps can differ
 
 
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return factor, visible pairs and bias of scores = factor · product + bias, up to a term per query.
 
-    `zero` are the scores for a product of 0, and `scores` those for the product `signs`, (queries, keys). The factor is
-    (heads,). Raises UnreadableError if the factor differs within a head, or is 0.
+    `zero` are the scores for a product of 0, and `scores` those for the product `signs`, (queries, keys). The factor's
+    shape is (heads,). Raises UnreadableError if the factor differs within a head, or is 0.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
@@ -70,17 +70,17 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
     if not error <= rounding_of(query.dtype):  # `not <=` also refuses NaN
-        problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate from it"
-        raise unreadable(f"{problem} ({error:.1e})")
+        problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate by"
+        raise unreadable(f"{problem} {error:.1e} of their size")
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the largest relative difference of results in this type that rounding explains."""
+    """Return the largest relative difference between results in this type that rounding explains."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: half precision, through a few steps
 
 
 def _centre(scores: Tensor, visible: Tensor) -> Tensor:
-    """Centre scores over the keys each query sees, unless all queries see fewer than two; 0 elsewhere."""
+    """Subtract each query's mean over its visible keys, unless no query sees two keys; masked entries are 0."""
     masked = torch.where(visible, scores, 0.0)
     if bool((visible.sum(-1) < 2).all()):
         return masked
@@ -105,13 +105,13 @@ class Lead:
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
-        """Return the axes merged or separated as in a tensor with these leading axes."""
+        """Return this lead with sequences and heads merged or separated as in a tensor with leading axes `shape`."""
         if self.axis != 1 or {len(shape), len(self.shape)} != {1, 2}:
             return self
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Reshape (leading axes, a, b) to (batch, heads, a, b), or (batch, 1, a, b) if all heads share an entry."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b), or (batch, 1, a, b) if all heads share one entry."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -130,7 +130,7 @@ class Lead:
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
     """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
 
-    There are as many heads as queries per token, or as keys per token if a module pools its queries.
+    The number of heads is the number of queries per token, or of keys per token if a module pools its queries.
     """
     total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
@@ -149,16 +149,16 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
 
 
 def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Return the Call of a softmax whose weights sum up `value`, (…, keys, value_dim), in a module called with tokens.
+    """Return Call and Lead of a softmax whose weights multiply `value`, (…, keys, value_dim), in `module`.
 
-    Raises UnreadableError unless the scores are factor · ⟨query, key⟩ plus a term that does not depend on both.
+    Raises UnreadableError unless the scores are factor · ⟨query, key⟩ plus a term that does not depend on this product.
     """
     scores = softmax.scores()
     product = scores.product
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
-        raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but the product in it has {shape}")
+        raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but its product has {shape}")
     lead = find_lead(product.lead, queries, keys, tokens)
     zero, signs, *moved = (lead.split(standin.reshape(shape)) for standin in softmax.carried[scores])
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
@@ -177,7 +177,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
 
 
 def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Convert the arguments of torch's scaled_dot_product_attention, called by a module itself, to a Call."""
+    """Convert arguments with which a module itself calls torch's scaled_dot_product_attention to a Call."""
     query, key, mask, scale = arguments["query"], arguments["key"], arguments.get("attn_mask"), arguments.get("scale")
     lead = find_lead(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
     if mask is not None:
@@ -199,7 +199,7 @@ def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[
 
 
 def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys or of values, so that both have equally many."""
+    """Repeat heads of the keys or of the values so that keys and values have equally many heads."""
     if key.shape[1] == value.shape[1]:
         return key, value
     heads = max(key.shape[1], value.shape[1])
@@ -236,10 +236,11 @@ def trace_attention(
 ) -> Iterator[Refused]:
     """Let `answer` replace each weighted sum of hand-written attention in `model` inside the `with`.
 
-    Yields the reason for each module whose attention is unreadable and left to the model; in `modules`, which were read
-    before, it raises ModelError instead. Only `modules` are traced (None: all). `content` are the tensors on which
+    Only `modules`, which were read before, are traced (None: all). Yields the reason for each module whose attention is
+    unreadable and left to the model, or raises ModelError for one of `modules`. `content` are the tensors on which
     queries and keys depend, by default the model's inputs except masks and positions. With `prove` the model continues
-    with its own sums, which must agree. `on_weights` gets each module and its weights, (batch, heads, queries, keys).
+    with its own sums, which must agree with the answers. `on_weights` gets each module and its weights, (batch, heads,
+    queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     hooks = [part.register_forward_pre_hook(tracer.enter, with_kwargs=True) for part in model.modules()]
@@ -390,11 +391,11 @@ class _Tracer(TorchFunctionMode):
             actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in outputs)
             error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
             if not error <= rounding_of(result.dtype):  # `not <=` also refuses NaN
-                raise unreadable(f"its output differs from softmax(scores) · values by {error:.1e} of its size")
+                raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
         except UnreadableError as refusal:
-            if self.modules is not None:  # nobody would notice that the model computes a site that was read before
+            if self.modules is not None:  # else the model would silently compute a site that was read before
                 problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
-                raise ModelError(problem, "Give inputs like those used to find the attention sites.") from None
+                raise ModelError(problem, "Give inputs of the same kind as in the first forward pass.") from None
             self.refused[owner] = refusal.problem
             return original()
         self.answer(call)

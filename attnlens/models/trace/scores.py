@@ -1,4 +1,4 @@
-"""Track products of queries and keys to a softmax, with stand-ins that show what each step does to them."""
+"""Trace products of queries and keys to a softmax, with stand-ins that show how each step changes a product."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FUNCTIONS = MATMULS | ADDING | {F.linear}
 
 
 def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the two tensors that a call multiplies as matrices, in their order; None if it multiplies none."""
+    """Return the two tensors that a call multiplies as matrices, in order; None if it is not such a product."""
     function, args, kwargs = call
     if function is torch.einsum:
         parsed = _parse_einsum(call)
@@ -72,7 +72,7 @@ def operands(call: FunctionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def as_product(call: FunctionCall, first: Tensor, second: Tensor) -> Product | None:
-    """Return a call with these operands as a product of queries and keys; None if it cannot be one."""
+    """Return a call with these operands as a product of queries and keys; None if it can't be such a product."""
     function, args, kwargs = call
     if function is torch.einsum or min(first.dim(), second.dim()) < 2:
         return None
@@ -106,7 +106,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; else return None."""
+    """Compute an einsum of queries and keys, or of weights and values, in traceable steps; None if impossible."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -131,17 +131,17 @@ def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
 
 @dataclass(eq=False)
 class TracedScores:
-    """A product of queries and keys whose way to a softmax is traced.
+    """A product of queries and keys that is traced to a softmax.
 
-    All steps also run on stand-ins, values for other products: the softmax's argument is an affine function of them.
+    All steps also run on stand-ins, other values of the product, to find how the softmax's argument depends on it.
     """
 
     product: Product
-    content: bool  # whether both sides depend on the model's inputs
+    content: bool  # True if both sides depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules running at the product, outermost first
     signs: Tensor  # (queries, keys): −1 and 1, the product of the second stand-in in all heads
     moved: tuple[Tensor, ...]  # the queries and keys of the third stand-in; empty without a third one
-    scaled_by_inputs: bool = False  # whether a step multiplied the product by a tensor that depends on the inputs
+    scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
 Standins = tuple[Tensor, ...]  # values for a product of 0, for `signs` and, if not empty, for `moved`
@@ -150,7 +150,7 @@ Standins = tuple[Tensor, ...]  # values for a product of 0, for `signs` and, if 
 def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """Start to trace a product; return its scores and stand-ins, with `prove` three of them."""
+    """Start tracing a product; return its scores and two stand-ins, or three with `prove`."""
     wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(  # about as large as the model's own
@@ -179,13 +179,13 @@ class TracedSoftmax:
 
     logits: Tensor  # argument of the softmax
     carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
-    used: bool = False  # whether values were already summed with its weights
+    used: bool = False  # True if its weights were already applied to values
 
     def scores(self) -> TracedScores:
         """Return the product of queries and keys in the softmax's argument.
 
-        A factor of other products, such as those with positions, must not depend on the inputs. Raises UnreadableError
-        if several products can be that of queries and keys, or if a scale depends on the inputs.
+        Products with a side that does not depend on the inputs, such as positions, count only if there are no others.
+        Raises UnreadableError if several products remain, or if the factor of the product depends on the inputs.
         """
         content = [scores for scores in self.carried if scores.content]
         products = content or list(self.carried)
@@ -212,14 +212,14 @@ class Provenance:
     """Facts about the tensors of one forward pass; tensors are held by weak references."""
 
     scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → its values for other products, by product."""
+    """Tensor → its stand-ins for each traced product that it depends on."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
     weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
     """Tensor → the softmax whose weights it contains."""
 
     def run(self, call: FunctionCall) -> Any:
-        """Return the call's result, and record the facts about it."""
+        """Run the call, record the facts about its result, and return the result."""
         arguments, name = list(tensors((call.args, call.kwargs))), getattr(call.function, "__name__", "")
         # `max` of two tensors is elementwise, so that scores continue
         ends = name in STEPS_END and not (name == "max" and len(arguments) == 2)

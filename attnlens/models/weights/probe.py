@@ -1,4 +1,4 @@
-"""Probe modules with few tokens, and find their query and key maps among the weights or as products of two."""
+"""Probe modules with few tokens, and find their query and key maps among weights or products of two weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Probe:
     target: SiteCall  # the module, and the arguments of its last call
     weights: Mapping[str, Tensor]  # the module's parameters and buffers in float64, which replace its own during a call
     layout: tuple[int, ...]  # `SiteCall.layout` of a call with several tokens; a call with one token does not show it
-    whole: bool = False  # whether inputs are sequences of the captured length instead of one token
+    whole: bool = False  # True if inputs are sequences of the captured length, not one token
     batch: int | None = None  # number of sequences in an input; None: any number
 
     def __call__(
@@ -107,12 +107,12 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless a call has one query per head and token of the first sequence, and one key."""
+        """Raise UnreadableError unless a call has one query (key) per head and token of the first (second) sequence."""
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
             expected = tokens.shape[0], heads, tokens[0, ..., 0].numel()
             if (actual := tuple(getattr(call, name).shape[:3])) != expected:
-                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, but its inputs have {expected}")
+                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, but should have {expected}")
 
     @cached_property
     def arguments(self) -> dict[str, object]:
@@ -129,7 +129,7 @@ class Probe:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes (batch, tokens, …, d_model) of the captured inputs, for cross-attention of both sequences."""
+        """Shapes (batch, tokens, …, d_model) of the captured input, or of both inputs in cross-attention."""
         return [tuple(part.shape) for part in self.target.inputs(self.layout)[: 1 if self.target.other is None else 2]]
 
     @cached_property
@@ -147,11 +147,11 @@ class Probe:
 
     @property
     def least(self) -> int:
-        """Smallest number of sequences the module accepts: 1, or that of the captured call."""
+        """Smallest number of sequences that the module accepts: 1, or the number in the captured call."""
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Return seeded standard normal inputs, repeated at all positions if `alike`; in self-attention one tensor."""
+        """Return two seeded normal inputs (one twice in self-attention), the same at all positions if `alike`."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
@@ -196,11 +196,11 @@ def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ..
 
 
 ALIKE = 4  # seed of the tokens that are repeated at every position
-ODD = 7  # number of sequences tried first; a power of two might fit by accident an input made for another number
+ODD = 7  # number of sequences tried first; a power of two might accidentally fit inputs made for another number
 
 
 class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
-    """End a module's call at its attention computation, which is the argument."""
+    """Ends a module's call at its attention computation, passed as the argument."""
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ class Norm:
     """A normalisation that is linear up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
 
     gain: Tensor  # g in float64, one gain per coordinate or one for all; gains may be 0 (Gemma: 1 + w, w = −1)
-    centred: bool  # whether the mean is subtracted
+    centred: bool  # True if the mean is subtracted
 
 
 Norms = Mapping[nn.Module, Norm]
@@ -226,7 +226,7 @@ ANY_WIDTH = (8,)  # shape of the test input for a norm without weights that does
 
 
 def norms_inside(module: nn.Module) -> Norms:
-    """Find the RMSNorms and LayerNorms without bias in a module; a site with other norms fails the affine check."""
+    """Return the RMSNorms and LayerNorms without bias in a module; other norms fail a site's affine check."""
     norms: dict[nn.Module, Norm] = {}
     for part in module.modules():
         if "Norm" in type(part).__name__ and next(part.children(), None) is None:
@@ -372,7 +372,7 @@ def match_weights(probe: Probe) -> Maps | None:
 
 @contextmanager
 def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Record the inputs of the submodules that have a matrix, in the yielded list, inside the `with`."""
+    """Inside the `with`, append the inputs of all submodules with a weight matrix to the yielded list."""
     inputs: list[Tensor] = []
 
     def record(_part: nn.Module, args: tuple[object, ...]) -> None:

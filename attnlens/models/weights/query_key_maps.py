@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 class Traits:
     """Properties of a site's weights that reports need, without the weights themselves."""
 
-    rotary: bool  # whether queries and keys are rotated by their position
-    qk_norm: bool  # whether they are normalised per token
-    latent: bool  # whether one part of the keys is normalised and the other is not
-    biased: bool  # whether a bias, which the form omits, is added to queries or keys
+    rotary: bool  # True if queries and keys are rotated by their position
+    qk_norm: bool  # True if queries and keys are normalised per token
+    latent: bool  # True if one part of the keys is normalised and the other is not
+    biased: bool  # True if a bias, which the form omits, is added to queries or keys
 
 
 Groups = tuple[Tensor, ...]  # groups of a head's coordinates; one scalar per token normalises each group
@@ -62,7 +62,7 @@ class Factors:
     Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and its root mean square rms(c), a head's
     score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
     positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). The sum is not one bilinear
-    form, since rms(c) depends on the key, but each part is one up to positive factors. weights.* are those of M_n.
+    form, since rms(c) depends on the key, but each part is one up to positive factors. Measures weights.* use M_n.
     """
 
     site: Site
@@ -115,7 +115,7 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on (x, 1), with biases as last row of the factors; None if the logits are not bilinear in one input x."""
+        """M on (x, 1), with biases as last rows of the factors; None if the logits are not bilinear in one input x."""
         positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
         if positional or self.qk_norm or self.site.part == "cross":
             return None
@@ -124,7 +124,7 @@ class Factors:
         return replace(self.query_key, query=query, key=key)
 
     def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute queries and keys of these inputs; under QK-norm with the lengths of `originals`, which W lacks."""
+        """Compute queries and keys of these inputs; under QK-norm, give them the lengths of `originals`."""
         query, key = (part if self.rotation is None else self.rotation.rotate(part) for part in self.maps(x, y))
         for part, original in zip((query, key), originals, strict=True):
             for group in self.groups:
@@ -145,14 +145,14 @@ DIRECTION = "position changes more than the direction of queries and keys"
 
 @dataclass
 class Turns:
-    """The rotations of a model's sites, each fitted at the first site of its kind, the leader."""
+    """Rotations of a model's sites. Each kind of site is fitted once, at its first site (the leader)."""
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-    """Kind of sites → position tensors, stored so that no other tensors get their ids, and rotations: True → fitted to
-    directions alone, since norms scale queries and keys; False → fitted to queries and keys."""
+    """Kind of sites → position tensors (kept so that no other tensors get their ids) and rotations: True → fitted only
+    to directions, since norms scale queries and keys; False → fitted to queries and keys."""
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if this site rotates alike, or else a new fit."""
+        """Return the leader's rotation if it also fits this site, or else a new fit."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
@@ -173,7 +173,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return whether `rotation` rotates queries and keys of a repeated token (some layers may have no positions)."""
+    """Return True if `rotation` (None: no rotation) describes how queries and keys of a repeated token change."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -184,7 +184,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token (Su et al. 2021, RoFormer, Eq. 16).
 
     Returns None if position has no effect or is added. Under QK-norm, R is fitted without the gains, since a gain of 0
-    hides its coordinate's rotation, and then checked with the gains.
+    hides the rotation of its coordinate, and then checked with the gains.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -197,7 +197,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     if not all(any(map(_changes_with_position, sides)) for sides in (parts, changes)):
         return None
     if probe.target.site.part == "cross":
-        raise unreadable("queries and keys of two sequences depend on their positions")
+        raise unreadable("in cross-attention, queries and keys depend on their positions")
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
         query, key = _sides(probe(*probe.random(rows, seed=5)))
     rounding = rounding_of(probe)
@@ -208,9 +208,9 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation (equal rotations as one object), None if it has none, or why it is unreadable.
+    """Yield each site's rotation (equal rotations as one object), None if there is none, or the site's error.
 
-    `window` lists the sites, called with as many positions as the rotations shall have.
+    `window` lists the sites, called with as many positions as the rotations must have.
     """
     known = list[Rotation]()
     for target in window:
@@ -232,7 +232,7 @@ def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
 
 
 def rounding_of(probe: Probe) -> float:
-    """Return the relative rounding of the dtype of the module's numbers, such as cos and sin."""
+    """Return the relative rounding error of the dtype of the module's queries."""
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
@@ -250,14 +250,14 @@ def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
     """Fit the rotation of these queries and keys; each row is one input at all positions.
 
     `rounding` is that of cos and sin. The least-squares angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w
-    = x_a + i x_b. A pair that is 0 in queries or keys counts as unrotated, since it adds nothing to scores. Raises
+    = x_a + i x_b. Pairs that are 0 in queries or in keys are not compared, since they add nothing to scores. Raises
     UnreadableError if queries and keys rotate differently, or if position does more than rotate.
     """
     pairs = _find_pairs(torch.cat((query, key)))
     (of_queries, have_query), (of_keys, have_key) = (_overlaps(part, pairs) for part in (query, key))
     rotation = Rotation(pairs, (of_queries + of_keys).angle(), query.shape[-1])
     if _exceed_rounding((of_queries * of_keys.conj())[:, have_query & have_key].angle(), rounding):
-        raise unreadable("queries and keys turn differently with position")
+        raise unreadable("queries and keys rotate differently with position")
     if any(_differs_from(part, rotation, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
     unequal_steps = _wrap(rotation.angles.diff(dim=0) - rotation.angles[1])
@@ -299,13 +299,13 @@ def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _differs_from(part: Rows, rotation: Rotation, rounding: float) -> bool:
-    """Return whether part[:, i] differs from part[:, 0] R(i)."""
+    """Return True if part[:, i] differs from part[:, 0] R(i)."""
     difference = rotation.rotate(part[:, :1].expand_as(part)) - part
     return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
 
 
 def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
-    """Return whether angles differ from 0 at some position by more than 4 roundings (cos and sin of two positions)."""
+    """Return True if angles differ from 0 at some position by more than 4 roundings (cos and sin of two positions)."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 
@@ -348,7 +348,7 @@ def factors(
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
     `first` are the sites called with a single token (position 0), `window` the same sites called with as many positions
-    as the rotations shall have. That the maps are affine is checked at other inputs. Norms inside the module keep their
+    as the rotations should cover. Other inputs check that the maps are affine. Norms inside the module keep their
     gains without the positive scalar per token; under QK-norm only directions are checked. Works in float64, on a copy
     of one module at a time. `chosen` are the indices of the sites to read, None for all; a rotation is fitted at the
     first site of its kind, chosen or not, and stored in `turns`. `present` loads weights of a model not in memory.
@@ -412,7 +412,7 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
     if (groups := _find_groups(_first_tokens(probe, maps))) is not None:
         return maps, groups
     remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
-    raise NotBilinearError(f"{reason}, so its scores are not bilinear in queries and keys", remedy)
+    raise NotBilinearError(f"{reason}, so the scores are not bilinear in the module's inputs", remedy)
 
 
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
@@ -455,7 +455,7 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
-    """Return the maps with the biases of each position, if they differ."""
+    """Return the maps, with one bias per position if the biases differ between positions."""
     zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = {"query_bias": zero.query[0].double(), "key_bias": zero.key[0].double()}
     for (name, bias), factor in zip(biases.items(), (maps.query, maps.key), strict=True):
@@ -475,7 +475,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Return groups of coordinates that are positive multiples of the expected values: all, or two parts; else None."""
+    """Return the groups of coordinates (all, or two parts) that are positive multiples of expected values, or None."""
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)
     if _mismatch(sides, all_coordinates) is None:
@@ -508,7 +508,7 @@ def _check_everywhere(factors: Factors, window: Probe) -> None:
         fine = expected.isfinite().all(-1).all(-1).all(0)
         error = (part[:, fine].double() - expected[:, fine]).norm()
         if not error <= border * expected[:, fine].norm():  # not strict: both are 0 if no head is finite
-            raise unreadable(f"its {name} depend on more than their own token and its position")
+            raise unreadable(f"its {name} depend on more than the token at their position")
 
 
 def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
