@@ -183,7 +183,7 @@ class Selector:
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale, self.biased = 1.0, False
-        # spaces in which the problems are posed; the first is the one shown and trained on
+        # spaces in which the problems are posed; the first is used for display and training
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
@@ -309,7 +309,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Summarise a problem's solution without its tensors; with its picks if there are `numbers` of the sequences."""
+    """Summarise a problem's solution without tensors; include the picks if the sequences' `numbers` are given."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -338,7 +338,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; its null is mean and sd of the draws that have the measure, if two or more do."""
+    """Return a problem's measure; the null is mean and sd over the draws with a value, if there are two or more."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
@@ -347,7 +347,7 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Move a tensor to main memory, as float32, or as float64 if it has that type."""
+    """Move a tensor to main memory as float32, or as float64 if it is float64."""
     return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 

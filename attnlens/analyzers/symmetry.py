@@ -23,7 +23,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         grows_with_factors=True,
-        use="Compare heads of one model by it: cosines and shares are relative and independent of scale.",
+        use="Compare heads of one model by their norms: cosines and shares are relative and independent of scale.",
         sized_by="d_model and the weights' units",
     ),
     signed(
