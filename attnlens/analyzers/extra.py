@@ -78,9 +78,9 @@ def split_all_pairs(query_key: QueryKey) -> Readings:
 
 ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
 LARGEST = 64  # last order that the kernel taylor:N accepts
-WITHIN = f"within {ERROR} of its own, in total variation"
+WITHIN = f"within {ERROR} of the head's own, in total variation"
 CHOICE = "no query sees two keys"
-BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
+BEYOND = f"no order up to {LARGEST} comes within {ERROR} of attention in any window, or {CHOICE}"
 WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"

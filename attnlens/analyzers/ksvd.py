@@ -22,7 +22,7 @@ else:
 SHARE = 0.9  # least share of a kernel's squared norm in its s leading components; defines rank90 per head
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
-NO_ATTENTION = "no query sees a key, or more than 2,048² pairs (not all σ are computed): reduce --length"
+NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not all σ are computed): reduce --length"
 
 
 share = partial(MeasureInfo, low=0, high=1, self_only=False)

@@ -84,7 +84,7 @@ BETWEEN_ROWS = (  # distances between the attention rows of the same windows
         "change in attention due to the block alone: the second model's block gets the first model's hidden states",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
         headline=True,
-        use="Read it first: a head named by it changed itself, independently of earlier blocks.",
+        use="Read this measure first: a head that it names changed itself, independently of earlier blocks.",
     ),
     distance(
         ROWS,
@@ -101,7 +101,7 @@ BETWEEN_FORMS = (  # distances between the weights
         "‖M' − M‖_F/‖M‖_F",
         missing="M is 0 in the first model, or unreadable in one of them",
         headline=True,
-        use="If compare.own_kl is not named, the weights changed in ways that do not show on this text: try another.",
+        use="If compare.own_kl does not name the head, its weights changed, but not its attention to this text.",
     ),
     *(
         distance(

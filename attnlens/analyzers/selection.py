@@ -68,7 +68,7 @@ OF_SPACE = (  # measures of a head by the SVM of one space
         "margin",
         "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
-        use="It is in units of the tokens' norms: compare it with its null; to compare heads, use the efficiency.",
+        use="The unit is that of the tokens' norms: compare it with its null; to compare heads, use the efficiency.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
     selection_measure(

@@ -184,7 +184,7 @@ class Kernel:
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
-            problem = f"{info.name} is not a function of a query and a key: it has no attention matrix."
+            problem = f"{info.name} is not a function of a query and a key, so it has no attention matrix."
             raise UsageError(problem, "Compare outputs, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":

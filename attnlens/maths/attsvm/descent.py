@@ -248,7 +248,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K = 0 or Q = 0 is stationary: training never leaves it.", "Give nonzero initial K and Q.")
+        raise UsageError("K = 0 or Q = 0 is stationary: training cannot start.", "Give nonzero initial K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",

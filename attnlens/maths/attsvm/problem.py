@@ -128,12 +128,12 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"{samples} samples need one query and one chosen token (an integer) each, and as many margins, if any.",
+            f"Each of the {samples} samples needs one query, one chosen token (an integer) and, if any, one margin.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
-        raise UsageError("A chosen token is not among the allowed ones.", "Choose tokens that the query sees.")
+        raise UsageError("A chosen token is not among the allowed tokens.", "Choose tokens that the query sees.")
     rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
@@ -277,7 +277,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
             f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
-        raise UsageError(f"The {name} contain NaN or Inf.", "Look for an overflow in the code that computes them.")
+        raise UsageError(f"The {name} contain NaN or Inf.", f"Find the overflow in the code that computes the {name}.")
     return numbers.detach().double()
 
 
@@ -310,7 +310,7 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise UsageError(f"The {name} are {kind}, not a torch tensor of real numbers.", "Use torch.as_tensor or .real.")
+        raise UsageError(f"The {name} must be a tensor of real numbers, not {kind}.", "Use torch.as_tensor or .real.")
     return tensor
 
 

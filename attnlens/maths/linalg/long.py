@@ -37,7 +37,7 @@ FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 RESIDUAL = 1e-10
 """Relative residual at which conjugate gradients stop. The explained sum of squares is then too small by less than
-RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any such number in float64."""
+RESIDUAL² times the condition number of the scaled normal equations: mere rounding in float64."""
 STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
