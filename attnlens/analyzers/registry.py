@@ -35,7 +35,7 @@ NULLS = {  # meaning of a null's value, by kind of null
 
 @dataclass(frozen=True)
 class MeasureInfo:
-    """Name, meaning and conditions of existence of a measure."""
+    """Description of a measure: name, meaning, range, null and when it has a value."""
 
     name: str  #: Name qualified by source: `weights.symmetry`
     meaning: str  #: Meaning in one line of plain words
@@ -170,7 +170,7 @@ class Answer:
 
 @runtime_checkable
 class Gatherer(Protocol):
-    """Accumulator of one question over all sequences of a site."""
+    """Object that accumulates the sequences of a site to answer one question."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Add one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
@@ -278,12 +278,12 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def measure_sources() -> dict[str, Source]:
-    """Return the source of every measure and curve; its name may not show it (`ksvd.rank90` is read from tokens)."""
+    """Return the source of every measure and curve, which the name may not show (`ksvd.rank90` is read from tokens)."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the info of a measure, curve, distance or change; its texts are empty for an unknown name."""
+    """Return the info of a measure, curve, distance or change; the texts are empty if the name is unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

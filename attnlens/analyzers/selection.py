@@ -154,7 +154,7 @@ SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by 
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """The stored part of one sequence."""
+    """The parts of one sequence that a Selector stores."""
 
     sequence: int  # index of the sequence among the inputs
     query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs and a 1, (1, n, d_model + 1)
@@ -217,7 +217,7 @@ class Selector:
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Solve one head's problem in the first space, or return the reason why it has none."""
+        """Solve one head's problem in the first space, or return the reason why there is no result."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
@@ -240,7 +240,7 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; return the stored matrix if it is equal, as for most sequences."""
+        """Count the copies of each token; reuse the stored matrix if it has the same counts, as for most sequences."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
@@ -258,7 +258,7 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield each space's choice and solution; the head chooses once, a draw of its null once per space."""
+        """Yield the selections and solution of each space; a head selects once, a draw of its null once per space."""
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)

@@ -268,7 +268,7 @@ def by_primal(call: Call, kernel: Kernel) -> Sums:
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies, for one layer under a primal kernel, averaged over sequences."""
+    """Compute the term that η multiplies in the loss, averaged over sequences, for one layer under a primal kernel."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)

@@ -68,7 +68,7 @@ class Relu:
 
 @dataclass(frozen=True)
 class Scores:
-    """f = Σ_t s_t γ_t: a linear head given by its score of each token."""
+    """f = Σ_t s_t γ_t: a linear head given by a score for each token."""
 
     scores: Float[Tensor, "trials n T"]
 

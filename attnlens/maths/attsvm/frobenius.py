@@ -225,7 +225,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add λ of the equalities to these λ such that every equality has its b, or 0 if `meet_bounds` is false."""
+        """Add λ of the equalities such that each equality has the score b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -295,7 +295,7 @@ class WorkingSet:
         return joining if self.grown or not self.optimal else None
 
     def improve(self) -> None:
-        """Find the optimal λ of the working set, from the current support; if degenerate, only a better λ."""
+        """Find the optimal λ of the working set from the current support, or a better λ if the set is degenerate."""
         if not self.damping or not self.grown:
             loads = exchange_signs(self.gram, self.bounds, self.loads != 0.0)
             if loads is not None:
@@ -512,7 +512,7 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not held at a bound, while they improve."""
+        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not held at a bound, until no step gains."""
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
@@ -526,7 +526,7 @@ class Box(UnitConstraints):
         return loads
 
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
-        """Return the best λ of Newton steps with each of the RIDGES, clipped to the box, and its gradient; or None."""
+        """Return the best λ, clipped to the box, of Newton steps with RIDGES, and its gradient; None if none gains."""
         best, largest_gain = None, 0.0
         curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:

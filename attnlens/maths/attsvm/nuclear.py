@@ -179,7 +179,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after the longest step ≤ 1 inside the cones, times `share` if a border is met."""
+        """Return the point after steps of min(1, share · s), primal and dual, s the largest step inside the cones."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -361,7 +361,7 @@ def solve_working_set(
 
 
 def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:
-    """Return W projected on the equalities and scaled to be feasible (or None), and its least score − b before."""
+    """Return W on the equalities, scaled to be feasible (or None), and the least score − b before scaling."""
     inequal = ~problem.equal
     anchor = project_on_equalities(problem, torch.zeros_like(W))
     free = project_on_equalities(problem, W) - anchor

@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def paired_queries(self) -> Float[Tensor, "constraints d_query"]:
-        """z of every constraint."""
+        """Query z of every constraint."""
         return self.queries[self.query_of]
 
     @cached_property

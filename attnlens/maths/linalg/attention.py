@@ -111,7 +111,7 @@ def _first_weights(query_key: QueryKey) -> Valid:
 
 
 def _allowed_keys(query_key: QueryKey) -> PerQuery:
-    """Return the number of keys that each query may see."""
+    """Return the number of keys that each query can see."""
     rows = query_key.query[..., 0]
     if query_key.allowed is None:
         return torch.full_like(rows, query_key.key.shape[-2], dtype=torch.float64)
@@ -213,7 +213,7 @@ def definite_kernel(query_key: QueryKey) -> PerHead:
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide the definiteness of one long head; UNDECIDED if no witness is found among more than FACTORED tokens."""
+    """Decide if one long head is definite; UNDECIDED if it lacks a witness and has more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -294,7 +294,7 @@ def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tenso
 
 
 def _has_cholesky(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Return whether K + shift · I has a Cholesky factor."""
+    """Return True if K + shift · I has a Cholesky factor."""
     shifted = kernel.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
     failed: Tensor = torch.linalg.cholesky_ex(shifted).info

@@ -268,7 +268,7 @@ def _one_thread() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: threads that share small matrices mostly wait, and results depend on their number."""
+    """Limit torch to one thread: threads sharing small matrices mostly wait, and results depend on the thread count."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -248,7 +248,7 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
 
 
 def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
-    """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
+    """Return True if a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
     return norm > torch.finfo(norm.dtype).eps * keys * scores
 

@@ -218,7 +218,7 @@ def windows_interval(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Return the 95 % interval over windows of ρ = `value` of a measure with the harm, both recomputed per sample.
+    """Return the 95 % interval over windows of ρ = `value` of a measure with the harm, both recomputed for each sample.
 
     tanh(artanh ρ ± t·sd), sd that of artanh ρ* over bootstrap samples of windows (or texts), whose deviations are
     widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays

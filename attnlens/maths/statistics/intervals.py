@@ -189,7 +189,7 @@ def _contrast(
 
 
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
-    """Return the standard error of each entry's mean over windows, without entries that are NaN.
+    """Return the standard error of each entry's mean over windows, ignoring NaN.
 
     sd/√n for windows of one text; see Design for several. NaN if there is only one draw.
     """
