@@ -128,7 +128,7 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs one query, one chosen token (an integer) and, with margins, one margin.",
+            f"Each of the {samples} samples needs one query, one chosen token (integer) and, with margins, one margin.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
