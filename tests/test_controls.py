@@ -397,7 +397,7 @@ def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: loading.Loaded) -> N
     assert [one.kernel for one in fused.controls] == [one.kernel for one in free.controls]
     assert by_role(fused)["one key"].loss == by_role(free)["one key"].loss
     assert fused.agreement == free.agreement
-    with pytest.raises(UsageError, match="no fused path"):
+    with pytest.raises(UsageError, match="No fused implementation"):
         swap_kernel(demo, "hard", **words, path="fused")
 
 

@@ -282,7 +282,7 @@ def test_attention_transfer_brings_learned_features_nearer(demo: loading.Loaded)
 
 
 def test_errors_and_the_page_have_an_example_to_type() -> None:
-    with pytest.raises(UsageError, match="Write it like sink-hybrid:4,64;"):
+    with pytest.raises(UsageError, match="Write, for example, sink-hybrid:4,64;"):
         parsed("elu+sink-hybrid:4")
     with pytest.raises(UsageError, match=r"learned-features, as in elu\+hybrid:8"):
         parsed("hybrid:8")

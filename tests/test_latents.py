@@ -232,7 +232,7 @@ def test_attention_that_is_not_told_its_positions_is_refused():
         dict(kernel.fitted)
         | {"offset": torch.zeros(4, 6), "frequency": torch.zeros(4, 6), "partner": torch.arange(6).expand(4, -1)}
     )
-    with pytest.raises(UsageError, match="does not pass the positions"):
+    with pytest.raises(UsageError, match="does not pass token positions"):
         attend(drawn(), turned)
 
 

@@ -219,7 +219,7 @@ def test_a_plug_in_replaces_a_built_in_only_if_it_says_so(what, name, measure):
 @pytest.mark.usefixtures("tables")
 def test_a_plug_in_takes_no_name_of_a_tie_filter_or_measure_and_no_other_plug_ins():
     for name in ("window", "symmetric", "hybrid"):
-        with pytest.raises(UsageError, match="is a tie, filter or hybrid"):
+        with pytest.raises(UsageError, match="taken by a tie, filter or hybrid"):
             entered("mine", "kernel", name, replace=True)
     with pytest.raises(UsageError, match=r"the measure 'tokens\.entropy', which is already built in"):
         entered("mine", "analyzer", "mine", "tokens.entropy", replace=True)
@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown kernel": ("rfb", {}, "Did you mean 'rbf'"),
     "no string": (3, {}, "kernel=3 is not a string"),
     "a kernel to be fitted": ("rank:4", {}, "rank must be fitted to calibration text"),
-    "a signed kernel": ("polynomial:degree=3", {}, "is negative somewhere"),
+    "a signed kernel": ("polynomial:degree=3", {}, "can be negative"),
     "an unknown layer": ("rbf", {"layers": [7]}, "no layer 7"),
     "an unknown head": ("rbf", {"heads": [4]}, "no head 4"),
     "letters for layers": ("rbf", {"layers": "x"}, "is not a list of numbers"),

@@ -373,7 +373,7 @@ def test_what_has_no_query_and_key_of_each_token_is_refused(case, words, part):
 @pytest.mark.parametrize(
     ("spelling", "words"),
     [
-        ("nearest", "needs part"),
+        ("nearest", "needs the parameter part"),
         ("nearest:skew", "symmetric or positive or no-key or no-skew"),
         ("nearest:positive,guess", "fitted or oracle"),
         ("nearest:positive+symmetric", "already determines"),

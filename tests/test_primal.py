@@ -204,9 +204,9 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
         (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number of at least 0, not 2.0"),
         (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number of at least 1, not '4'"),
         (lambda: primal.build(families.build("bert"), scores=1.5), "scores must be a whole number"),
-        (lambda: PrimalAttention(10, 3, 4), "cannot be split into"),
+        (lambda: PrimalAttention(10, 3, 4), "d_model=10 is not divisible by heads=3"),
         (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future tokens would leak"),
-        (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
+        (lambda: heads_of(samples=3)(*drawn()[:2]), "needs inputs to sample from"),
         (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "future tokens would leak"),
         (lambda: heads_of().objectives(), "none has run"),
         (lambda: primal.regulariser(torch.nn.Linear(2, 2)), "no primal attention"),
@@ -383,7 +383,7 @@ def test_an_unknown_convention_is_refused_by_name():
 def test_reentrant_checkpointing_is_named_where_it_records_no_gradients():
     heads, (q, k, _) = heads_of().train(), [z.requires_grad_() for z in drawn()]
     checkpoint(heads, q, k, use_reentrant=True)
-    with pytest.raises(UsageError, match="eval mode, no_grad, or reentrant checkpointing") as refusal:
+    with pytest.raises(UsageError, match="eval mode, no_grad or reentrant checkpointing") as refusal:
         primal.regulariser(heads)
     assert "use_reentrant=False" in refusal.value.remedy
     checkpoint(heads, q, k, use_reentrant=False)

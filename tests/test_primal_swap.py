@@ -198,7 +198,7 @@ def test_a_head_without_rank_keeps_finite_maps():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("primal", "needs scores"),
+        ("primal", "needs the parameter scores"),
         ("primal:0", "at least 1"),
         ("primal:-3", "at least 1"),
         ("primal:4,-1", "at least 0"),
@@ -234,9 +234,7 @@ def test_calls_without_such_scores_are_refused():
 def test_too_little_calibration_text_is_refused():
     with pytest.raises(TextError, match="two calibration sequences"):
         observed(call(sequences=1), 4).solve()
-    with pytest.raises(
-        TextError, match="161 scores needs at least as many tokens of calibration text, but there are 160"
-    ):
+    with pytest.raises(TextError, match="161 scores needs at least 161 calibration tokens, but got 160"):
         observed(call(), 161).solve()
     assert observed(call(), 160).solve()["query_map"].shape == (HEADS, DIM, DIM)
     assert isinstance(PrimalFit(1, 0), Fit)
@@ -252,7 +250,7 @@ def test_too_little_calibration_text_is_refused():
         ("rbf", {"train": 1, "eta": 0.1}, "eta applies only to the kernel primal"),
         ("rbf", {"train": 1, "ksvd_convention": "code"}, "ksvd_convention applies only to the kernel primal"),
         ("primal:4,samples=3", {}, "future tokens would leak"),
-        ("primal:9999", {}, "needs at least as many tokens"),
+        ("primal:9999", {}, "needs at least 9999 calibration tokens"),
     ],
 )
 def test_runs_that_make_no_sense_are_refused(demo, words, more, says):

@@ -260,7 +260,7 @@ def test_several_kernels_are_rows_whatever_their_ties() -> None:
 def test_the_cost_of_a_symmetric_kernel_is_not_called_the_cost_of_asymmetry() -> None:
     """In the picture's caption; in the notes the run has put it."""
     caution = TIES["symmetric"].caution
-    assert "not the cost of asymmetry" in caution
+    assert "not that of asymmetry alone" in caution
     assert caution in swap_panels(several())[0].caption
     plain = swap_report(swapped(kernel="rbf"), swapped(kernel="l2+tied-key"))
     assert caution not in swap_panels(plain)[0].caption, "the control"

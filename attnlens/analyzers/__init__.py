@@ -2,11 +2,12 @@
 
 Contents: `registry` (the decorators `analyzer` and `gathering`, MeasureInfo, selection by name and source), `symmetry`,
 `spectrum`, `selection`, `ksvd`, and `extra` (three short analyzers that run only on request).
-Inputs: a `records.QueryKey` (queries and keys of all heads at one site); a gathering takes those of many sequences.
+Inputs: a `records.QueryKey` (queries and keys of all heads at one site); functions registered with `gathering` receive
+the QueryKeys of many sequences.
 Outputs: tensors by measure name, (..., heads) or (..., heads, steps); NaN for a missing value.
 Importers: every package above in the order of imports. Nothing here loads torch before an analyzer runs.
 
-Importing the package registers the analyzers of all its modules: a new one is one file.
+Importing the package registers the analyzers of all its modules. To add an analyzer, add a module to this package.
 """
 
 from importlib import import_module

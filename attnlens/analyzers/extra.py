@@ -13,7 +13,7 @@ adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTE
 ADAPTER = (
     adapter_measure(
         "adapter.change",
-        "relative change of M due to the adapter; under RoPE M is that of equal positions",
+        "relative change of M due to the adapter; under RoPE, M at equal positions",
         "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
         headline=True,
         ends="largest",
@@ -50,14 +50,14 @@ SHARES = {  # Meaning and formula of the shares of a bilinear form, by part
 EXTENDED = tuple(
     MeasureInfo(
         f"extended.share_{part}",
-        f"share of the bilinear form extended to pairs that the model never compares that {meaning} (not identified)",
+        f"share of the bilinear form, extended to pairs that the model never compares, that {meaning} (not identified)",
         f"{formula}, L of all pairs",
         low=0,
         high=1,
         missing="the scores of all pairs depend on the query alone",
         identified="nowhere",
         wholes=("kernel_shares",),
-        use="It describes these queries and keys, not the model's attention: do not compare models by it.",
+        use="The share describes these queries and keys, not the model's attention: do not compare models by it.",
     )
     for part, (meaning, formula) in SHARES.items()
 )
@@ -65,7 +65,7 @@ EXTENDED = tuple(
 
 @analyzer("extended", source="tokens", measures=EXTENDED, by_default=False)
 def split_all_pairs(query_key: QueryKey) -> Readings:
-    """Which kernel are a head's scores if extended to pairs that the model never compares? Not identified.
+    """Which kernel do a head's scores form if extended to pairs that the model never compares? Not identified.
 
     L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row
     means, and S and A are the symmetric and skew part of L.
@@ -78,9 +78,9 @@ def split_all_pairs(query_key: QueryKey) -> Readings:
 
 ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
 LARGEST = 64  # last order that the kernel taylor:N accepts
-WITHIN = f"within {ERROR} of its own, in total variation"
+WITHIN = f"within {ERROR} of the head's own, in total variation"
 CHOICE = "no query sees two keys"
-BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
+BEYOND = f"no order up to {LARGEST} comes within {ERROR} of attention in any window, or {CHOICE}"
 WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
@@ -91,7 +91,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Return the MeasureInfo of a measure's null, of drawn queries and keys; attention does not determine it."""
+    """Return the MeasureInfo of a measure's null: its value for drawn queries and keys, which is not identified."""
     return replace(
         info,
         name=f"{info.name}_by_chance",

@@ -1,4 +1,4 @@
-"""Kernel SVD of a head's attention: residual of its leading pairs, objective J, and location of its values."""
+"""Kernel SVD of a head's attention: singular values, residual, objective J, and alignment of the values."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ else:
 SHARE = 0.9  # least share of a kernel's squared norm in its s leading components; defines rank90 per head
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
-NO_ATTENTION = "no query sees a key, or more than 2,048² pairs (not all σ are computed): reduce --length"
+NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not all σ are computed): reduce --length"
 
 
 share = partial(MeasureInfo, low=0, high=1, self_only=False)
 # The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
-# but changes every cosine. It has no Gaussian null, and cross-attention has it too.
+# but changes every cosine. Its measures have no Gaussian null, and exist for cross-attention too.
 cosine_measure = partial(
     MeasureInfo, low=0, self_only=False, identified="nowhere", missing=NO_KERNEL, sized_by="head_dim"
 )
 
 
 def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
-    """Describe the cumulative singular values of a matrix, of the first power and squared."""
+    """Build the MeasureInfos of a matrix's cumulative singular values, plain and squared."""
     of_attention = symbol.startswith("P")
     return [
         share(
@@ -167,9 +167,9 @@ def of_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular space.
 
-    Chen et al. 2023 put the values in place of K's right singular vectors. In the space of K itself, a near-constant
-    vector if rank90 = 1, centred values have no part. Centring K over keys, like the values, leaves both in the n − 1
-    dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
+    Chen et al. 2023 put the values in place of K's right singular vectors. If rank90 = 1, a near-constant vector spans
+    the leading space of K itself, which then contains no part of centred values. Centring K over keys, as values are,
+    leaves K and V in the n − 1 dimensions orthogonal to 1, so that random values have a share of s/(n − 1) on average.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

@@ -35,7 +35,7 @@ NULLS = {  # meaning of a null's value, by kind of null
 
 @dataclass(frozen=True)
 class MeasureInfo:
-    """Name, meaning and conditions of existence of a measure."""
+    """Description of a measure: name, meaning, range, null and when it has a value."""
 
     name: str  #: Name qualified by source: `weights.symmetry`
     meaning: str  #: Meaning in one line of plain words
@@ -46,25 +46,25 @@ class MeasureInfo:
     self_only: bool = True  #: True if queries and keys must share a domain, so that cross-attention has no value
     labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category
     missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN
-    grows_with_factors: bool = False  #: True if it is proportional to ‖Q‖‖K‖; its null is rescaled to the head's norms
-    has_null: bool = True  #: True if independent Gaussian factors are a null for it (weights.* scalars only)
+    grows_with_factors: bool = False  #: True if proportional to ‖Q‖‖K‖; the null is then rescaled to the head's norms
+    has_null: bool = True  #: True if independent Gaussian factors are its null (weights.* scalars only)
     null: Literal["factors", "rotations"] = "factors"  #: Draws of its null: independent factors, or M randomly rotated
     steps: str = "index"  #: Unit of a curve's steps, as on the axis of its plot: index, distance in tokens
-    headline: bool = False  #: True if it comes first in tables and in the overview
+    headline: bool = False  #: True if the measure comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because queries
-    and keys with the same attention yield other values."""
-    wholes: tuple[str, ...] = ()  #: Totals that it is a part of: the parts of one source sum to 1 in every head
+    """Heads whose attention determines the measure: all; those that see all pairs (others have no value); none,
+    because queries and keys with the same attention yield other values."""
+    wholes: tuple[str, ...] = ()  #: Totals that the measure is a part of; parts of one source sum to 1 in every head
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
-    ends: Literal["", "largest", "both"] = ""  #: Ends of its range that are listed among the most extreme heads
-    beside: str = ""  #: Measure with the value under uniform attention, if it is hard to interpret without it
-    matrix: str = ""  #: Matrix that it is computed from, if measures of the same name use others: `M`
-    series: int = 0  #: Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them
-    space: str = ""  #: Space of the question, if an analyzer poses it in several, which tables and plots separate
+    ends: Literal["", "largest", "both"] = ""  #: Ends of the range that are listed among the most extreme heads
+    beside: str = ""  #: Measure with the value under uniform attention, if needed for interpretation
+    matrix: str = ""  #: Matrix of the measure, if measures of the same name use other matrices: `M`
+    series: int = 0  #: Rank from 1 among the measures shown for a series of checkpoints; 0: listed last
+    space: str = ""  #: Space of the question, if posed in several spaces, which tables and plots separate
     use: str = ""  #: Advice on using the result, in a sentence or two
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
-    """Quantity that it scales with (`head_dim`), so that models that differ in it can't be compared; the window's
+    """Quantity that the measure scales with (`head_dim`); models that differ in it can't be compared. The window's
     length, which all tokens.* depend on, is not listed."""
 
     @property
@@ -81,10 +81,10 @@ distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing=
 BETWEEN_ROWS = (  # distances between the attention rows of the same windows
     distance(
         OWN_ROWS,
-        "change in attention if each block of the second model gets the first model's hidden states: its own share",
+        "change in attention due to the block alone: the second model's block gets the first model's hidden states",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, of the same states; weights below 1e-12 count as 1e-12",
         headline=True,
-        use="Read it first: a head named by it changed itself, independently of earlier blocks.",
+        use="Read this measure first: a head that it names changed itself, independently of earlier blocks.",
     ),
     distance(
         ROWS,
@@ -97,11 +97,11 @@ BETWEEN_ROWS = (  # distances between the attention rows of the same windows
 BETWEEN_FORMS = (  # distances between the weights
     distance(
         FORMS,
-        "relative change of the form M; under RoPE M is that of equal positions",
+        "relative change of the form M; under RoPE, M at equal positions",
         "‖M' − M‖_F/‖M‖_F",
         missing="M is 0 in the first model, or unreadable in one of them",
         headline=True,
-        use="If compare.own_kl is not named, the weights changed in ways that do not show on this text: try another.",
+        use="If compare.own_kl does not name the head, its weights changed, but not its attention to this text.",
     ),
     *(
         distance(
@@ -154,7 +154,7 @@ class GatheringPlace:
     """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
     bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
     seed: int = 0  # random seed
-    top_p: float | None = None  # a query selects the fewest tokens whose weights sum to this share; None: the largest
+    top_p: float | None = None  # a query selects the fewest tokens with this total weight; None: the largest only
     shown: bool = False  # True if the posed problem is shown as well as measured
 
 
@@ -163,14 +163,14 @@ class Answer:
     """Results of a gatherer for one head."""
 
     measures: dict[str, Measure]  # measures by qualified name, each with its value or its own reason for lacking one
-    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # values per sequence of means over sequences
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # values per sequence, for means over sequences
     curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only those with a value
     shown: Selection | None = None  # posed problem if it is shown; without the tokens' texts at this point
 
 
 @runtime_checkable
 class Gatherer(Protocol):
-    """Accumulator of one question over all sequences of a site."""
+    """Object that accumulates the sequences of a site to answer one question."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Add one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
@@ -208,7 +208,7 @@ def analyzer(
     `facts` are the last fields of `kind`. `by_default=False`: it does not run if no analyzer is named. `needs_base`: it
     compares with the model without its adapter, and runs by default if the model has one. `brief`: a measure and a
     function that computes it alone, for heads that are swept. `replace`: replace an analyzer that another module
-    registered under that name; otherwise that is a UsageError, and so is another analyzer's measure.
+    registered under that name, which otherwise raises UsageError. A measure of another analyzer always raises it.
     """
     infos = tuple(measures)
 
@@ -229,9 +229,9 @@ def analyzer(
 
 
 gathering = partial(analyzer, kind=Gathering)
-"""Register a function GatheringPlace → Gatherer, one question over several sequences, like `analyzer`.
+"""Register, like `analyzer`, a function GatheringPlace → Gatherer that answers a question over several sequences.
 
-`needs_inputs=True`: it needs the modules' inputs.
+`needs_inputs=True`: the gatherer needs the modules' inputs.
 """
 
 
@@ -278,12 +278,12 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def measure_sources() -> dict[str, Source]:
-    """Return the source of every measure and curve; its name may not show it (`ksvd.rank90` is read from tokens)."""
+    """Return the source of every measure and curve, which the name may not show (`ksvd.rank90` is read from tokens)."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the info of a measure, curve, distance or change; its texts are empty for an unknown name."""
+    """Return the info of a measure, curve, distance or change; the texts are empty if the name is unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

@@ -68,7 +68,7 @@ OF_SPACE = (  # measures of a head by the SVM of one space
         "margin",
         "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
-        use="It is in units of the tokens' norms: compare it with its null; to compare heads, use the efficiency.",
+        use="The unit is that of the tokens' norms: compare it with its null; to compare heads, use the efficiency.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
     selection_measure(
@@ -154,7 +154,7 @@ SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by 
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """The stored part of one sequence."""
+    """The parts of one sequence that a Selector stores."""
 
     sequence: int  # index of the sequence among the inputs
     query: Float[Tensor, "heads queries head_dim"]  # queries; or the module's inputs and a 1, (1, n, d_model + 1)
@@ -183,7 +183,7 @@ class Selector:
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale, self.biased = 1.0, False
-        # spaces in which the problems are posed; the first is the one shown and trained on
+        # spaces in which the problems are posed; the first is used for display and training
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
@@ -217,7 +217,7 @@ class Selector:
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Solve one head's problem in the first space, or return the reason why it has none."""
+        """Solve one head's problem in the first space, or return the reason why there is no result."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
@@ -240,7 +240,7 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token; return the stored matrix if it is equal, as for most sequences."""
+        """Count the copies of each token; reuse the stored matrix if it has the same counts, as for most sequences."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
@@ -258,7 +258,7 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield each space's choice and solution; the head chooses once, a draw of its null once per space."""
+        """Yield the selections and solution of each space; a head selects once, a draw of its null once per space."""
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
@@ -309,7 +309,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Summarise a problem's solution without its tensors; with its picks if there are `numbers` of the sequences."""
+    """Summarise a problem's solution without tensors; include the picks if the sequences' `numbers` are given."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -338,7 +338,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; its null is mean and sd of the draws that have the measure, if two or more do."""
+    """Return a problem's measure; the null is mean and sd over the draws with a value, if there are two or more."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
@@ -347,7 +347,7 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Move a tensor to main memory, as float32, or as float64 if it has that type."""
+    """Move a tensor to main memory as float32, or as float64 if it is float64."""
     return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -107,7 +107,7 @@ TOKENS = (
         "tokens.centred_effective_rank",
         "effective rank of P after centring, which removes uniform attention",
         "effective rank of P(I − 11ᵀ/n) = P − 11ᵀ/n",
-        missing=f"{UNIFORM}, or it has {WHOLE}",
+        missing=f"{UNIFORM}, or there are {WHOLE}",
         use="Compare it with tokens.effective_rank, which a uniform component can keep near 1.",
     ),
     attention_rank(

@@ -23,7 +23,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         grows_with_factors=True,
-        use="Compare heads of one model by it: cosines and shares are relative and independent of scale.",
+        use="Compare heads of one model by their norms: cosines and shares are relative and independent of scale.",
         sized_by="d_model and the weights' units",
     ),
     signed(
@@ -35,7 +35,7 @@ WEIGHTS = (
         headline=True,
         ends="both",
         series=8,
-        use="Compare it with its null. Well above it, a token attends to tokens that attend to it. swap-kernel "
+        use="Compare it with its null: well above the null, tokens attend to each other mutually. swap-kernel "
         "--kernel symmetric measures the loss without the antisymmetric part.",
         paper="Saponati et al. 2025, symmetry score",
     ),
@@ -80,12 +80,12 @@ WEIGHTS = (
 LONG = "more than 2,048² pairs and {}: reduce --length"  # the number is that of attnlens.maths.linalg.long
 GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
-HIDDEN = "the mask hides pairs, so it is not identified"
+HIDDEN = "the mask hides pairs, so the measure is not identified"
 KERNEL, SCORES = "kernel_shares", "score_shares"  # totals that the shares are parts of
-score_share = partial(share, missing=f"{NOTHING_SEEN}, or it has {GAPS}", headline=True, ends="largest")
+score_share = partial(share, missing=f"{NOTHING_SEEN}, or there are {GAPS}", headline=True, ends="largest")
 kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
-    missing=f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}",
+    missing=f"{HIDDEN}, or {NOTHING_SEEN}, or there are {LONG.format('logits that are not bilinear')}",
     identified="all pairs",
     wholes=(KERNEL,),
 )

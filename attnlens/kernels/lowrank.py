@@ -37,7 +37,7 @@ class Turn:
     partner: Int[Tensor, " head_dim"]  # π, the other coordinate of its pair; itself if unrotated
 
     def rotate(self, x: Tokens, positions: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
-        """Rotate x from position 0 to its positions, or `back` to position 0."""
+        """Rotate x from position 0 to `positions` or, with `back`, from `positions` to position 0."""
         # in float64: at a position of 100,000 a float32 angle is off by up to 4e-3
         angles = positions[:, None, :, None].double() * self.frequency.double().to(x.device)
         sine = -angles.sin() if back else angles.sin()
@@ -46,10 +46,10 @@ class Turn:
 
 
 def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """Return the positions of queries and keys; raise UsageError if the model does not pass any to its attention."""
+    """Return the positions of queries and keys; raise UsageError for cross-attention and if the model passes none."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
-        problem = "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back."
+        problem = "The model does not pass token positions to its attention, so keys cannot be rotated back."
         raise UsageError(problem, "Leave out rotation=before.")
     # keys in a key-value cache directly precede the first query
     before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
@@ -60,20 +60,20 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
 class Grams:
     """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
-    C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of its weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ
-    of the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the query heads that read them. For keys
-    before the rotation, k̄ is one mean for all queries: softmax ignores a common part of rotated keys only.
+    C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of q_i's weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ
+    of the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the latent's query heads. For keys
+    before the rotation, k̄ is one mean for all queries, because softmax ignores a common part only of rotated keys.
     """
 
-    groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among those swapped
-    key_of: tuple[int, ...]  # key head of each swapped query head, as index among those swapped
+    groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as indices among the swapped key heads
+    key_of: tuple[int, ...]  # key head of each swapped query head, as an index among the swapped key heads
     turn: Turn | None = None  # rotation that is removed from queries and keys; None for latents of rotated keys
     sums: list[Tensor] = field(default_factory=list)
     """C_q, (kv_heads, head_dim, head_dim), then for each latent C_k (before the rotation Σ_j w_j k_j k_jᵀ), Σ_j w_j k_j
     and Σ_j w_j; empty before the first batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
-        """Add the pairs of a batch; `weight` is that of each pair."""
+        """Add the pairs of a batch with the weight of each pair."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
             of_queries, of_keys = token_positions(call)
@@ -105,19 +105,19 @@ class Grams:
         return [second, (stack * by_key).sum((0, 1)), by_key.sum()]
 
     def add(self, sums: Sequence[Tensor], factor: float = 1.0) -> None:
-        """Add `factor` times other moments."""
+        """Add other moments, multiplied by `factor`."""
         before: Sequence[Tensor | float] = self.sums or [0.0] * len(sums)
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of both moments; `equal` first scales the weights of `other` to the same total."""
+        """Return the sum of these moments and those of `other`, which `equal` first scales to the same total weight."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
         return both
 
     def solve(self) -> Latents:
-        """Compute the directions of every latent, leading directions first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
+        """Compute the directions of every latent, leading directions first: A and B from C_q^½ C_k^½ = UΣVᵀ."""
         queries, *sums = self.sums
         size, maps = queries.shape[-1], []
         means = queries.new_zeros(len(queries), size) if self.turn is not None else None
@@ -135,7 +135,7 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return for each parameter with shared maps a number per query head, equal for equal maps; empty if none."""
+    """Return one number per query head for each shared parameter, equal for equal maps; empty if none is shared."""
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -145,7 +145,7 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
 
 @dataclass(frozen=True)
 class Latents:
-    """The directions of one site's latents, leading directions first; query heads share those of their key head."""
+    """Directions of the latents of one site, leading directions first; query heads use those of their key head."""
 
     groups: tuple[tuple[int, ...], ...]  # as in Grams
     key_of: tuple[int, ...]  # as in Grams
@@ -157,18 +157,18 @@ class Latents:
 
     @property
     def head_dim(self) -> int:
-        """Coordinates of a key."""
+        """Number of coordinates of a key."""
         return self.query_map.shape[-1] // max(map(len, self.groups))
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each latent before it is cut: how many numbers its keys have."""
+        """Size of each latent before it is cut: the number of coordinates of its stacked keys."""
         return [self.head_dim * len(group) for group in self.groups]
 
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """Return the fitted parameters of the swapped query heads if each latent keeps `ranks` numbers.
+        """Return the fitted parameters of the swapped query heads; `ranks` are the sizes to which the latents are cut.
 
-        Maps are as wide as the largest latent, with zeros beyond a smaller one; an uncut latent has the identity.
+        Maps are as wide as the largest latent, with zeros beyond a smaller one; an uncut latent gets the identity.
         """
         width, device = max(1, *ranks), self.key_map.device
         dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
@@ -204,9 +204,9 @@ class Latents:
 
 
 def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
-    """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
+    """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ from C_q^½ C_k^½ = UΣVᵀ, leading directions first.
 
-    The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
+    The first r columns of A and B are the best maps of rank r, so that the logits of all ranks are nested.
     """
     query_root, query_inverse = matrix_roots(queries)
     key_root, key_inverse = matrix_roots(keys)
@@ -237,7 +237,7 @@ class MapsFit:
     C_q and C_k are those of `Grams` with w half the head's own attention, half uniform over the keys seen: the
     least-squares best logits of rank r, up to terms that softmax ignores (such as ⟨q, k̄⟩), if queries and keys are
     independent. A sink is one more outcome, whose logit no map changes: it acts as a key at 0 with the rest of the
-    weight. Query heads of one key head share its maps; `group` key heads share one latent, with r numbers for each.
+    weight. Query heads of one key head share its maps; `group` key heads share one latent of r numbers per head.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
@@ -251,7 +251,7 @@ class MapsFit:
         self.outputs: Grams | None = None  # the same moments, with pairs weighted by their effect on the output
 
     def update(self, call: Call, by_attention: Matrix | None = None) -> None:
-        """Add the moments of a batch; `by_attention` is its `pairs_weighted`, if already computed."""
+        """Add the moments of a batch; `by_attention` is `pairs_weighted(call)`, if already computed."""
         numbers = sorted(set(call.key_heads))
         indices = tuple(range(len(numbers)))  # if the group does not divide their number, the last latent is smaller
         groups = tuple(indices[start : start + self.group] for start in range(0, len(indices), self.group))
@@ -264,14 +264,14 @@ class MapsFit:
             self.outputs.update(call, output_weighted(call, self.output))
 
     def plus(self, other: MapsFit) -> MapsFit:
-        """Return the fit to the texts of both."""
+        """Return a fit to the combined calibration texts of this fit and `other`."""
         both = copy(self)
         both.grams = self.grams.plus(other.grams) if self.grams and other.grams else None
         both.outputs = self.outputs.plus(other.outputs) if self.outputs and other.outputs else None
         return both
 
     def latents(self) -> Latents:
-        """Return the directions; with the output metric both kinds of weights count half."""
+        """Return the directions; under the output metric, weights by attention and by output count half each."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
@@ -301,10 +301,10 @@ def share_keys(
     partner: Int[Tensor, "heads head_dim"] | None = None,
     **_parameters: object,
 ) -> Call | None:
-    """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
+    """Return a call whose exponential kernel is that of the latents: ⟨q A, z⟩ or ⟨q, k̂⟩, k̂ = R(j)(z Aᵀ + offset).
 
-    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no shared latents,
-    and no call); `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ are rebuilt and rotated.
+    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no latent is
+    shared; returns None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt and rotated.
     """
     if members is None:
         return None
@@ -363,17 +363,17 @@ def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, 
     return score
 
 
-STEPS, ENOUGH = 500, 1e-9  # largest number of steps towards the nearest positive form, and relative change of the last
+STEPS, ENOUGH = 500, 1e-9  # most steps towards the nearest positive form, and the relative change at which they end
 
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
-    """Return N₀ = [[0, I], [0, 0]] of each head: uᵀN₀u' = ⟨q, k'⟩."""
+    """Return N₀ = [[0, I], [0, 0]] for each head: uᵀN₀u' = ⟨q, k'⟩."""
     size = like.shape[-1] // 2
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
 
 
 def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Square, Square, Square]:
-    """Compute P, X and weights: N = PXPᵀ is the symmetric N of least tr (N−N₀)ᵀC_q(N−N₀)C_k, N₀ = `form`.
+    """Compute P, X and weights; N = PXPᵀ is the symmetric N that minimises tr (N−N₀)ᵀC_q(N−N₀)C_k, N₀ = `form`.
 
     PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and X_ab = (λ_a X₀_ab +
     λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The
@@ -394,9 +394,9 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
 
 
 def nearest_positive(form: Square, weights: Square) -> Square:
-    """Find the positive semidefinite X' of least Σ weights (X'−X)², by accelerated projected gradients.
+    """Find the positive semidefinite X' that minimises Σ weights (X'−X)², by accelerated projected gradients.
 
-    For equal weights it is [X]₊, the first step. Beck & Teboulle 2009 (FISTA); restarts of O'Donoghue & Candès 2015.
+    For equal weights X' is [X]₊, the first step. FISTA (Beck & Teboulle 2009), restarts of O'Donoghue & Candès 2015.
     """
     step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     border = ENOUGH * form.norm(dim=(-2, -1))
@@ -448,7 +448,7 @@ class NearestFit:
         self.count = self.total = self.second = self.seen = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the pairs of a batch. Raises UsageError if the logits are not a form of a token's query and key."""
+        """Add the pairs of a batch. Raises UsageError if the logits are not bilinear in the tokens' (query, key)."""
         _refuse(call)
         u, weight = torch.cat((call.query.double(), call.paired_key.double()), -1), own_attention(call)
         rows = weight.sum(-1, keepdim=True)
@@ -483,7 +483,7 @@ def _refuse(call: Call) -> None:
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        problem = f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}."
+        problem = f"nearest omits query-only terms, but they matter in this model because it {what}."
         raise UsageError(problem, "Choose another kernel for this model.")
 
 
@@ -492,10 +492,10 @@ def nearest_call(
 ) -> Call:
     """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
 
-    Under no-skew g_i is omitted, which softmax ignores; under no-key it is s⟨q_i−q̄, k_j⟩.
+    Under no-skew, g_i, which softmax ignores, is omitted; under no-key, the kernel is s⟨q_i−q̄, k_j⟩.
     """
     if centre is None:
-        raise UsageError("nearest must be fitted before it can be used.", "Add calibration text.")
+        raise UsageError("The kernel `nearest` must be fitted before use.", "Fit it to calibration text first.")
     _refuse(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
@@ -512,10 +512,10 @@ def nearest_call(
 
 
 def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Return queries and keys unchanged for the oracle; raise UsageError for the fitted form, which mixes both."""
+    """Return queries and keys unchanged for the oracle; raise UsageError for the fitted form, which mixes the two."""
     if how == ORACLE:
         return query, key, scale
-    raise UsageError("nearest needs query and key of both tokens: a query and a key alone have no score.", TOGETHER)
+    raise UsageError("nearest needs query and key of both tokens: one query and one key have no score.", TOGETHER)
 
 
 @kernel(
@@ -526,7 +526,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     parameters=(
         choice(
             "part",
-            "part of the logits to keep: symmetric, positive definite (Mercer), all but the key gate or the skew part",
+            "kept part of the logits: symmetric, positive definite (Mercer), or all but the key gate or the skew part",
             ("symmetric", "positive", "no-key", "no-skew"),
         ),
         choice(
@@ -543,10 +543,10 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     fit=NearestFit,
     needs_fit=True,
     trainable=("factor", "gate"),
-    caution="nearest needs query and key of every token, so the model must run without a key-value cache; "
+    caution="nearest needs the query and the key of every token, so the model must run without a key-value cache; "
     "symmetric and no-skew give the same attention because softmax cancels a gate on queries.",
     oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
 )
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
-    """Exponential kernel of the logits' symmetric or Mercer part, or of all but the key gate or antisymmetric part."""
+    """Exponential kernel of the logits' symmetric or Mercer part, or of the logits without key gate or skew part."""
     return score

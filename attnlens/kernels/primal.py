@@ -1,4 +1,4 @@
-"""The kernel `primal`: Primal-Attention, its scores by kernel SVD and its output by least squares, in closed form."""
+"""The kernel `primal`: Primal-Attention with scores from kernel SVD and output from least squares, in closed form."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Moments:
 
     @classmethod
     def of(cls, z: Float[Tensor, "batch heads tokens size"], y: Output) -> Moments:
-        """Sum over the tokens of a batch."""
+        """Compute the sums over the tokens of a batch."""
         return cls((z.mT @ z).sum(0), (z.mT @ y).sum(0), y.square().sum((0, 2, 3)), len(z))
 
     def __add__(self, other: Moments) -> Moments:
@@ -48,21 +48,21 @@ class Moments:
 
     @property
     def tokens(self) -> PerHead:
-        """Number of tokens, by head."""
+        """Number of tokens per head."""
         return self.gram[..., -1, -1]
 
     def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
-        """Return the same sums for [e; r; 1], the image of z under `maps`."""
+        """Return the moments of the scores [e; r; 1] = mapsᵀz."""
         return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
 
 
 class PrimalFit:
-    """the scores' maps by KSVD and the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
+    """the scores' maps by KSVD, the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
 
-    C_q = mean Fφ(q)φ(q)ᵀFᵀ and C_k over the calibration tokens: e and r are the leading left and right singular vectors
-    of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c absorbs. Λ is
-    (nΣ)⁻¹, n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r] to
-    the head's own output by ridge regression, whose strength a held-out part of the text decides.
+    C_q = mean Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the same for keys. e and r are the leading left and
+    right singular vectors of K = Φ_qΦ_kᵀ of these tokens (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor
+    that W_c absorbs. Λ is (nΣ)⁻¹, n the mean length of the sequences, so that their mean J is 0. W_c and b map [e; r]
+    to the head's own output by ridge regression with a strength chosen on a held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -95,17 +95,17 @@ class PrimalFit:
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
         """Return the fitted parameters; raise TextError for fewer than two sequences, or fewer tokens than scores.
 
-        They are `query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
-        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean tokens per sequence, with s' =
-        min(s, features). Scores beyond the rank of K are zero.
+        With s' = min(s, features), the parameters are `query_map`, `key_map` (heads, features, s'), `log_multipliers`
+        (heads, s'), `output_map` (heads, 2s', value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean
+        number of tokens per sequence. Scores beyond the rank of K are zero.
         """
         train, held_out = self.parts
         if train is None or held_out is None:
             raise TextError("primal needs at least two calibration sequences.", "Give a longer --calibration text.")
         both = train + held_out
         if (tokens := int(both.tokens.min())) < self.scores:
-            needed = f"primal with {self.scores} scores needs at least as many tokens of calibration text"
-            raise TextError(f"{needed}, but there are {tokens}.", "Give a longer --calibration text, or fewer scores.")
+            needed = f"primal with {self.scores} scores needs at least {self.scores} calibration tokens"
+            raise TextError(f"{needed}, but got {tokens}.", "Give a longer --calibration text, or fewer scores.")
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         maps = _assemble_map(query_map, key_map)
         fitting, choosing, whole = (moments.of_scores(maps) for moments in (train, held_out, both))
@@ -157,7 +157,7 @@ def regression(moments: Moments, strength: PerHead) -> tuple[OutputMap, Offset]:
 
 
 def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> PerHead:
-    """Compute Σ‖y − W_cᵀz − b‖² of every head."""
+    """Compute Σ‖y − W_cᵀz − b‖² for every head."""
     whole = torch.cat([output_map, offset[:, None]], -2)
     quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))
     return moments.energy - 2 * (whole * moments.cross).sum((-2, -1)) + quadratic
@@ -170,7 +170,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
     **PAIR | {"symmetric": False, "features": "finite", "form": "output"},
     parameters=(
         KernelParameter("scores", "number of scores s of each kind per token", int, low=1, high=65536),
-        KernelParameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
+        KernelParameter("samples", "rows of F (evenly spaced tokens); 0: F = I", int, default=0, low=0, high=65536),
     ),
     fused="scores, O(tokens)",
     fit=PrimalFit,
@@ -180,7 +180,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
 def primal(
     query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
 ) -> Output:
-    """Primal-Attention from KSVD scores of the token alone, without values (causal heads add running means)."""
+    """Compute Primal-Attention from each token's own KSVD scores, without values (causal heads add running means)."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)
     to_output = output_map.to(query)

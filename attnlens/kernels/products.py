@@ -26,7 +26,7 @@ ksvd = LazyModule("attnlens.maths.ksvd")
 SERIES = {**SCORE, "features": "finite", "fused": "row tiles; FlexAttention on a GPU from 4,096 tokens"}
 SUMMED = {**PAIR, "features": "finite", "form": "features", "fused": "running sums, O(tokens)"}
 PER_DECADE = 16  # offsets tried per factor of 10
-LARGEST_NARROW_ORDER = 8  # float64 above it: terms of the alternating sum are e^{2|x|} times as large as the sum
+LARGEST_NARROW_ORDER = 8  # float64 above this order: terms of the alternating sum are e^{2|x|} times the sum
 
 
 @kernel(
@@ -45,7 +45,7 @@ def exponential(score: Score) -> Score:
 class OffsetFit:
     """the offset c of each head: least squares of s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|, row-centred, on a grid of both signs.
 
-    The grid is 0 and ±p·10^{−1 … 2}, with PER_DECADE values per factor of 10; a parabola in log|c| refines the best.
+    The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor of 10; a parabola in log|c| refines the best value.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -56,7 +56,7 @@ class OffsetFit:
         self.errors = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the squared error of every offset on this batch."""
+        """Add the squared error of every offset on a batch."""
         query, seen = sample_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
         differences = (score - self.degree * log_magnitude(score + offset) for offset in self.offsets)
@@ -82,7 +82,7 @@ def _shift(score: Score, offset: float, offset_of_head: PerHead) -> Score:
 
 
 def _odd_sign(value: Score) -> Score:
-    """Return the sign, + at 0, since the magnitude there is not 0: a row of zeros gives uniform attention."""
+    """Return the sign, with +1 at 0, where the magnitude is not 0: a row of zeros gives uniform attention."""
     return 1.0 - 2.0 * (value < 0).to(value)
 
 
@@ -164,13 +164,13 @@ class OriginFit:
         self.scatter = self.target = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never stored."""
+        """Add the normal equations of a batch, without storing z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩."""
         seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
         half = key.square().sum(-1, keepdim=True) / 2
         # changes only rounding, in which keys with a large common part would lose their scatter
         key = key - key.mean(-2, keepdim=True)
         count = seen.sum(-1)[..., None]
-        mean = seen @ key / count.clamp_min(1)  # a count below 1 is 0, of a query without a choice
+        mean = seen @ key / count.clamp_min(1)  # a count below 1 is 0: the query has no choice
         # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, m_i the mean key that query i sees
         scatter = (key * seen.sum(-2)[..., None]).mT @ key - (mean * count).mT @ mean
         by_key = seen.sum(-2)[..., None] * half + self.ratio * ((seen.mT @ query) * key).sum(-1, keepdim=True)
@@ -218,9 +218,9 @@ def _rbf_dot(
     trainable=("origin",),
 )
 def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
-    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, equal to it if all ‖k‖ are equal.
+    """The Gaussian kernel; for γ = ½, the exponential kernel times e^{−s‖k‖²/2}, which cancels if all ‖k‖ are equal.
 
-    The fitted `origin` b changes a row's softmax by its key term 2γs⟨b, k⟩ alone; the query term −γs‖q + b‖² matters if
+    The fitted `origin` b changes a row's softmax only by the key term 2γs⟨b, k⟩; the query term −γs‖q + b‖² matters if
     rows are averaged or compared with a sink.
     """
     query = wide(query)
@@ -237,7 +237,7 @@ def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = Non
     parameters=(KernelParameter("gamma", "the inverse width γ", float, default=1.0, above=0.0),),
 )
 def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Matrix:
-    """The exponential of the city-block distance."""
+    """The exponential of the negative city-block distance."""
     return -gamma * scale * _distance(query, key, 1)
 
 
@@ -252,7 +252,7 @@ def intersection(query: Query, key: Key, scale: float) -> Matrix:
 
 @kernel(
     "l2",
-    formula="log(σ·s‖q − k‖), σ = 1: any other cancels",
+    formula="log(σ·s‖q − k‖), σ = 1: any other σ cancels",
     source="Wright & Gonzalez 2021",
     **PAIR | {"features": "none"},
 )
@@ -274,7 +274,7 @@ class BetaFit:
         self.product = self.square = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add this batch's two sums."""
+        """Add the two sums of a batch."""
         (query, seen), key = sample_rows(call), call.paired_key.double()
         logits = centre_rows(query @ key.mT * call.scale, seen)
         cosine = centre_rows(ksvd.unit(wide(query)) @ ksvd.unit(wide(key)).mT, seen)
@@ -367,7 +367,7 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 
 
 class LearnedStart:
-    """the maps W of queries and keys: at first rows of random orthogonal directions with the lengths of Gaussian rows.
+    """the maps W of queries and keys: initially rows of random orthogonal directions with lengths of Gaussian rows.
 
     Before training, φ(q)φ(k) is therefore close to positive random features of ±ω (Choromanski et al. 2021, Lemma 1).
     """
@@ -401,7 +401,7 @@ class LearnedStart:
 def learned_features(
     x: Tokens, scale: float, side: str, count: int, query_weight: Weight, key_weight: Weight
 ) -> Features:
-    """Linear attention with learned positive features: maps of queries and of keys, each head its own.
+    """Linear attention with learned positive features: each head has a map of queries and a map of keys.
 
     The features of each sign sum to 1, so that k lies between 0 and 2. `heal` trains the maps by attention transfer.
     """

@@ -36,7 +36,7 @@ class KernelParameter:
     default: float | None = None  # value if none is typed; None: the parameter is required
     low: float | None = None  # smallest allowed value
     above: float | None = None  # exclusive lower bound
-    high: float | None = None  # largest allowed value: a larger value is a typo, which would need too much memory
+    high: float | None = None  # largest allowed value; a larger one is probably a typo, and would need too much memory
     even: bool = False  # True if odd values make the kernel negative somewhere (refused unless allow_signed)
     multiple_of: int = 1  # for counts: number that divides all allowed values
     words: tuple[tuple[str, float], ...] = ()  # values typed as words: the only values if there are no bounds
@@ -44,7 +44,7 @@ class KernelParameter:
 
 
 def choice(name: str, meaning: str, words: Sequence[str], default: int | None = None) -> KernelParameter:
-    """Build a parameter with values typed as words, which stand for their indices; a default is not spelled."""
+    """Build a parameter with values typed as words and stored as their indices; spellings omit a default."""
     values = tuple((word, index) for index, word in enumerate(words))
     return KernelParameter(name, meaning, int, default, words=values, shown_at_default=default is None)
 
@@ -61,16 +61,16 @@ class KernelInfo:
     symmetric: bool  # True if k(x, y) = k(y, x) for equal projections of queries and keys
     features: Literal["finite", "infinite", "none"]  # number of features in k = ⟨φ(q), φ(k)⟩; none: no known φ
     form: Literal["score", "pair", "features", "output"]
-    """Arguments of `function`: the score s⟨q, k⟩ (or that of `dot`); queries and keys; queries or keys, for their φ; or
-    features of both, for the output (attention is then not a sum over keys)."""
+    """Arguments of `function`. score: s⟨q, k⟩, or the score that `dot` gives; pair: queries and keys; features: queries
+    or keys; output: the features of queries and those of keys (attention is then not a sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k; features: (x, scale,
     "query" or "key", **parameters) → φ; output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[KernelParameter, ...] = ()
     sign: Callable[..., Tensor] | None = None  # score: (score, **parameters) → sign of k, if it can be negative
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
-    """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
-    equals log k up to terms that softmax cancels."""
+    """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair:
+    s'⟨q', k'⟩ equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
     """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel; None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
@@ -95,12 +95,12 @@ class KernelInfo:
 
 @runtime_checkable
 class Fit(Protocol):
-    """Fit of a kernel's free parameters per head, in closed form from the calls that the model makes."""
+    """Fit of a kernel's free parameters per head, in closed form from the model's attention calls."""
 
-    typed: dict[str, float]  # each parameter before the fit; empty for a kernel that is undefined without a fit
+    typed: dict[str, float]  # value of each parameter before the fit; empty if the kernel is undefined without it
 
     def update(self, call: Call) -> None:
-        """Add the queries, keys and values that the model computes for these heads in a batch."""
+        """Add the queries, keys and values of these heads from one batch."""
 
     def solve(self) -> dict[str, Tensor]:
         """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
@@ -122,12 +122,12 @@ def kernel(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
-    Raises UsageError if the name is taken, unless `replace` replaces the kernel of another module.
+    Raises UsageError if another kernel has this name, unless `replace` is true, or if a tie, filter or hybrid has it.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in (*TIES, *FILTERS, *HYBRIDS):
-            raise UsageError(f"{name!r} is a tie, filter or hybrid, not a kernel.", "Choose another name.")
+            raise UsageError(f"The name {name!r} is taken by a tie, filter or hybrid.", "Choose another name.")
         if name in KERNELS and not replace:
             refuse_replacing("kernel", name, function, KERNELS[name].function)
         build: Callable[..., KernelInfo] = KernelInfo
@@ -138,12 +138,12 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ; NaN if JLJ is not finite, for which LAPACK would raise."""
+    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ; NaN if JLJ is not finite, because LAPACK would then fail."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 
 def positive_part(form: Pairs) -> Pairs:
-    """Compute [X]₊ of a symmetric X: negative eigenvalues become 0. Has no gradient if eigenvalues are equal."""
+    """Compute [X]₊: set the negative eigenvalues of a symmetric X to 0. No gradient exists if eigenvalues are equal."""
     values, vectors = torch.linalg.eigh(form)
     positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return positive
@@ -156,12 +156,12 @@ class Modifier:
     name: str  # on the command line
     formula: str  # effect on log k, or the condition for a query i to keep a key j
     meaning: str  # effect in plain words
-    source: str  # paper that defines it
+    source: str  # paper that defines the modifier
     parameters: tuple[KernelParameter, ...] = ()
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
     """Filters: (query positions, key positions, **parameters), which broadcast → which keys are kept."""
     reach: Callable[..., int] | None = None  # filters: largest |i − j| of a kept key, in tokens; None for any distance
-    from_start: bool = False  # filters: whether positions count from the start of the text
+    from_start: bool = False  # filters: True if positions count from the start of the text
     part: Callable[[Pairs], Pairs] | None = None  # ties of whole sequences: log k → part kept, up to query-only terms
     caution: str = ""  # caveat for readers of its numbers
 
@@ -174,7 +174,7 @@ class KeyFilter:
     parameters: Mapping[str, int]
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
-        """Return which keys at positions `keys` queries at positions `queries` keep, regardless of causality."""
+        """Return True for the keys, given by position, that each query keeps; causality is ignored."""
         assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
         return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
 
@@ -185,14 +185,14 @@ class KeyFilter:
 
 
 def _whole(name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]) -> Modifier:
-    """Build a tie of whole sequences: `combine` maps JLJ and c to the part kept of LJ = JLJ + 1cᵀ."""
+    """Build a tie of whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep."""
 
     def part(log_k: Pairs) -> Pairs:
         seen = log_k - log_k.mean(-1, keepdim=True)
         key = seen.mean(-2, keepdim=True)
         return combine(seen - key, key)
 
-    caution = "For analysis: it decomposes whole matrices of log k, in O(T²) memory."
+    caution = "For analysis only: whole matrices of log k are decomposed, in O(T²) memory."
     return Modifier(name, formula, f"{meaning}; bidirectional heads", source, part=part, caution=caution)
 
 
@@ -207,8 +207,8 @@ TIES = _by_name(  # of queries and keys, for self-attention only
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
         "the mean of log k and its transpose",
         "Tsai T.2",
-        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not the cost of "
-        "asymmetry alone; skewless measures that in bidirectional heads.",
+        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not that of "
+        "asymmetry alone. In bidirectional heads, skewless measures the cost of asymmetry.",
     ),
     Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
     Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
@@ -272,7 +272,7 @@ FILTERS = _by_name(  # which keys a query keeps, by position
     ),
 )
 LOLCATS = "Zhang et al. 2024 (LoLCATs)"
-HYBRIDS = {  # near keys, which a filter keeps, have the model's own kernel, and all other keys a kernel of features
+HYBRIDS = {  # near keys, which a filter keeps, use the model's own kernel, and all other keys a kernel of features
     name: replace(
         window,
         name=name,

@@ -48,7 +48,7 @@ class Kernel:
 
     @cached_property
     def formula(self) -> str:
-        """Formula of log k, including the effect of its tie and filter."""
+        """Formula of log k, including the effects of the tie and the filter."""
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         modifiers = [TIES[self.tie]] if self.tie is not None else []
@@ -57,46 +57,46 @@ class Kernel:
 
     @cached_property
     def signed(self) -> bool:
-        """Whether k can be negative, so that attention is k / Σk instead of softmax(log k)."""
+        """True if k can be negative; attention is then k / Σk instead of softmax(log k)."""
         return not self.info.positive or any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
 
     @property
     def oracle(self) -> bool:
-        """Whether its tie decomposes log k of the evaluated text itself: an analysis, not a model."""
+        """True if the tie decomposes log k of the evaluated text itself: an analysis, not a model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property
     def tied_by(self) -> str:
-        """Name that the user typed for its tie, or for its analysis (`nearest:positive,oracle`)."""
+        """Name that the user typed for the tie, or for the oracle's analysis (`nearest:positive,oracle`)."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
     def needs_fit(self) -> bool:
-        """Whether it is undefined without calibration text."""
+        """True if the kernel is undefined without calibration text."""
         return self.info.needs_fit and not self.oracle
 
     @property
     def fits(self) -> bool:
-        """Whether a fit has parameters to choose."""
+        """True if the kernel has parameters that a fit can choose."""
         return self.info.fit is not None or self.near is not None
 
     @property
     def fit_reads(self) -> bool:
-        """Whether its fit reads text, and not only shapes."""
+        """True if the fit reads text; False if it reads only shapes."""
         return self.info.fit_reads or self.near is not None
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
-        """Map from log k of a whole sequence to the part its tie keeps; None without such a tie."""
+        """Map from log k of a whole sequence to the part that the tie keeps; None without such a tie."""
         return None if self.tie is None else TIES[self.tie].part
 
     @property
     def joins(self) -> bool:
-        """Whether key heads share its fitted parameters, so that a single head cannot have it."""
+        """True if key heads share the fitted parameters, so the kernel cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
     def of_head(self, index: int) -> Kernel:
-        """Return the kernel of one fitted head, by its index among the fitted heads."""
+        """Return the kernel of one fitted head, given the head's index among the fitted heads."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
         if "members" in fitted:
             fitted["members"] = fitted["members"] * 0  # a single head has a single key head
@@ -104,11 +104,11 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether attention has a gradient in queries and keys; eigenvalues that meet at 0 have none."""
+        """True if attention has a gradient in queries and keys; uniform, hard and eigenvalue kernels have none."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return the call and kernel to compute: unchanged, or an equal call with the exponential kernel."""
+        """Return the call and kernel to compute: unchanged, or an equivalent call with the exponential kernel."""
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:
@@ -118,43 +118,43 @@ class Kernel:
 
     @property
     def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
-        """Fitted parameters that the kernel's functions take: all except a hybrid's weight of near keys."""
+        """Fitted parameters passed to the kernel's functions: all except a hybrid's weight of near keys."""
         return {name: part for name, part in self.fitted.items() if name != NEAR_WEIGHT}
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the parameters that a fit chooses, without indices of key heads and the model's rotation."""
+        """Names of the parameters that a fit chooses, without the indices of key heads and the model's rotation."""
         return sorted(name for name in self.fitted if name not in ("members", "key_head", "frequency", "partner"))
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """Names of fitted parameters that healing may train."""
+        """Names of the fitted parameters that healing can train."""
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
     def fitting(self) -> Fit | None:
-        """Build the fit of its free parameters per head; None if there are none."""
+        """Build the fit of the kernel's free parameters per head; return None if there are none."""
         fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         return fit if self.near is None else NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
-        """Compute φ of the queries or keys (`side`: "query" or "key"); raise UsageError without a required fit."""
+        """Compute φ of the queries or keys (`side`: "query" or "key"); raise UsageError if a needed fit is missing."""
         assert self.info.feature_map is not None  # noqa: S101  # callers that sum features check this
         self._refuse_unfitted()
         return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
 
     def with_fitted(self, fitted: Mapping[str, Shaped[Tensor, "heads ..."]]) -> Kernel:
-        """Return the same kernel with these parameters chosen per head."""
+        """Return a copy of the kernel with these fitted per-head parameters."""
         return replace(self, fitted=dict(fitted))
 
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms, for equally many heads.
+        """Compute log|k(q, k)| of these rows and columns exactly, with query-only terms, for equally many heads.
 
-        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. In float32 at least, unless
-        the result is the score itself (exponential, rank, hard). A tie of whole sequences treats the tokens as one
-        sequence, without query-only terms. A hybrid gives the kernel of far keys. Raises UsageError for a tie of
-        queries and keys of different tokens, and for a kernel without a required fit.
+        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores. The result has at least
+        float32, unless it is the score itself (exponential, rank, hard). A tie of whole sequences treats the tokens as
+        one sequence and omits query-only terms. For a hybrid, the result is the kernel of far keys. Raises UsageError
+        if queries and keys to be tied belong to different tokens, or if a required fit is missing.
         """
         query, key = self.apply_tie(query, key)
         if self.part is not None:
@@ -167,7 +167,7 @@ class Kernel:
     def sign(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """Compute the sign of k, for a kernel that is `signed`."""
+        """Compute the sign of k for a `signed` kernel."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
         query, key = self.apply_tie(query, key)
         scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
@@ -176,7 +176,7 @@ class Kernel:
     def apply_tie(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
-        """Return queries and keys after the tie; raise UsageError for a tie if they belong to different tokens."""
+        """Return queries and keys after the tie; raise UsageError if tied queries and keys are of different tokens."""
         if self.tie is not None:
             refuse_unpaired(self.tie, query.shape[-2], key.shape[-2])
         return key if self.tie == "tied-key" else query, query if self.tie == "tied-query" else key
@@ -184,7 +184,7 @@ class Kernel:
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
-            problem = f"{info.name} is not a function of a query and a key: it has no attention matrix."
+            problem = f"{info.name} is not a function of a query and a key, so it has no attention matrix."
             raise UsageError(problem, "Compare outputs, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":
@@ -198,12 +198,12 @@ class Kernel:
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
-            problem = f"{self.info.name} must be fitted before it can be used."
+            problem = f"The kernel {self.info.name} must be fitted before use."
             raise UsageError(problem, "Add --fit and calibration text.")
 
 
 def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:
-    """Raise UsageError if queries and keys belong to different tokens; `cross`: to different sequences."""
+    """Raise UsageError if queries and keys belong to different tokens or, with `cross`, to different sequences."""
     if cross or queries != keys:
         what = "attends to another sequence" if cross else f"has {queries} queries and {keys} keys"
         remedy = "Leave out cross-attention with --part, and run without a key-value cache (use_cache=False)."
@@ -211,7 +211,7 @@ def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) 
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
-    """Compute s⟨q, k⟩, bounded by the model's softcap if it has one."""
+    """Compute s⟨q, k⟩, bounded by `softcap` unless it is None."""
     product = query @ key.mT * scale
     return product if softcap is None else (product / softcap).tanh() * softcap
 
@@ -222,7 +222,7 @@ def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Compute log|x| in float32 at least, bounded by the smallest normal number: a row of zeros stays uniform."""
+    """Compute log|x| in float32 at least, |x| at least the smallest normal number: a row of zeros stays uniform."""
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
@@ -230,13 +230,13 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def smallest_kernel(of: dtype) -> float:
     """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31).
 
-    It is the smallest normal number over eps: such small sums are still of normal numbers, and 1/k has a gradient.
+    It equals the smallest normal number divided by eps: sums this small keep all digits, and 1/k has a gradient.
     """
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
 def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
-    """Spell a kernel, filter or hybrid with its parameters, without those not `shown_at_default`."""
+    """Spell a kernel, filter or hybrid with its parameters; those at their default only if `shown_at_default`."""
     words = []
     for parameter in known:
         value = values[parameter.name]
@@ -247,7 +247,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """A hybrid's fit: log γ, initially 0, and the parameters that the fit of its far part chooses."""
+    """Fit of a hybrid: log γ, initially 0, and the parameters chosen by the fit of the far part."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
@@ -267,11 +267,11 @@ class NearFit:
         return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}
 
 
-MOST_ROWS = 32  # queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums
+MOST_ROWS = 32  # most queries per sequence whose rows a fit computes, if sums of size head_dim do not suffice
 
 
 def pairs_seen(call: Call, rows: slice = WHOLE) -> Seen:
-    """Return 1 for keys that queries of `rows` see, in float64; 0 for queries that see fewer than two (no choice)."""
+    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; all 0.0 if a query sees fewer than two."""
     query, seen = call.query[..., rows, :].double(), call.visible(rows)
     pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
     return pairs * (pairs.sum(-1, keepdim=True) >= 2)
@@ -281,7 +281,7 @@ def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention is twice its KL divergence to second order. The uniform half
-    gives weight to other keys, whose logits a wrong fit could raise. A sink takes half of its weight.
+    gives weight to other keys, whose logits a wrong fit could raise. A sink has half of its attention weight.
     """
     seen = pairs_seen(call)
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
@@ -296,9 +296,10 @@ def own_attention(call: Call) -> Matrix:
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
-    """Compute a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
+    """Compute a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), ō_i = Σ_j a_ij v_j: the squared effect of an error in a logit.
 
-    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is G of each head, such as W_OᵀW_O.
+    Errors δ_ij of the logits change the output by Σ_j a_ij δ_ij (v_j − ō_i) to first order. `metric` is G of each head,
+    such as W_OᵀW_O.
     """
     attention = own_attention(call)
     value, metric = call.paired_value.double(), metric.double().to(attention.device)
@@ -310,14 +311,14 @@ def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim
 
 
 def sample_rows(call: Call) -> tuple[Query, Seen]:
-    """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
+    """Return up to MOST_ROWS evenly spaced queries per sequence (float64, including the last) and the keys seen."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
     return call.query[..., rows, :].double(), pairs_seen(call, rows)
 
 
 def centre_rows(values: Matrix, seen: Seen) -> Matrix:
-    """Subtract from each row its mean over the keys seen; 0 elsewhere."""
+    """Subtract from each row its mean over the keys seen; set all other entries to 0."""
     count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query without a choice
     mean = (values * seen).sum(-1, keepdim=True) / count
     return (values - mean) * seen

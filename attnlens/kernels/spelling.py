@@ -1,4 +1,4 @@
-"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count what it stores per head."""
+"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count the numbers stored per head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
 
     Values may be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
     alone applies to the exponential kernel. Raises UsageError for unknown names (with a suggestion), for parameters of
-    a wrong type or range, for parts that do not go together, and for an odd power unless signed kernels are allowed.
+    a wrong type or range, for parts that cannot be combined, and for an odd power unless `allow_signed` is true.
     """
     known = kernels()
     bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
@@ -44,7 +44,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))
     odd = [p.name for p in base.info.parameters if p.even and base.parameters[p.name] % 2]
     if odd and not allow_signed:
-        problem = f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities."
+        problem = f"With an odd {odd[0]}, {base.info.name} can be negative, so attention rows are not probabilities."
         raise UsageError(problem, f"Choose an even {odd[0]}, or pass allow_signed=True in Python.")
     for problem, remedy in _conflicts(words, kernel, ties):
         raise UsageError(f"{words!r}: {problem}.", remedy)
@@ -59,17 +59,17 @@ def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter])
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             if index >= len(parameters):
-                count = {0: "no parameter", 1: "one parameter"}.get(len(parameters), f"{len(parameters)} parameters")
-                raise UsageError(f"{name} takes {count}, not {word!r}.", remedy)
+                count = {0: "no parameters", 1: "one parameter"}.get(len(parameters), f"{len(parameters)} parameters")
+                raise UsageError(f"{name} takes {count}, so {word!r} is not allowed.", remedy)
             key, value = parameters[index].name, word.strip()
         if key not in known:
             raise UsageError(f"{name} has no parameter {key!r}.", remedy)
         if key in values:
-            raise UsageError(f"{name}: duplicate parameter {key}.", remedy)
+            raise UsageError(f"{name}: the parameter {key} is given twice.", remedy)
         values[key] = _parse_number(name, known[key], value)
     for missing in (p for p in parameters if p.name not in values and p.default is None):
         choices = f" ({' or '.join(word for word, _ in missing.words)})" if missing.words else ""
-        raise UsageError(f"{name} needs {missing.name}: {missing.meaning}{choices}.", remedy)
+        raise UsageError(f"{name} needs the parameter {missing.name}: {missing.meaning}{choices}.", remedy)
     return {p.name: values[p.name] if p.default is None else values.get(p.name, p.default) for p in parameters}
 
 
@@ -105,11 +105,11 @@ def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
 def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
     """Return the remedy for a wrong parameter: an example of the spelling."""
     if not parameters:
-        return f"Write it as {name}."
+        return f"Write {name} without parameters."
     if modifier := FILTERS.get(name) or HYBRIDS.get(name):
-        return f"Write it like {example(name, modifier.parameters)}; `attnlens list kernels` explains it."
+        return f"Write, for example, {example(name, modifier.parameters)}; see `attnlens list kernels`."
     shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
-    return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."
+    return f"Write {name}:{shown}; `attnlens list kernels` explains the parameters."
 
 
 def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -121,10 +121,10 @@ def _conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tupl
         yield problem, f"Leave out {ties[0]}."
     if kernel.part is not None and info.form != "output":
         if hidden is not None:
-            yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", "Omit one of them."
+            yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", f"Leave out {hidden}."
         if kernel.signed or info.hard or info.form == "features":
             what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
-            problem = f"{tie} removes a part of log k, but {info.name} {what}: it would be another kind of kernel"
+            problem = f"{tie} removes a part of log k, but {info.name} {what}, which would change the kind of kernel"
             yield problem, f"Write {tie} alone, or with a kernel such as rbf."
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:
@@ -150,7 +150,7 @@ def far_kernels() -> list[str]:
 
 
 def default_of(parameter: KernelParameter) -> str:
-    """Return the parameter's default as typed; … if it must be given."""
+    """Return the parameter's default as typed; `…` if the parameter is required."""
     if parameter.default is None:
         return "…"
     return next((word for word, number in parameter.words if number == parameter.default), f"{parameter.default:g}")
@@ -173,11 +173,11 @@ class HeadShape:
     head_dim: int
     value_dim: int
     tokens: int  # number of keys that the last query sees
-    causal: bool  # whether no query sees a later key
+    causal: bool  # True if no query sees a later key
 
     @property
     def token(self) -> int:
-        """Numbers that a cache stores per token: its key and its value."""
+        """Number of coordinates that a cache stores per token, in a key and a value."""
         return self.head_dim + self.value_dim
 
 
@@ -213,7 +213,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return how many numbers a cache stores per key (its part of a latent), mean over heads; None if head_dim."""
+    """Return how many numbers a cache stores per key (its part of a latent), mean over heads; None for whole keys."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
@@ -228,7 +228,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
     These are the first 4 tokens (at most half of the keys) and the nearest; without `state`, the first 4 and the 64
-    nearest. In bidirectional heads |i − j| < w keeps 2w − 1 keys, which can cost one of the first tokens.
+    nearest. In bidirectional heads |i − j| < w keeps 2w − 1 keys, so that one of the first tokens may not fit.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # callers have a state of at least one token
     if keys >= shape.tokens:
@@ -242,7 +242,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or a filtered kernel into the model's own kernel in that window and the kernel without it."""
+    """Split a hybrid or filtered kernel into the model's own kernel in the window and the kernel without window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

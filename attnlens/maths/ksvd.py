@@ -68,7 +68,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1): K is a cosine. A zero vector stays zero."""
+    """Return φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1), so that K is a cosine. A zero vector stays 0."""
     return unit(x.double())
 
 
@@ -85,7 +85,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 
 
 def centre_rows(x: Queries) -> Queries:
-    """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if they differ by rounding alone.
+    """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if the rows differ only by rounding.
 
     Applied to key features it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
     """
@@ -201,8 +201,8 @@ class Dual:
 def dual(query_features: Queries, key_features: Keys, s: int, projection: Sampled | None = None) -> Dual:
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
-    `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, because K has no
-    more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
+    `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, the most that
+    K can have. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
     contains NaN or Inf.
     """
     require_positive("s", s)
@@ -400,10 +400,10 @@ def objective(
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> PerHead:
-    """Return J of every head, of any sign, in the kernel's unit, by the convention `paper` (Eq. 6) or `code`.
+    """Return J of every head, of any sign and in the kernel's unit, under the convention `paper` (Eq. 6) or `code`.
 
-    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), 0 at every stationary point, each half of the scores being ½Σσ.
-    That is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
+    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), 0 at every stationary point, where e and r contribute ½Σσ each.
+    J = 0 is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
     tr(W_eᵀW_r), 0 if Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError for another
     convention.
     """
@@ -463,9 +463,9 @@ def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHea
 def share_inside(values: Float[Tensor, "*batch n value_dim"], basis: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
-    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V
-    with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
-    (sizes − 1)/(n − 1), as that of K itself if its first mode is near-constant. NaN if all tokens have the same value.
+    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. H_r is orthogonal to 1 and contains, for V with
+    independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
+    (sizes − 1)/(n − 1), like that of K itself if its first mode is near-constant. NaN if all tokens have one value.
     """
     centred = centre_rows(values)
     first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

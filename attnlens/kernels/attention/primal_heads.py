@@ -35,13 +35,13 @@ class PrimalHeads(nn.Module):
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Build the module; warn if `scores` exceeds the bound of the rank; raise UsageError for wrong counts."""
+        """Build the module; warn if `scores` exceeds the largest rank; raise UsageError for invalid counts."""
         super().__init__()
         for name, count in {"heads": heads, "head_dim": head_dim, "scores": scores, "samples": samples}.items():
             least = 0 if name == "samples" else 1
             if not isinstance(count, Integral) or count < least:
                 problem = f"{name} must be a whole number of at least {least}, not {count!r}."
-                raise UsageError(problem, f"Give an int from {least}.")
+                raise UsageError(problem, f"Give an int, {least} or more.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
         if scores > bound:
             text = f"{scores} scores requested, but {what} limits their rank to {bound}; further scores have no effect."
@@ -61,28 +61,28 @@ class PrimalHeads(nn.Module):
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
         """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
-        If `causal`, means over the tokens 0 … i replace queries and keys. Raises UsageError if `samples` > 0 and `rows`
-        are missing, or if `causal`.
+        If `causal`, means over the tokens 0 … i replace queries and keys. If `samples` > 0, raises UsageError if `rows`
+        is missing or `causal` is true.
         """
         if self.samples and rows is None:
-            raise UsageError("Primal attention needs the inputs that its rows are sampled from.", "Pass rows.")
+            raise UsageError("Primal attention with samples > 0 needs inputs to sample from.", "Pass them as rows=….")
         query, key = cosine_features(query, key, real, causal=causal, samples=self.samples, rows=rows)
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
         self.last = (e, r, real) if self.training else (e.detach(), r.detach(), real)
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
 
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
-        """Compute J of the last forward pass, by sequence and head.
+        """Compute J of the last forward pass for each sequence and head.
 
-        Raises UsageError if there was no pass, if `regulariser` released it, or if it recorded no gradients.
+        Raises UsageError if no pass is stored (`regulariser` releases it), or if the pass lacks the gradients needed.
         """
         if self.last is None:
             problem = "J is computed from a forward pass, but none has run since the last call of the regulariser."
-            raise UsageError(problem, "Run the model first.")
+            raise UsageError(problem, "Run the model before computing J.")
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
-            problem = "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing."
-            raise UsageError(problem, "Run it without these (use_reentrant=False), or compute J under torch.no_grad().")
+            problem = "The last forward pass recorded no gradients (eval mode, no_grad or reentrant checkpointing)."
+            raise UsageError(problem, "Keep gradients (with use_reentrant=False), or compute J under torch.no_grad().")
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
 
@@ -108,7 +108,7 @@ class PrimalAttention(nn.Module):
         """Build the layer; raise UsageError for inconsistent numbers, warn if head_dim or samples bound the rank."""
         super().__init__()
         if heads < 1 or d_model % heads:
-            raise UsageError(f"{d_model} dimensions cannot be split into {heads} heads.", "Give a divisor of d_model.")
+            raise UsageError(f"d_model={d_model} is not divisible by heads={heads}.", "Choose a divisor of d_model.")
         if causal and samples:
             raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
         self.count, self.causal = heads, causal
@@ -118,7 +118,7 @@ class PrimalAttention(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "batch tokens d_model"], real: Bool[Tensor, "batch tokens"] | None = None
     ) -> Float[Tensor, "batch tokens d_model"]:
-        """Compute the layer's output; `real` is False at padded tokens, whose heads return zero."""
+        """Compute the layer's output; `real` is False at padded tokens, where every head returns zero."""
         rows = self._split(inputs) if self.heads.samples else None
         mask = None if real is None else real[:, None]
         query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
@@ -131,12 +131,12 @@ class PrimalAttention(nn.Module):
 
 
 def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
-    """Compute the term ≥ 0 that η multiplies in the training loss L + η·ΣJ², for all primal layers' last forward pass.
+    """Compute the term ≥ 0 that η multiplies in the loss L + η·ΣJ², from the last forward pass of all primal layers.
 
     paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
     tokens with Λ². Both are averaged over the batch's sequences. After a training pass the term is differentiable, and
     the layers release the pass, so that no graph outlives the step; after an eval pass call it under torch.no_grad.
-    Raises UsageError for a model without primal attention, and if `PrimalHeads.objectives` does.
+    Raises UsageError for a model without primal attention, and whenever `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

@@ -30,7 +30,7 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
 
 
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
-    """Return the route by which `attend` computes the call: a key of COMPUTED.
+    """Return the name of the route, a key of COMPUTED, by which `attend` computes the call.
 
     Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden pairs
     or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
@@ -63,7 +63,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     if path == "auto":
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
-    problem = f"{kernel.spelling} has no fused path here: {reason}."
+    problem = f"No fused implementation can compute {kernel.spelling} here: {reason}."
     raise UsageError(problem, "Use path='auto' or 'eager': both are exact.")
 
 
@@ -81,7 +81,7 @@ bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
-    """Return why the fused route `name` cannot compute the call, "" if it is for other kernels; None if it can."""
+    """Return why the fused route `name` cannot compute the call; "" for other kernels' routes; None if it can."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
     sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {
@@ -100,7 +100,7 @@ def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
     from_start = near is not None and near.modifier.from_start
     padded_left = from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all())
     obstacles = {
-        "with a key-value cache, rows are computed as a whole": cached,
+        "hybrids with a key-value cache are computed in row tiles": cached,
         "in left-padded sequences the first tokens are not at position 0": padded_left,
         f"{info.name} is fused only by FlexAttention, which requires a GPU": flex and not call.query.is_cuda,
         "its parameters are fitted per head": flex and bool(kernel.fitted),
@@ -109,7 +109,7 @@ def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
         f"SDPA cannot apply the filter {filter_name} by itself": name == "sdpa" and hidden is not None,
         "the model adds a bias to its scores, which running sums do not support": sums and call.bias is not None,
         "dropout acts on attention weights, which a fused path does not materialise": bool(call.dropout),
-        "the model has attention sinks, which need the full form": call.sinks is not None,
+        "the model has attention sinks, which need explicit attention weights": call.sinks is not None,
         f"{kernel.tie} needs log k of the whole sequence at once": kernel.part is not None,
         f"{kernel.tie} needs log k and its transpose": kernel.tie == "symmetric",
         f"{info.name} picks a single key instead of summing over keys": info.hard,

@@ -34,7 +34,7 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Split a mask into the allowed keys and the position bias that it adds (None: no bias).
 
     A constant added to all visible pairs is not a bias (EoMT adds 1). A masked pair gets the bias of its head in the
-    sequences in which the pair is visible (Swin's windows), or 0 if these differ.
+    sequences in which the pair is visible (Swin's windows), or 0 if these biases differ.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -48,8 +48,8 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def visible_under(mask: Tensor) -> Tensor:
     """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
-    An entry is masked if it is below LOST, or GAP below the largest of its row without entries of the head that bridge
-    the gap: −100 on top of a position bias is a mask (Swin), a bias that falls in small steps is not (ALiBi).
+    An entry is masked if it is below LOST, or more than GAP below its row's largest, unless other entries of the head
+    bridge the gap: −100 on top of a position bias is a mask (Swin), a bias that falls in small steps is not (ALiBi).
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -94,7 +94,7 @@ class Positions:
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
     """Find the position of each query among the keys, and the start of each sequence: the first key that is seen.
 
-    Without a key-value cache, query i has position i; with a cache, that of the last key it sees. Raises UsageError for
+    Without a key-value cache, query i has position i; with one, that of the last key it sees. Raises UsageError for
     cross-attention, and if the filter counts from a start that a sliding window hides in a run with a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
@@ -136,7 +136,7 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
 def position_error(reason: str) -> UsageError:
     """Build the error for a filter if queries have no position among the keys."""
     problem = f"A filter or hybrid needs the position of each query among the keys, but {reason}."
-    return UsageError(problem, "Leave out such sites with --part or --layers, or use the kernel without it.")
+    return UsageError(problem, "Leave out the filter or hybrid, or such sites with --part or --layers.")
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
@@ -152,18 +152,18 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for a tie of whole sequences if a mask hides pairs of tokens, or if the model has sinks."""
     name = kernel.tied_by
     if call.sinks is not None:
-        problem = f"{name} omits terms of the query alone, which matter in this model because of its attention sinks."
+        problem = f"{name} omits query-only terms, which matter in this model because it has attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
     real = _real(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
-        problem = f"{name} needs every pair of tokens, but this head's mask hides some (causal, or a window)."
-        raise UsageError(problem, f"Choose the bidirectional sites: --part encoder, or --layers{instead}.")
+        problem = f"{name} needs every pair of tokens, but this head's mask hides some pairs (causal, or a window)."
+        raise UsageError(problem, f"Choose bidirectional sites with --part encoder or --layers{instead}.")
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
-    """Yield index, positions of real tokens and attention of one sequence at a time, in float64 for its means."""
+    """Yield, for one sequence at a time, its index, the positions of its real tokens, and its attention in float64."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
     for index, tokens in enumerate(_real(call)):

@@ -1,4 +1,4 @@
-"""Kernels of the score, and filters, through compiled FlexAttention on a GPU."""
+"""Attention under kernels of the score, and under filters, by compiled FlexAttention on a GPU."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch
 
 
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v, transforming each score where it is computed.
+    """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v, transforming each score as it is computed.
 
     Compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic uncompiled, for tests. Blocks of
-    keys that no query of a block sees are skipped. Rows that may see nothing are zero.
+    keys that no query of a block sees are skipped. Rows that see no key are zero.
     """
     query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice

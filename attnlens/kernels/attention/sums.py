@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
-    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's q', k', s'; blind rows are zero.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's q', k', s'; empty rows are zero.
 
     No tensor of size queries × keys is made except the model's own mask, or its sum with the bias.
     """
@@ -121,7 +121,7 @@ Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", row
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: pairs within a chunk by products, earlier keys by the sum."""
+    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: pairs within a chunk by products, earlier keys by a sum."""
     total, chunks, size = None, [], CHUNK_ON_GPU if query.is_cuda else CHUNK
     for start in range(0, query.shape[-2], size):
         rows = slice(start, start + size)
@@ -226,7 +226,7 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
 def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
     """Compute Fφ(q) and Fφ(k), in float32 or better, with the mask of real tokens (None: all are real).
 
-    φ normalises queries and keys; if the mask is causal, their means over the tokens 0 … i, as in the published code.
+    φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does.
     F is the identity if `samples` = 0, else that many evenly spaced rows of φ(k) (the paper takes rows of the module's
     input). Raises UsageError for cross-attention, a key-value cache, other masks, and samples under a causal mask.
     """
@@ -256,7 +256,7 @@ def whole_reach(call: Call) -> Reach:
     refuse_unpaired("primal", call.query.shape[2], call.key.shape[2], cross=call.cross)
     if (keys_reached := find_reach(call)) is None:
         problem = "Primal attention averages over tokens, but this site's mask is neither causal nor a mask of padding."
-        raise UsageError(problem, "Leave out such layers.")
+        raise UsageError(problem, "Leave out such layers with --layers.")
     return keys_reached
 
 
@@ -268,7 +268,7 @@ def by_primal(call: Call, kernel: Kernel) -> Sums:
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies, for one layer under a primal kernel, averaged over sequences."""
+    """Compute the term that η multiplies in the loss, averaged over sequences, for one layer under a primal kernel."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
@@ -290,7 +290,7 @@ def objectives(
 
 
 def running(x: Tokens, real: Real = None) -> Tokens:
-    """Compute row i as the mean of the real rows among 0 … i; zero before the first real row."""
+    """Return running means: row i is the mean of the real rows among 0 … i, or zero before the first real row."""
     if real is None:
         return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
     count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]

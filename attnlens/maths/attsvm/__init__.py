@@ -19,8 +19,8 @@ optimality or of infeasibility. Importers: as for `attnlens.maths`.
 >>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
 ('optimal', True, True)
 
-If no W separates, as with a copy of a selected token, the soft margin measures how nearly one does; C is the price of
-a constraint's slack.
+If no W separates, as with a copy of a selected token, the soft margin measures how close a W can come; C is the price
+of a constraint's slack.
 
 >>> copied = tokens.clone()
 >>> copied[4] = copied[1]

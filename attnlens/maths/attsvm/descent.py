@@ -68,7 +68,7 @@ class Relu:
 
 @dataclass(frozen=True)
 class Scores:
-    """f = Σ_t s_t γ_t: a linear head given by its score of each token."""
+    """f = Σ_t s_t γ_t: a linear head given by a score for each token."""
 
     scores: Float[Tensor, "trials n T"]
 
@@ -94,7 +94,7 @@ class Instances:
     allowed: Bool[Tensor, "trials n T"] | None = None  # Tokens that take part in the softmax (a causal mask); None: all
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
-        """Return the tokens relative to the chosen ones."""
+        """Return the tokens relative to the chosen token of each instance."""
         index = chosen[..., None, None].expand(-1, -1, 1, self.tokens.shape[-1])
         token = self.tokens.gather(2, index)
         differences = self.tokens - token
@@ -102,7 +102,7 @@ class Instances:
         return Anchored(chosen, token.squeeze(2), differences, pulls if self.allowed is None else pulls & self.allowed)
 
     def anchor_first(self) -> Anchored:
-        """Return the tokens relative to the first one that takes part."""
+        """Return the tokens relative to the first token that takes part in the softmax."""
         first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
         return self.anchor(first.long())
 
@@ -161,7 +161,7 @@ def descend(
 
     Factors (K, Q), W = KQᵀ: K ← K − lr·∇_W Q/c, Q ← Q − lr·∇_WᵀK/c with c = ‖∇_W‖ (`form`: W grows by (1 + lr)^2t at
     most) or each divided by its own norm (`own`: by t²). `floor` is added to every norm before dividing, as published
-    code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor it continues along the remaining
+    code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor, it follows the remaining tiny
     gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the iterations
     to record (0 is the start); the last one is always recorded. `progress` is called with the iterations done and their
     total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite,
@@ -192,7 +192,7 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
-    The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and that of α, which cancels all of them: no digits remain
+    The textbook's Σ_t s_t (γ_t − f) x_t also has a term of α, which cancels all other terms: no digits remain
     once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
@@ -248,7 +248,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K = 0 or Q = 0 is stationary: training never leaves it.", "Give nonzero initial K and Q.")
+        raise UsageError("K = 0 or Q = 0 is stationary: training cannot start.", "Give nonzero initial K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",

@@ -54,9 +54,9 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c, = b_c where equal, with its certificate.
 
     Att-SVM of Tarzanagh et al. 2023: min ½λᵀGλ − bᵀλ over the working set, then each query's most violated constraints
-    join, at most `limit` times. Equalities are eliminated first. Status `inaccurate`, with its gap, if that is not
-    enough. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a
-    problem without constraints.
+    join, at most `limit` times. Equalities are eliminated first. The status is `inaccurate`, with the gap reached, if
+    this does not suffice. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50];
+    UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -91,7 +91,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Exactly one of the two exists: W with u W z ≥ b, or λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
+    """Verdict and proof. Either W exists with u W z ≥ b, or λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
 
     verdict: bool | None  # True if a W exists; None if neither proof was found within the iteration limit
     distance: float | None
@@ -102,7 +102,7 @@ class Separability:
 def separable(problem: Problem, limit: int = 200) -> Separability:
     """Decide if any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
-    Raises the errors of `solve`.
+    Raises the same errors as `solve`.
     """
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":
@@ -171,7 +171,7 @@ class Constraints(UnitConstraints):
         self.independent: Int[ndarray, " rank"] = equal[pivots[:rank] - 1]
         self.factor = np.asfortranarray(factor[:rank, :rank])
         self.suspects: Rows = np.append(equal[pivots[rank:] - 1], np.flatnonzero(self.empty & ~self.equal))
-        """Dependent equalities and inequalities of length 0: others, or no W at all, can contradict them."""
+        """Dependent equalities, which can contradict others, and inequalities of length 0, which fail if b > 0."""
         loads = self.solve_root(self.solve_root(self.unit_bounds[self.independent]), transposed=True)
         self.missing: Each = self.unit_bounds - self.unit_scores(self.independent, loads)
         """b minus the score of the shortest W that meets the equalities."""
@@ -210,7 +210,7 @@ class Constraints(UnitConstraints):
         return self.unit_scores(np.append(rows, self.independent), np.append(loads, -share))
 
     def vectors(self, rows: Rows) -> Float[ndarray, "k width"]:
-        """Return vectors with these inner products."""
+        """Return vectors whose inner products are those of `gram`."""
         both = np.append(rows, self.independent)
         u, z = compact(self.u[both]), compact(self.z)[self.query_of[both]]
         if u.size * z.shape[1] > LARGE:
@@ -225,7 +225,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add λ of the equalities to these λ such that every equality has its b, or 0 if `meet_bounds` is false."""
+        """Add λ of the equalities such that each equality has the score b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -237,7 +237,7 @@ class Constraints(UnitConstraints):
         return all_rows, multipliers
 
     def refine(self, rows: Rows, loads: Loads) -> Loads:
-        """Return λ refined by its inequalities' residuals, with equalities met; unchanged if a sign would flip."""
+        """Return λ refined from its inequalities' residuals, with equalities met; unchanged if a sign would flip."""
         support = np.flatnonzero(loads)
         if not len(support) or not len(self.independent):
             return loads
@@ -277,8 +277,8 @@ class WorkingSet:
         self.bounds: Loads = constraints.bounds[self.rows]
         self.loads = np.zeros(len(self.rows))
         self.gram = constraints.gram(self.rows, self.rows)
-        self.optimal = False  # whether λ is optimal for these constraints
-        self.grown = True  # whether any constraint is new
+        self.optimal = False  # True if λ is optimal for the working set
+        self.grown = True  # True if constraints joined in the last step
         self.damping = 0.0  # 0 while signs are exchanged
         self.patience = PATIENCE
 
@@ -295,7 +295,7 @@ class WorkingSet:
         return joining if self.grown or not self.optimal else None
 
     def improve(self) -> None:
-        """Find the optimal λ of these constraints alone, from their support; a better λ if they are degenerate."""
+        """Find the optimal λ of the working set from the current support, or a better λ if the set is degenerate."""
         if not self.damping or not self.grown:
             loads = exchange_signs(self.gram, self.bounds, self.loads != 0.0)
             if loads is not None:
@@ -342,7 +342,7 @@ class WorkingSet:
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
     """Minimise ½λᵀGλ − bᵀλ, λ ≥ 0, by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
-    `support` is the first guess. None if a block of G is singular or the exchanges do not settle: use `damped_step`.
+    `support` is the first guess. None if a block of G is singular or the exchanges do not settle (use `damped_step`).
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
@@ -445,7 +445,7 @@ class SoftMargin:
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
     """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by L-BFGS-B and Newton steps.
 
-    Stops at a gap of `tolerance` or after `limit` steps; the result has the gap. Raises the errors of `solve`, and
+    Stops at a gap of `tolerance` or after `limit` steps; `gap` is the gap reached. Raises the errors of `solve`, and
     UsageError unless C is finite and positive.
     """
     check_solvable(problem, tolerance, limit)
@@ -489,7 +489,7 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
+        """Return True if the gap P − D, Σ max over the box of ∇·(λ' − λ), is at most `tolerance` times P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
@@ -512,7 +512,7 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not stopped by a bound, while they gain."""
+        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not held at a bound, until no step gains."""
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
@@ -526,7 +526,7 @@ class Box(UnitConstraints):
         return loads
 
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
-        """Return the best λ of Newton steps with any of the RIDGES, clipped to the box, and its gradient, or None."""
+        """Return the best λ, clipped to the box, of Newton steps with RIDGES, and its gradient; None if none gains."""
         best, largest_gain = None, 0.0
         curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:

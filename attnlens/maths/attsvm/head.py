@@ -32,7 +32,7 @@ SPAN = 1e-6  # Relative singular value below which differences of tokens span no
 
 @dataclass(frozen=True)
 class FactoredForm:
-    """M = L Rᵀ by its factors: token x has the score xᵀ M z for query z."""
+    """Form M = L Rᵀ, stored as its factors: token x has the score xᵀ M z for query z."""
 
     left: Float[Tensor, "d rank"]  # L, on the keys' side
     right: Float[Tensor, "d_query rank"]  # R, on the queries' side, including the scale
@@ -59,8 +59,8 @@ class Scene:
     tokens: Float[Tensor, "keys d"]  # Tokens x that are selected among
     queries: Float[Tensor, "queries d_query"]  # Queries z that select
     log_copies: Scores
-    """Log of the number of copies of a token that a query may see, at the first of them; −∞ at other copies and if
-    hidden."""
+    """Log of the number of copies of a token that a query can see, stored at the first copy; −∞ at other copies and at
+    hidden tokens."""
 
     @property
     def visible(self) -> Flags:
@@ -212,7 +212,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
 
 
 def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
-    """Return the visible token of the largest score or, with `top_p`, the fewest tokens with that share of weight."""
+    """Mark the visible token of the largest score or, with `top_p`, the fewest tokens with that share of weight."""
     if top_p is None:
         order = masked.argmax(-1, keepdim=True)
         selected = torch.ones_like(order, dtype=torch.bool)
@@ -230,7 +230,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 class Nearness:
     """A head compared with the max-margin form that selects the same tokens, independent of the scale of M."""
 
-    chosen: Selections  # HeadProblem queries and their selected tokens
+    chosen: Selections  # The posed queries and their selected tokens
     posed: HeadProblem  # The selection problem
     solution: Solution  # Its certified solution W_mm
     best: float  # 1/‖W_mm‖_F, the largest least margin of a form of unit norm
@@ -259,7 +259,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
         return "no query sees two different tokens"
     solution = solve(posed.problem, tolerance=TOLERANCE)
     if solution.status == "infeasible":
-        return "no form separates the selected tokens from the others with equal scores among them"
+        return "no form gives the selected tokens equal scores and separates them from the others"
     if solution.status == "inaccurate" or solution.norm is None:
         return f"the SVM was not solved: relative duality gap {solution.gap:.0e}"
     problem, form = posed.problem, posed.form

@@ -88,7 +88,7 @@ class Constraints:
 class Point:
     """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); at equalities s is 0 and λ free.
 
-    A direction is a Point too: the change of each of them in a Newton step.
+    A direction is also a Point: the change of each field in a Newton step.
     """
 
     X: Block
@@ -98,7 +98,7 @@ class Point:
 
 
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
-    """Return W, λ ≥ 0 and the steps: a relative gap ≤ goal, or the best after `limit` steps or at rounding.
+    """Return W, λ ≥ 0 and the steps taken: to a relative gap ≤ goal, else the best within `limit` steps and rounding.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
@@ -128,7 +128,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return P = ‖W‖_* after scaling W to its least margin (∞ while W is infeasible), and D = bᵀλ / ‖M‖."""
+    """Return P = ‖W‖_* after scaling W to its least margin (∞ if W is infeasible), and D = bᵀλ / ‖M‖."""
     scores, needed = constraints.scores(point.X) / 2, ~constraints.equal & (constraints.b > 0)
     # an equality's residual is corrected later; it must be too small to affect the gap
     equalities_met = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
@@ -179,7 +179,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after the longest step ≤ 1 inside the cones, times `share` if a border is met."""
+        """Return the point after steps of min(1, share · s), primal and dual, s the largest step inside the cones."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -197,13 +197,13 @@ def symmetrise(matrix: Block) -> Block:
 
 
 def to_border(whitener: Block, change: Block, share: float) -> float:
-    """Return the longest step ≤ 1 for which L Lᵀ + step · change is positive definite, times `share` if < 1."""
+    """Return min(1, share · s), where s is the largest step for which L Lᵀ + s · change is positive semidefinite."""
     least = np.linalg.eigvalsh(symmetrise(whitener @ change @ whitener.T))[0]
     return 1.0 if least >= -share else float(-share / least)
 
 
 def to_zero(values: Each, change: Each, share: float) -> float:
-    """Return the longest step ≤ 1 for which values + step · change is positive, times `share` if < 1."""
+    """Return min(1, share · s), where s is the largest step for which values + s · change is nonnegative."""
     falling = change < 0
     return float(min(1.0, share * (values[falling] / -change[falling]).min(initial=np.inf)))
 
@@ -252,7 +252,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     and z (W never leaves them). `tolerance` is the sufficient relative gap (P − D)/P. By default it is 1e-4: the norm
     is accurate to 1e-4, and W less so. For a result exact to rounding use, e.g., 1e-10. `gap` in the result is the gap
     reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
-    without a norm. Raises the errors of `solve`.
+    without a norm. Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
@@ -269,7 +269,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem in the row spaces of u and z by rounds of interior point, polishing, added constraints."""
+    """Solve a problem in the row spaces of u and z, in rounds of interior point, polishing and added constraints."""
     # All constraints of a small problem, else the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
@@ -349,7 +349,7 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
 ) -> tuple[Matrix, Multipliers, int]:
-    """Return W, λ (0 outside the working set) and steps, computed with u, z, b of unit size; `size` is W's expected."""
+    """Return W, λ (0 outside the working set) and steps, computed with u, z, b of unit size; `size`: expected ‖W‖."""
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
     u_size, z_size, height = float(u.norm(dim=1).max()), float(z.norm(dim=1).max()), float(b.abs().max())
     length = u_size * z_size
@@ -361,7 +361,7 @@ def solve_working_set(
 
 
 def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:
-    """Return W projected on the equalities and scaled to its least margin, or None, and that margin minus b."""
+    """Return W on the equalities, scaled to be feasible (or None), and the least score − b before scaling."""
     inequal = ~problem.equal
     anchor = project_on_equalities(problem, torch.zeros_like(W))
     free = project_on_equalities(problem, W) - anchor

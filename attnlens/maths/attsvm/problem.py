@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def paired_queries(self) -> Float[Tensor, "constraints d_query"]:
-        """z of every constraint."""
+        """Query z of every constraint."""
         return self.queries[self.query_of]
 
     @cached_property
@@ -128,12 +128,12 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"{samples} samples need one query and one chosen token (an integer) each, and as many margins, if any.",
+            f"Each of the {samples} samples needs one query, one chosen token (integer) and, with margins, one margin.",
             "Give one query, one chosen token and, if not 1, one margin per sample.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
-        raise UsageError("A chosen token is not among the allowed ones.", "Choose tokens that the query sees.")
+        raise UsageError("A chosen token is not among the allowed tokens.", "Choose tokens that the query sees.")
     rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
@@ -143,7 +143,7 @@ def selection(
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
     """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
-    Raises the errors of `selection`.
+    Raises the same errors as `selection`.
     """
     tokens = as_finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
@@ -152,7 +152,7 @@ def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Pr
 def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None = None) -> Problem:
     """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
-    Raises the errors of `selection`; UnposedError for a sequence of one token.
+    Raises the same errors as `selection`, including UnposedError for a sequence of one token.
     """
     tokens = as_finite("tokens", tokens, 2)
     length = len(tokens)
@@ -176,7 +176,7 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
 
 
 def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n tokens"], sets: Mask) -> Problem:
-    """Build the problem (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i of W_fin, the part that stays finite.
+    """Build the problem of W_fin, the part that stays finite: (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i.
 
     Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
     Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
@@ -184,7 +184,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        raise UsageError("A kept token has no positive weight.", "Give the attention weights, one per token.")
+        raise UsageError("Kept tokens need positive weights, one per token.", "Give the attention weights.")
     sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()
     logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
@@ -195,7 +195,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Return sample, first token of its set O_i, and candidate, for all other candidates."""
+    """Return sample, first token of its set O_i and candidate, for every candidate except that first token."""
     representative = sets.int().argmax(-1)
     others = candidates.clone()
     others[torch.arange(len(sets)), representative] = False
@@ -234,17 +234,18 @@ def find_equal_tokens(tokens: Tokens) -> Bool[Tensor, "n tokens tokens"]:
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
     """Build the problem (e_i − e_j)ᵀ W e_k = 0 inside cycles of k's graph, ≥ 1 along its other edges (Graph-SVM).
 
-    A sequence is its input tokens, then its label (Li et al. 2024). The graph of a last input token k has an edge from
-    the label to each input token of all sequences ending in k; a cycle is a strongly connected component. Raises
-    UsageError for sequences of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph has an
-    edge.
+    A sequence consists of input tokens followed by a label (Li et al. 2024). The graph of a last input token k has an
+    edge from the label to each input token, for all sequences ending in k; a cycle is a strongly connected component.
+    Raises UsageError for sequences of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph
+    has an edge.
     """
     embeddings = as_finite("embeddings", embeddings, 2)
     vocabulary, graphs = len(embeddings), defaultdict[int, set[tuple[int, int]]](set)
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
-                f"A sequence is not input tokens and a label, all below {vocabulary}: {str(list(sequence))[:40]}",
+                f"Each sequence must be input tokens followed by a label, with ids from 0 to {vocabulary - 1}; got "
+                f"{str(list(sequence))[:40]}.",
                 "Give at least one input token and the label.",
             )
         *inputs, label = sequence
@@ -266,7 +267,9 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 
 def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
-    """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
+    """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` dimensions,
+    the last non-empty.
+    """
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
         raise UsageError(
@@ -274,7 +277,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
             f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
-        raise UsageError(f"The {name} contain NaN or Inf.", "Look for an overflow in the code that computes them.")
+        raise UsageError(f"The {name} contain NaN or Inf.", f"Find the overflow in the code that computes the {name}.")
     return numbers.detach().double()
 
 
@@ -307,15 +310,15 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise UsageError(f"The {name} are {kind}, not a torch tensor of real numbers.", "Use torch.as_tensor or .real.")
+        raise UsageError(f"The {name} must be a tensor of real numbers, not {kind}.", "Use torch.as_tensor or .real.")
     return tensor
 
 
 def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
-    """Raise UnposedError for a problem without constraints; UsageError for these limits or sizes.
+    """Raise UnposedError for a problem without constraints, and UsageError for a wrong tolerance, limit or size.
 
     The tolerance must be positive, the limit at least 1, and the largest |number| of each nonzero difference, query and
-    margin in [1e-50, 1e50]: squares and products of others over- or underflow float64.
+    margin in [1e-50, 1e50]: squares and products of other sizes over- or underflow float64.
     """
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
@@ -329,7 +332,7 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
         extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
         if len(extreme):
             raise UsageError(
-                f"A {name} has norm {float(extreme[0]):.0e}, whose powers overflow or underflow float64.",
+                f"The largest entry of a {name} is {float(extreme[0]):.0e}; its powers overflow or underflow float64.",
                 f"Scale the tokens, queries and margins to between {LEAST:.0e} and {MOST:.0e}.",
             )
 

@@ -44,7 +44,7 @@ def max_weight(query_key: QueryKey) -> PerHead:
 
 
 def first_weight(query_key: QueryKey) -> PerHead:
-    """Return the mean weight of each query's first visible key, in [0, 1], over queries with at least two; else NaN."""
+    """Return the mean weight of the first visible key, in [0, 1], over queries that see two or more; NaN if none do."""
     return _average_queries(query_key, _first_weights)
 
 
@@ -83,7 +83,7 @@ def attention_rank(query_key: QueryKey, share: float) -> PerHead:
 
 
 def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
-    """Return P(I − 11ᵀ/m), the deviation from uniform attention P − 11ᵀ/m if rows sum to 1; rounding is set to zero."""
+    """Return P(I − 11ᵀ/m), the deviation from uniform attention P − 11ᵀ/m if rows sum to 1; 0 within rounding."""
     deviation = attention - attention.mean(-1, keepdim=True)
     border = torch.finfo(attention.dtype).eps * attention.shape[-1] * torch.linalg.matrix_norm(attention)
     # Strict: a uniform matrix leaves rounding of at most this norm.
@@ -111,7 +111,7 @@ def _first_weights(query_key: QueryKey) -> Valid:
 
 
 def _allowed_keys(query_key: QueryKey) -> PerQuery:
-    """Return the number of keys that each query may see."""
+    """Return the number of keys that each query can see."""
     rows = query_key.query[..., 0]
     if query_key.allowed is None:
         return torch.full_like(rows, query_key.key.shape[-2], dtype=torch.float64)
@@ -135,7 +135,7 @@ class Anatomy:
     """Shares of ‖LJ‖² = Σμ₊² + Σμ₋² + ‖JAJ‖² + n‖c‖², each in [0, 1]; NaN if LJ = 0.
 
     J = I − 11ᵀ/n; S and A are the symmetric and antisymmetric parts of the logits L, μ the eigenvalues of JSJ, c the
-    centred column means of L. Softmax ignores what depends on the query alone, so it depends on L only through LJ.
+    centred column means of L. Softmax ignores terms of the query alone, so attention depends on L only through LJ.
     """
 
     positive: PerHead  # Σμ₊²/‖LJ‖²: a positive definite kernel
@@ -148,7 +148,7 @@ def anatomy(query_key: QueryKey) -> Anatomy:
     """Compute the four shares of every head on one sequence, for self-attention.
 
     Bilinear logits with 2·head_dim < n are reduced to a core of size 2·head_dim by QR of the centred [Q K]. Others are
-    decomposed as n × n matrices; if they are long, the shares are NaN.
+    decomposed as n × n matrices; for long sequences, their shares are NaN.
     """
     small = query_key.bilinear and 2 * query_key.query.shape[-1] < query_key.query.shape[-2]
     if small:
@@ -198,13 +198,13 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
     K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax ignores row constants, and
     this choice gives one verdict for all L with the same attention (for symmetric L it is L itself). sym K is scaled to
     unit diagonal, a congruence, so that nothing overflows and definiteness is kept. Any entry above 1, in a leading
-    block or in the whole, then proves it indefinite by its 2 × 2 minor. Otherwise Cholesky decides.
+    block or in the whole, then proves sym K indefinite by a 2 × 2 minor. Otherwise Cholesky decides.
     """
     return over_heads(_verdicts, logits)
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` of the head's logits of all pairs, without position bias or mask.
+    """Return `definite` for the head's logits of all pairs, without position bias or mask.
 
     Long logits are searched for a witness in tiles.
     """
@@ -213,7 +213,7 @@ def definite_kernel(query_key: QueryKey) -> PerHead:
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Decide the definiteness of one long head; UNDECIDED if it lacks a witness and exceeds FACTORED tokens."""
+    """Decide if one long head is definite; UNDECIDED if it lacks a witness and has more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -294,7 +294,7 @@ def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tenso
 
 
 def _has_cholesky(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Return whether K + shift · I has a Cholesky factor."""
+    """Return True if K + shift · I has a Cholesky factor."""
     shifted = kernel.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
     failed: Tensor = torch.linalg.cholesky_ex(shifted).info

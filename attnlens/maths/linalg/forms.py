@@ -39,7 +39,7 @@ def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
     Under rotation: Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a distance
-    (images): that of the joint kernel on (content, position), every pair of positions once. NaN for a zero matrix.
+    (images): that of the joint kernel on (content, position), with every pair of positions once. NaN for a zero matrix.
     """
     if not (form.rotation is None or form.rotation.by_distance):
         return _trace_ratio(form.query_mean, form.key_mean, form.cross_mean)
@@ -88,7 +88,7 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
 
 
 def directionality(form: Form) -> PerHead:
-    """Return (r − c)/(r + c) in [−1, 1]; r (c) sums norms of M's rows (columns) above mean + 2 sd.
+    """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
     The published sign (Saponati et al. 2025); 0 if nothing stands out. Row norms² are diag(W_Q G_K W_Qᵀ), under
     rotation pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
@@ -129,7 +129,7 @@ def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*
 
 
 def _divide_over_distances(crossed: Curves, squared: Curves) -> Float[Tensor, "*batch"]:
-    """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
+    """Return the ratio of the two sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
@@ -184,7 +184,7 @@ def factor_root(factor: Float[Tensor, "some n size"]) -> Roots:
 def eigenvalue_root(gram: Roots) -> Roots:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    For an ill-conditioned Gram matrix whose factor is too long for QR. Below 1e-8 (√eps) of its largest, R is rounding.
+    For an ill-conditioned Gram matrix whose factor is too long for QR. σ(R) below 1e-8 (√eps) of σ₁ are rounding.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -359,7 +359,7 @@ class Form:
 
     @property
     def inertia(self) -> tuple[PerHead, PerHead]:
-        """Number of μ above eps · size · max|μ|, and of μ below its negative; 0 … head_dim each."""
+        """Number of μ above the threshold eps · size · max|μ|, and below minus the threshold; 0 … head_dim each."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
         # Strict on both sides: an eigenvalue at the border is zero up to rounding, and all of a zero matrix are.
@@ -384,7 +384,7 @@ class Form:
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
         """Apply `decompose` to the root of each matrix, given by its Gram matrix and the factors side by side.
 
-        Cholesky roots; where a Gram matrix is ill-conditioned, by QR of the factors or, under rotation, by eigenvalues.
+        Roots by Cholesky; for an ill-conditioned Gram matrix, by QR of the factors or, under rotation, by eigenvalues.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:

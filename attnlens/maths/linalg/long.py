@@ -37,12 +37,12 @@ FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 RESIDUAL = 1e-10
 """Relative residual at which conjugate gradients stop. The explained sum of squares is then too small by less than
-RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any such number in float64."""
+RESIDUAL² times the condition number of the scaled normal equations: mere rounding in float64."""
 STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
 def is_long(query_key: QueryKey) -> bool:
-    """Return whether a head has more than LONG pairs of queries and keys."""
+    """Return True if a head has more than LONG pairs of queries and keys."""
     return query_key.query.shape[-2] * query_key.key.shape[-2] > LONG
 
 
@@ -116,7 +116,7 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
 
     Block Lanczos with full reorthogonalisation (Golub & Underwood 1977) gives Ritz pairs. Their sum bounds the energy
     of k vectors from below. Their residuals and the norm of the deflated A bound it from above. Powers applied to fresh
-    Gaussian vectors bound that norm, except for one seed in 10^14. A with at most SMALL columns is decomposed whole.
+    Gaussian vectors bound that norm, except for one seed in 10^14. A of size at most SMALL is decomposed as a whole.
     """
     generator = torch.Generator().manual_seed(seed)
     energy = float(matrix.energy())

@@ -127,7 +127,7 @@ def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
 
 
 def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Directions, error: float) -> bool:
-    """Return whether subspace iteration finds a matrix of that rank within the error."""
+    """Return True if subspace iteration finds a matrix within the error; `directions` set its rank."""
     filled = start
     for _ in range(STEPS):
         basis = torch.linalg.qr(filled @ directions).Q
@@ -140,7 +140,9 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the error of a kernel whose rows are scaled like attention, with the sink's weight as in attention."""
+    """Return the mean total variation distance between `attention` and the kernel's visible rows, each divided by its
+    sum plus the sink's weight in `attention`.
+    """
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -182,7 +184,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
+    """Average the total variation (with sinks; 1 for NaN rows) over queries with two or more keys; NaN without any."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
     return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
@@ -239,7 +241,7 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
 
 
 def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Apply `function` to every item, in order, in the same pool of threads with a single BLAS thread each.
+    """Apply `function` to every item, in order, in the threads of `over_heads` with a single BLAS thread each.
 
     numpy's BLAS has no per-thread setting, so it is limited to one thread in the whole process meanwhile.
     """
@@ -266,7 +268,7 @@ def _one_thread() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: threads that share small matrices mostly wait, and results depend on their number."""
+    """Limit torch to one thread: threads sharing small matrices mostly wait, and results depend on the thread count."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

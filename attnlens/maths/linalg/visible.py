@@ -83,9 +83,10 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
+    """Return pairs per distance, c's normal equations without these on the diagonal, the block with b, and distances.
 
-    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants.
+    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The distances
+    are the indices of those that occur.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -119,7 +120,7 @@ def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " si
 
 
 def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some every_distance"]:
-    """Return the sum over the pairs of each of n + m distances: entry (j − i) mod (n + m); one entry is not a distance.
+    """Return the sum of the scores at each distance, as entry (j − i) mod (n + m); one of the n + m entries is unused.
 
     Rows stored n + m − 1 apart and read n + m apart shift by one from row to row.
     """
@@ -131,7 +132,7 @@ def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some ever
 
 @dataclass(frozen=True)
 class VisibleShares:
-    """Shares of the visible scores' variance beyond row constants, by what explains it; NaN if there is none.
+    """Shares of the visible scores' variance beyond row constants, by explanation; NaN if there is no variance.
 
     L_ij ≈ a_i + b_j + c_{i−j} by least squares on the visible pairs, in this order. Softmax ignores a. Each share is in
     [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b does not explain.
@@ -155,9 +156,9 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 
 
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
-    """Return the visible scores minus the mean of their row, 0 if the mask hides; cached in the QueryKey.
+    """Return the visible scores minus the mean of their row; masked entries are 0. Cached in the QueryKey.
 
-    Rounding is set to zero: scores that depend on the query alone give 0.
+    Centred scores within rounding error are set to 0, for example if the scores depend on the query alone.
     """
     if "visible_scores" not in query_key.shared:
         scores, centred = _centre_scores(query_key)
@@ -168,7 +169,7 @@ def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
-    """Return whether the mask hides no pair, so that attention identifies all of L up to row constants."""
+    """Return True for heads whose mask hides no pair: attention identifies all of L up to row constants."""
     lead = query_key.query.shape[:-2]
     if query_key.allowed is None:
         return torch.ones(lead, dtype=torch.bool, device=query_key.query.device)
@@ -222,7 +223,7 @@ def _long_shares(head: QueryKey) -> tuple[float, float]:
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
-    """Return ‖L‖² of one long head (0 if it is rounding) and its sums per key and per distance j − i ≥ 1 − n."""
+    """Return ‖L‖² of one long head (0 within rounding), and the sums of L per key and per distance j − i ≥ 1 − n."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
     norms = []
@@ -238,7 +239,7 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
 
 
 def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
-    """Return the visible scores, 0 if the mask hides, with and without the mean of their row."""
+    """Return the visible scores, and the same minus the mean of their row; masked entries are 0."""
     logits, allowed = query_key.logits, query_key.allowed
     scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
     count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)
@@ -247,7 +248,7 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
 
 
 def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
-    """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
+    """Return True if a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
     return norm > torch.finfo(norm.dtype).eps * keys * scores
 
@@ -259,7 +260,7 @@ def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
 
 
 def _gram_values(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some least"]:
-    """Return σ, descending, with the accuracy of σ²."""
+    """Return σ, descending, from Gram eigenvalues: σ² is accurate to rounding, a small σ is not."""
     small = scores if scores.shape[-2] <= scores.shape[-1] else scores.mT
     energies: Tensor = torch.linalg.eigvalsh(small @ small.mT)
     return energies.clamp(min=0).flip(-1).sqrt()

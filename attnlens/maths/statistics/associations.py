@@ -62,7 +62,7 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p of μ_a = μ_b for each of `pairs_of`; NaN if no pair of its kinds has any spread."""
+        """Return the two-sided p of μ_a = μ_b for `pairs_of`; NaN if most pairs of the same kinds lack any spread."""
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
         variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
@@ -78,7 +78,7 @@ class Blocks:
 
 
 def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
-    """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and its d₀ (Smyth 2004, Section 6.2).
+    """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
 
     The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most that of `others` treatments, times COUNTED.
     """
@@ -125,7 +125,7 @@ def rank_correlation(
 
     The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on that
     of the sample. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
-    normal quantile, as few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
+    normal quantile, since few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -147,7 +147,7 @@ def rank_correlation(
 
 
 def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws"]:
-    """Return ρ of each sample, in which each head occurs `times`."""
+    """Return ρ of each sample; `times` is how often each head occurs in a sample."""
     total = times.sum(1, keepdim=True)
     centred = []
     for side in (x, y):
@@ -219,7 +219,7 @@ def windows_interval(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Return the 95 % interval over windows of ρ = `value` of a measure with the harm, both recomputed per sample.
+    """Return the 95 % interval over windows of ρ = `value` of a measure with the harm, both recomputed for each sample.
 
     tanh(artanh ρ ± t·sd), sd that of artanh ρ* over bootstrap samples of windows (or texts), whose deviations are
     widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays

@@ -58,7 +58,7 @@ def count_and_mean(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, 
 
 
 def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad both with zeros at the end of their last axis to the longer length."""
+    """Pad the last axes of both tensors with zeros at the end, to the longer length."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
@@ -162,7 +162,7 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Draw bootstrap samples as counts of each window: windows drawn within their text, or whole texts."""
+        """Draw bootstrap samples, as counts of each window: of windows within each text, or of whole texts."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
@@ -186,7 +186,7 @@ class Design:
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
-        """Return the variance of Σ times · residuals, each window drawn `times` (0: it has no value).
+        """Return the variance of Σ times · residuals; each window is drawn `times` times (0: the window has no value).
 
         Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals
         are those of a mean, divided by its denominator. NaN if there is only one draw.

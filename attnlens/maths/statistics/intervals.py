@@ -123,10 +123,10 @@ def student_interval(value: float, error: float, freedom: int) -> Interval:
 
 
 def prediction_bound(values: Sequence[float]) -> float:
-    """Return the bound that one more draw stays below with probability 0.95, m + t s √(1 + 1/n), t of n − 1 degrees.
+    """Return a bound that one more draw stays below with probability 0.95: m + t s √(1 + 1/n).
 
-    The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970); NaN for
-    fewer than two draws.
+    The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970), t with n − 1
+    degrees of freedom. NaN for fewer than two draws.
     """
     if len(values) < 2:
         return math.nan
@@ -189,7 +189,7 @@ def _contrast(
 
 
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
-    """Return the standard error of each entry's mean over windows, without entries that are NaN.
+    """Return the standard error of each entry's mean over windows, ignoring NaN.
 
     sd/√n for windows of one text; see Design for several. NaN if there is only one draw.
     """
@@ -212,7 +212,7 @@ def median_error(
 
     The sd over bootstrap samples of windows. In each sample all heads are averaged over the same windows, because the
     heads of a median are not independent: they read the same text. Each text's deviations are widened by √(n/(n − 1)),
-    n its number of windows. NaN if there is only one.
+    n its number of windows. NaN if there is only one draw.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -223,7 +223,7 @@ def median_error(
 
 
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
-    """Return each unit's two-sided p that its mean difference over windows, weighted by tokens, is 0.
+    """Return each unit's two-sided p for a mean difference of 0 over windows, weighted by tokens.
 
     (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap. Student's t is used for few or very many
     windows; on skewed differences of heads it reports about twice as many false effects. If fewer than ENOUGH samples
@@ -260,7 +260,7 @@ def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
 
 
 def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return q of each p: the smallest rate at which it is rejected (Benjamini & Hochberg 1995).
+    """Return q of each p: the smallest false discovery rate that rejects its hypothesis (Benjamini & Hochberg 1995).
 
     NaN stays NaN and does not count in n.
     """
@@ -272,5 +272,5 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Select hypotheses to reject so that at most a share `rate` of the rejected is true; never one whose p is NaN."""
+    """Select hypotheses to reject so that an expected share ≤ `rate` of those rejected is true; none whose p is NaN."""
     return adjust_p_values(p_values) <= rate
