@@ -220,7 +220,7 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(field, change, sa
     (tmp_path / "b.json").write_text(baseline_of(library.read_report(saved)).to_json())
     with pytest.raises(UsageError) as found:
         library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json")
-    assert f"a different run: {field} " in found.value.problem
+    assert f"a different run. {field}: " in found.value.problem
 
 
 def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
@@ -354,7 +354,7 @@ def test_recomputed_heads_agree_with_an_honest_report_and_not_with_a_forged_one(
     forged = edited(of_demo, tmp_path / "forged.json", heads=heads)
     told = attnlens("check", forged, "demo", "--recompute", "2", "--no-progress", cwd=tmp_path)
     assert told.returncode == 1
-    assert "Error: 1 of 28 rules failed: tokens.entropy: recomputed as the report." in told.stderr
+    assert "Error: 1 of 28 rules failed: tokens.entropy: recomputed value as in the report." in told.stderr
 
 
 def test_a_report_of_another_model_is_not_taken_for_this_ones(saved, tmp_path):
