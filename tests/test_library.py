@@ -331,7 +331,7 @@ def test_attention_that_cannot_be_read_is_warned_of(monkeypatch):
     model, batch = family("bert")
     missed = {"one.self": "it sums", "two.self": "it hashes", "idle": None}
     monkeypatch.setattr(hooks.Survey, "missed", missed)
-    with pytest.warns(UserWarning, match="Not captured: one.self, as it sums; and 1 more"):
+    with pytest.warns(UserWarning, match="Not captured: one.self, because it sums; and 1 more"):
         assert len(attnlens.capture(model, batch)) == 2
 
 
