@@ -112,9 +112,9 @@ def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1 if there is none, without torch."""
+    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1 if there is none."""
     ordered = sorted(p_values)
-    # not strict: the procedure rejects at equality
+    # not strict: the procedure rejects at equality; `maths.statistics` has the same function but needs torch
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
 
 

@@ -115,7 +115,7 @@ class Rule:
 
 
 def condition(text: object) -> Rule:
-    """Parse a condition without a subject, as untrusted text. Raise UsageError if it is invalid."""
+    """Parse a condition (a rule without a subject) from untrusted text. Raise UsageError if it is invalid."""
     if not isinstance(text, str) or len(text) > LONGEST:
         raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
     first, *filters = text.split("@")

@@ -72,7 +72,7 @@ class Experiment(Record):
         return value >= expected - slack if bound == "at least" else value <= expected + slack
 
     def null(self, name: str) -> Curve | None:
-        """Return the null of one of the curves; None if it has none."""
+        """Return the null of one of the curves; None if the curve has no null."""
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judge(self) -> Experiment:

@@ -1,4 +1,4 @@
-"""Swap: the exchanged kernel, its effect on the model, healing, and predictors of the harm."""
+"""Records of swaps: the new kernel, its effect on the model, healing, and predictors of the harm."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Outcome(Record):
 
 
 class Stage(Outcome):
-    """The changed model at one stage: as swapped, with fitted parameters, healed."""
+    """The changed model at one stage: swapped, with fitted parameters, or healed."""
 
     name: Literal["swapped", "fitted", "healed"]
 

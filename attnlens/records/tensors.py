@@ -57,7 +57,7 @@ class Call:
         return self.value if self.group == 1 else self.value.repeat_interleave(self.group, dim=1)
 
     def select(self, heads: Sequence[int]) -> Call:
-        """Return the computation restricted to these query heads, each with a key head to itself."""
+        """Return the computation restricted to these query heads, each with its own copy of a key head."""
         index = list(heads)
         key_heads = [head // self.group for head in index]
         return replace(
@@ -246,7 +246,7 @@ class QueryKey:
 
     @property
     def bilinear(self) -> bool:
-        """True if the logits are exactly scale · q kᵀ, so that its factors can replace the n × n matrix."""
+        """True if the logits are exactly scale · q kᵀ, so that Q and K can replace the n × n matrix."""
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:

@@ -38,7 +38,7 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
 
 
 def predictions(task: Task) -> Measured:
-    """Build the function that returns the model's predictions, or its hidden states if it lacks a head."""
+    """Build a function that returns a model's predictions, or the hidden states of a model without a head."""
 
     def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **output_options(task))
@@ -166,7 +166,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 
 
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return (error of recomputed attention, None) or (None, a non-finite weight). Raise IdentityError if too large."""
+    """Return (identity error, None) or (None, a non-finite weight). Raise IdentityError if the error is too large."""
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None

@@ -85,7 +85,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize a file's lines. Raise TextError for an empty file or too long a line, UsageError without a tokenizer."""
+    """Tokenize the lines of a file. Raise TextError if it is empty or a line too long, UsageError without tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")

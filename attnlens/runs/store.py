@@ -41,7 +41,7 @@ class Keep(Protocol):
     """Function that finds or computes the parts of a unit."""
 
     def __call__(self, name: str, make: Callable[[], T], /) -> T:
-        """Return the kept value of a part, or compute it with `make` and keep it."""
+        """Return the stored value of a part, or compute the value with `make` and store it."""
 
 
 def keep_nothing(_name: str, make: Callable[[], T]) -> T:
@@ -107,14 +107,14 @@ class Store:
         self.begin()
 
     def begin(self) -> None:
-        """Write the facts of the run if they are missing. Raise OutputError if nothing can be written here."""
+        """Write the facts of the run if they are missing. Raise OutputError if the folder can't be written."""
         with output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
-        """Return a unit's earlier value, or compute it with `make` and keep it."""
+        """Return a unit's stored value, or compute and store the value with `make`."""
         value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()

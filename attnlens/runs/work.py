@@ -76,7 +76,7 @@ class Outcome(Generic[V]):
 
 
 class WorkPlan(SharedRequest):
-    """Plan of where units are kept and who computes them."""
+    """Plan of where units are kept and which processes compute them."""
 
     device: str = "auto"
 

@@ -98,7 +98,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> PreparedRun:
-    """Read the texts and load the model; leave a model too large for memory in its files if possible."""
+    """Read the texts and load the model; if memory is too small, leave the weights in their files if possible."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)

@@ -69,7 +69,7 @@ class SwapSession:
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
     def survey(self) -> None:
-        """Find and verify the sites, and select those requested. Raise UsageError if a kernel is undefined at one."""
+        """Find and verify the sites, and select those requested. Raise UsageError if a kernel is undefined there."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
@@ -81,7 +81,7 @@ class SwapSession:
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
-        """Return the setup of the model with these kernels to swap in."""
+        """Return a SwapSetup of the model with these kernels."""
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
@@ -166,7 +166,7 @@ CROSSING = "queries and keys of cross-attention belong to different sequences, s
 
 @dataclass(eq=False)
 class ChangedModel:
-    """A model with swapped kernels and perhaps healed weights, and its differences from the original."""
+    """A model with swapped kernels and possibly healed weights, and its differences from the original."""
 
     swaps: hooks.Swaps
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name
@@ -393,7 +393,7 @@ class KernelRun:
         return telling(self.session.progress, label, total)
 
     def _fit(self) -> None:
-        """Choose ranks, or fit the kernel: as stage `swapped` if the kernel needs it, else as stage `fitted`."""
+        """Choose ranks, or fit the kernel: as stage `swapped` if it must be fitted, else as stage `fitted`."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
         if session.ranks is not None:
             self.stages["swapped"] = ChangedModel(session.ranks.choose(self))

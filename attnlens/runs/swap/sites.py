@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SwapSetup:
-    """A model with the kernels to swap in, and how it runs."""
+    """A model with the kernels to swap in, and options for running it."""
 
     loaded: Loaded
     sites: tuple[Site, ...]  # all sites of the model
