@@ -200,7 +200,8 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
             kind = "Tensor on meta" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
             raise UsageError(
-                f"batch[{format_argument(name)}] has type {kind}; a batch maps input names to tensors not on meta.",
+                f"batch[{format_argument(name)}] has type {kind}; a batch maps input names to tensors that are not on "
+                "the meta device.",
                 'Pass names and tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
             )
         inputs[name] = value.to(loading.device_of_inputs(model))
