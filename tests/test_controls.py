@@ -168,9 +168,9 @@ def test_no_control_is_larger_than_its_kernel(demo: loading.Loaded) -> None:
     swap = swap_kernel(demo, "uniform", **READ | {"windows": 2}).swap
     control = by_role(swap)["same size"]
     assert (swap.state, control.kernel) == (17, None)
-    assert control.reasons["kernel"] == "a state of 17 numbers is too small for a key and its value, which are 32"
+    assert control.reasons["kernel"] == "a state of 17 numbers is too small for a key and its value (32 numbers)"
     assert (
-        "No same size control: a state of 17 numbers is too small for a key and its value, which are 32." in swap.notes
+        "No same size control: a state of 17 numbers is too small for a key and its value (32 numbers)." in swap.notes
     )
     assert "no key is beyond a window of 64" in swap.reasons["beyond_window"]
 

@@ -105,7 +105,7 @@ def test_all_checkpoints_read_one_text_with_one_tokenizer():
 def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
     (experiment,) = of_weights.experiments
     assert experiment.final["loss"] is None
-    assert experiment.reasons["loss"] == "it requires a text, but only weights were read"
+    assert experiment.reasons["loss"] == "the loss requires a text, but only weights were read"
 
 
 def test_selection_is_followed_where_nothing_is_named():

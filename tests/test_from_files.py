@@ -378,7 +378,7 @@ def test_attention_that_is_written_by_hand_is_refused_from_files_and_read_where_
         ModelError,
         lambda: attnlens.inspect(tmp_path, source="weights", from_files=True),
         "can't be analysed from its files alone",
-        "Omit --device files or spread: this architecture must be loaded.",
+        "Omit --device: models of this architecture must be loaded to be analysed.",
     )
     assert attnlens.inspect(tmp_path, source="weights").coverage.analysed == 8
 

@@ -222,7 +222,7 @@ def test_a_key_value_cache_and_padding_on_the_left_change_nothing(form):
 
 
 def test_a_model_without_a_rotation_has_no_keys_before_it(demo):
-    with pytest.raises(UsageError, match="keys before rotation are unknown: its keys are not rotated"):
+    with pytest.raises(UsageError, match="keys before rotation are unknown: the keys are not rotated"):
         swap_kernel(demo, "rank:4,rotation=before", **SMALL, **BARE)
 
 

@@ -296,7 +296,7 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
     demo.tokenizer.pad_token = demo.tokenizer.eos_token
     batch = demo.tokenizer(words, padding=True, return_tensors="pt")
     assert attnlens.capture(demo.model, batch)[0].query.shape[:2] == (2, 8)
-    with pytest.raises(UsageError, match=r"'input_ids'.* is a list; a batch maps names"):
+    with pytest.raises(UsageError, match=r"'input_ids'.* has type list; a batch maps input names"):
         attnlens.capture(demo.model, demo.tokenizer(words))
     for nothing in ({}, None, "text"):
         with pytest.raises(UsageError, match="contains no inputs"):
@@ -306,7 +306,7 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
             attnlens.capture(other, batch)
     with pytest.raises(ModelError, match="can't run on pixels"):
         attnlens.capture(demo.model, {"pixels": torch.zeros(1)})
-    with pytest.raises(UsageError, match=r"batch\[0\] is a Tensor; a batch maps names"):
+    with pytest.raises(UsageError, match=r"batch\[0\] has type Tensor; a batch maps input names"):
         attnlens.capture(demo.model, {0: batch["input_ids"]})
     with pytest.raises(UsageError, match="meta device"):
         attnlens.capture(demo.model, {"input_ids": batch["input_ids"].to("meta")})
@@ -331,7 +331,7 @@ def test_attention_that_cannot_be_read_is_warned_of(monkeypatch):
     model, batch = family("bert")
     missed = {"one.self": "it sums", "two.self": "it hashes", "idle": None}
     monkeypatch.setattr(hooks.Survey, "missed", missed)
-    with pytest.warns(UserWarning, match="Not captured: one.self, as it sums; and 1 more"):
+    with pytest.warns(UserWarning, match="Not captured: one.self, because it sums; and 1 more"):
         assert len(attnlens.capture(model, batch)) == 2
 
 
@@ -429,7 +429,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown part": ("rbf", {"part": "decode"}, "Did you mean 'decoder'"),
     "an unknown option": ("rbf", {"layer": [0]}, "Did you mean 'layers'"),
     "a part that is not there": ("rbf", {"part": "decoder"}, "No attention sites selected"),
-    "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "is a list; a batch maps names"),
+    "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "has type list; a batch maps input names"),
 }
 
 

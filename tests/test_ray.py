@@ -61,7 +61,7 @@ def test_a_worker_that_is_killed_or_a_unit_that_fails_loses_nothing(cluster, tmp
         spread(cluster, tmp_path, ["d"], seed=7)
     with pytest.raises(ModelError, match=r"The model is broken."):
         spread(cluster, tmp_path, ["refused"])
-    with pytest.raises(ModelError, match=r"No unit could be computed; killed always: Ray returned no result"):
+    with pytest.raises(ModelError, match=r"First failure, killed always: Ray returned no result"):
         spread(cluster, tmp_path, ["killed always"])
 
 

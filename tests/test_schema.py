@@ -90,7 +90,7 @@ def test_the_comparison_with_version_2_notices_a_changed_number() -> None:
 @pytest.mark.parametrize("name", ["inspection", "baseline", "plan"])
 def test_an_unknown_version_is_refused_by_its_name(version: object, name: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(old(name) | {"schema_version": version}))
-    with pytest.raises(UsageError, match=r"has schema_version .*; this version reads '1' and '2'"):
+    with pytest.raises(UsageError, match=r"has schema_version .*; this attnlens reads '1' and '2'"):
         READ[name](tmp_path / "r.json")
 
 

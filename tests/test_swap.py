@@ -729,7 +729,7 @@ def test_keys_of_one_length_are_noted_in_every_type(dtype):
         if path.endswith("k_norm.weight"):
             parameter.fill_(1.0)
     report = swap_kernel(loaded(model.to(dtype)), "rbf", **READ)
-    assert any("All keys of a head have one length at 2 of 2 sites" in note for note in report.swap.notes)
+    assert any("All keys of a head have the same length at 2 of 2 sites" in note for note in report.swap.notes)
     other = swap_kernel(loaded(families.build("llama").to(dtype)), "rbf", **READ)
     assert not any("one length" in note for note in other.swap.notes)
 

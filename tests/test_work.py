@@ -650,7 +650,7 @@ def test_processes_compute_what_is_not_finished_and_one_that_is_killed_takes_its
 
 def test_workers_that_always_die_end_the_run_in_two_lines(spread):
     refused(AttnlensError, lambda: spread([f"killed always {n}" for n in range(9)]), "All workers were lost")
-    refused(ModelError, lambda: spread(["killed always"]), "No unit could be computed; killed always: its process")
+    refused(ModelError, lambda: spread(["killed always"]), "First failure, killed always: the worker process")
 
 
 def test_an_error_of_attnlens_in_a_worker_ends_the_run_with_both_its_lines(spread):

@@ -795,7 +795,7 @@ def test_an_error_of_what_all_units_share_and_one_in_all_of_them_end_the_run(job
     monkeypatch.setenv("PATCHY", "0,1,2,3")
     monkeypatch.setenv("PATCHY_KIND", "memory")
     found = patched(tmp_path / "b.json", *jobs)
-    ended(found, "No unit could be computed; weights of layer 0: MemoryError" if jobs else "Not enough memory.")
+    ended(found, "First failure, weights of layer 0: MemoryError" if jobs else "Not enough memory.")
     monkeypatch.setenv("PATCHY_KIND", "plain")
     if not jobs:
         assert patched(tmp_path / "b.json").returncode == 70

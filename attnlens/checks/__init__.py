@@ -1,9 +1,9 @@
 """Check a report against rules and a baseline, without torch.
 
-Contents: `check` (the public function), `rule` (parse rules; tolerances), `judging` (find the values a rule covers,
-and judge them), `pytest_plugin` (the fixtures `attention_report` and `assert_attention`).
-Inputs: a `Report` or its file, rules as texts, table or TOML file, and a baseline file. Outputs: the report with its
-`records.Check` list. Importers: `cli`, `runs/doctor.py`, `attnlens` itself, and pytest for the plugin. Imports
+Contents: `check` (the public function), `rule` (parse rules; tolerances), `judging` (find the values that a rule
+covers, and check them), `pytest_plugin` (the fixtures `attention_report` and `assert_attention`).
+Inputs: a `Report` or its file; rules as strings, a table or a TOML file; and a baseline file. Output: the report with
+its `records.Check` list. Importers: `cli`, `runs/doctor.py`, `attnlens` itself, and pytest for the plugin. Imports
 `analyzers` (names of measures), `report` and `records`.
 """
 
@@ -30,11 +30,12 @@ def check(
     fdr: float | None = None,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with its `checks`: the outcome of every rule, and of every measure of the baseline.
+    """Return the report with `checks`: the outcome for every rule, and for every measure of the baseline.
 
-    `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path of a TOML file with a table [check], or texts like
-    "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` limit the deviation from the baseline. Raise
-    UsageError for a rule that is invalid or matches nothing, a partial report, and a baseline of another run.
+    `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path of a TOML file with a table [check], or strings such
+    as "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` set the tolerance for changes from the baseline.
+    Raise UsageError if a rule is invalid or matches nothing, if the report is partial (unless `allow_partial` is True),
+    or if the baseline belongs to a different run.
     """
     from attnlens.checks.judging import verdict
     from attnlens.checks.rule import Tolerance, rules_of

@@ -1,4 +1,4 @@
-"""Judge a report by rules and a baseline: find the values that each rule covers, and build a Check from them."""
+"""Check a report against rules and a baseline: find the values that each rule covers, and build a Check from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
 from attnlens.wording import clean, join_items
 
-SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")  # of a report and its baseline
+SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")  # settings that must agree
 
 
 def baseline_of(report: Report) -> Baseline:
@@ -33,13 +33,13 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise a UsageError that names the differing field unless report and baseline have the same heads and text."""
+    """Raise UsageError, naming the first field that differs, unless report and baseline share heads and text."""
     known = set(report.measure_names())
     missing = join_items([f"{name} missing" for name in baseline.measures if name not in known])
     for (field, ours), (_, theirs) in zip(_list_settings(report, missing), _list_settings(baseline), strict=False):
         if ours != theirs:
             values = f"{format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
-            problem = f"The baseline belongs to a different run: {field} is {values}."
+            problem = f"The baseline belongs to a different run. {field}: {values}."
             raise UsageError(problem, "Use the baseline's settings, or accept the report with --update-baseline.")
 
 
@@ -55,10 +55,10 @@ def _list_settings(run: Report | Baseline, missing: str = "") -> Iterator[tuple[
 
 
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """Build one check per measure; a head fails if it changed beyond tolerance and chance, or lost or gained a value.
+    """Build one check per measure; a head fails if its value appears, vanishes, or changes beyond tolerance and chance.
 
-    z = (now − then)/√(se² + se²), p from the normal distribution, Benjamini–Hochberg over heads × measures. Runs count
-    as independent, which is conservative for the same windows (`compare` pairs them).
+    p is two-sided, from z = (now − then)/√(se_now² + se_then²), with Benjamini–Hochberg over heads × measures. The two
+    runs are treated as independent, which is conservative if they read the same windows (`compare` pairs them).
     """
     changes = {name: _compare_column(report, name, column) for name, column in baseline.measures.items()}
     tested = [change.p for column in changes.values() for change in column if change.p is not None]
@@ -74,7 +74,7 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
             if _size(change) > max(bounds.absolute or 0.0, bounds.relative * abs(change.base or 0.0))
             and (change.p is None or change.p <= largest)
         ]
-        wanted = f"as the baseline ({bounds})"
+        wanted = f"as in the baseline ({bounds})"
         checks.append(
             Check(
                 id=f"baseline: {name}",
@@ -91,30 +91,30 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
 
 
 def _size(change: Breach) -> float:
-    """Return the absolute change: infinite if the value appeared or vanished."""
+    """Return the absolute change; infinite if the value appeared or vanished, 0 if both runs lack it."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Compare one measure of every head with the baseline's column; p is two-sided, None without standard errors."""
+    """Compare one measure of every head with the baseline's column; p is two-sided, or None without standard errors."""
     changes = []
     for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
         measure, p = head.measures.get(name), None
         now, se = (None, None) if measure is None else (measure.value, measure.se)
         if now is not None and then is not None and se is not None and error is not None:
             spread, change = math.hypot(se, error), abs(now - then)
-            if spread > 0 and math.isfinite(change / spread):  # not for numbers near the largest float
+            if spread > 0 and math.isfinite(change / spread):  # infinite for numbers near the largest float
                 p = math.erfc(change / spread / 2**0.5)
         changes.append(breach(head, now, then, p))
     return changes
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1; `maths.statistics` needs torch for it."""
+    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1 if there is none."""
     ordered = sorted(p_values)
-    # not strict: the procedure rejects at equality
+    # not strict: the procedure rejects at equality; `maths.statistics` has the same function but needs torch
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
 
 
@@ -132,7 +132,7 @@ def verdict(
         raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
         problem = f"The report is incomplete. {report.coverage.sentence}."
-        raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial).")
+        raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial=True).")
     checks = _check_rules(report, rules)
     if baseline is not None:
         _refuse_other(report, baseline)
@@ -141,13 +141,13 @@ def verdict(
 
 
 COLUMNS = ("se", "z", "base", "null")  # further values, as in `tokens.entropy.se`; `null` is the null's mean
-# Possible first parts of a dotted path into the report, and paths that are suggested for similar ones
+# First parts of dotted paths into the report, and paths that are suggested for misspelled ones
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
 
 
 def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
-    """Return the heads that a rule covers, with their numbers; [] for a field. Raise UsageError if no head has one."""
+    """Return the heads that a rule covers, with values; [] for a field. Raise UsageError if all values are missing."""
     name, _, column = rule.stem.rpartition(".")
     if any(rule.stem in head.measures for head in report.heads):
         name, column = rule.stem, "value"
@@ -174,7 +174,7 @@ def _match_field(report: Report, rule: Rule) -> float:
         why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
-        problem = f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several."
+        problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted} is on several heads."
         raise UsageError(problem, f'Write "{rule.named}" = ["value {rule.comparison}"].')
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is not a number"
@@ -182,12 +182,12 @@ def _match_field(report: Report, rule: Rule) -> float:
     return float(abs(number) if rule.absolute else number)
 
 
-def _no_match(rule: Rule, why: str, remedy: str = "Correct or remove the rule, which would never fail.") -> UsageError:
+def _no_match(rule: Rule, why: str, remedy: str = "Correct the rule or remove it: it can't fail.") -> UsageError:
     return UsageError(f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.", remedy)
 
 
 def _value_at(value: object, path: str) -> object:
-    """Return the value at a dotted path, or raise LookupError. Keys of maps may contain dots themselves."""
+    """Return the value at a dotted path. Raise LookupError if there is none. Keys of mappings can contain dots."""
     name, _, remainder = path.partition(".")
     if isinstance(value, Mapping):
         name = max((key for key in value if path == key or path.startswith(f"{key}.")), key=len, default="")
@@ -203,15 +203,15 @@ def _value_at(value: object, path: str) -> object:
 
 
 def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
-    """Build the error for a subject that is neither a measure, one of `names`, nor a field of the report."""
+    """Build the error for a rule whose subject is neither a measure (one of `names`) nor a field of the report."""
     near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
-    known = join_items(names, 40) or "no measures; use fields such as swap.loss.delta"
+    known = join_items(names, 40) or "fields such as swap.loss.delta, since there are no measures"
     return _no_match(rule, why, f"{hint}Choose from: {known}.")
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures."""
+    """Return the outcome of each rule, in order; the changes in a report of a comparison count as measures."""
     report = report.with_changes()
     taken: Counter[str] = Counter()
     checks = []
@@ -242,7 +242,7 @@ def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
 
 
 def aggregate(values: Iterable[float], rule: Rule) -> float | None:
-    """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
+    """Compute the rule's aggregate of the heads' values; None for `value`, which applies to each head separately."""
     numbers = sorted(values)
     if rule.aggregate == "median" or rule.aggregate[0] == "q":
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
@@ -258,7 +258,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 
 
 def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: float | None) -> list[tuple[Head, float]]:
-    """Return the heads that break the rule, worst first; none if no single head makes its aggregate fail."""
+    """Return the heads that break the rule, worst first; [] if no single head makes the rule's aggregate fail."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -269,7 +269,7 @@ def _breaking_heads(heads: Sequence[tuple[Head, float]], rule: Rule, number: flo
 
 
 def _is_decisive(rule: Rule, value: float) -> bool:
-    """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
+    """Return True if a head with this value alone makes the aggregate fail; `max > 0.5` fails only if all heads do."""
     comparison, lowest = rule.comparison, rule.aggregate == "min"
     if rule.aggregate not in ("min", "max"):
         return rule.aggregate == "value"
@@ -279,12 +279,12 @@ def _is_decisive(rule: Rule, value: float) -> bool:
 
 
 def breach(head: HeadId, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
-    """Build the record of a head that breaks a rule, with its value."""
+    """Build the record of a head that breaks a rule, with its current value, its value in the baseline, and p."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 
 def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` that limit a run to the measures that the rules require."""
+    """Return the options `analyzers` and `source` of the baseline, or else those that the rules require, if any."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = list(measure_infos())

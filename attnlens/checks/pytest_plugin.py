@@ -1,4 +1,4 @@
-"""Pytest plugin: the fixture `attention_report` makes reports, `assert_attention` checks them against rules."""
+"""Pytest plugin: the fixture `attention_report` creates reports, and `assert_attention` checks them against rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
-    """Return a function (path or model; options of `inspect`) → Report, cached except for models in memory."""
+    """Return a function that inspects a path (cached) or a model in memory, with options of `inspect`."""
     known: dict[str, Report] = {}
 
     def report_of(subject: object, **options: object) -> Report:
@@ -36,9 +36,9 @@ def assert_attention(
     allow_partial: bool = False,
     **options: object,
 ) -> None:
-    """Fail the test if a report breaks a rule; `report` can be a path, or a model to inspect first.
+    """Fail the test if a report breaks a rule. `model_or_report` is a report, its path, or a model to inspect first.
 
-    `rules` are those of `attnlens.check`, `options` those of `attnlens.inspect`. Raise UsageError for invalid rules.
+    `rules` are as for `attnlens.check`, and `options` as for `attnlens.inspect`. Raise UsageError for invalid rules.
     """
     __tracebackhide__ = True
     import attnlens
@@ -53,7 +53,7 @@ def assert_attention(
 
 @pytest.fixture(name="assert_attention", scope="session")
 def _assertion_fixture() -> Callable[..., None]:
-    """Return the function of that name, for tests that use a fixture instead of an import."""
+    """Return `assert_attention`, for tests that request it as a fixture instead of importing it."""
     return assert_attention
 
 

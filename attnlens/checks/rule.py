@@ -1,4 +1,4 @@
-"""Parse rules such as `tokens.entropy: min > 0.05 @layers 0-3` from tables, texts and files; define tolerances."""
+"""Parse rules such as `tokens.entropy: min > 0.05 @layers 0-3` from tables, strings and files; define tolerances."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 DEEPEST = 50  # maximum nesting depth of tables of rules; a path into a report has six parts
 LONGEST = 200  # maximum length of a condition in characters, far above that of real ones
-TABLES = (("check",), ("tool", "attnlens", "check"))  # with rules in attnlens.toml, and in pyproject.toml
+TABLES = (("check",), ("tool", "attnlens", "check"))  # names of the tables of rules in attnlens.toml and pyproject.toml
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
-WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value` compares every head, or a single field, by itself
+WHOLE = ("min", "max", "mean", "median", "count", "value")  # `value`: each head, or the single field, is compared
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
-FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head by the word after @
+FILTERS = {"layers": "layer", "heads": "head", "part": "part"}  # field of a head, by the word after @
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"==": operator.eq, "!=": operator.ne, "in": operator.ge},
@@ -45,7 +45,7 @@ class Criterion:
     high: float  # the same bound, or upper end of the range
 
     def holds(self, number: float) -> bool:
-        """Return whether the number satisfies the comparison."""
+        """Return True if the number satisfies the comparison."""
         return OPERATORS[self.operator](number, self.low) and (self.operator != "in" or number <= self.high)
 
     def excess(self, number: float) -> float:
@@ -58,11 +58,11 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition on one subject: an aggregate over heads, the comparison for it, and the heads that it covers."""
+    """One condition on one subject: the heads that it covers, an aggregate of their values, and its comparison."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
-    comparison: Criterion  # for the aggregate
-    share: Criterion | None = None  # comparison that heads must satisfy to be counted, for a share
+    comparison: Criterion  # comparison of the aggregate with a bound
+    share: Criterion | None = None  # for the aggregate `share`: the comparison that a counted head satisfies
     selection: Mapping[str, frozenset[int | str]] = field(default_factory=dict)  # allowed values, by key of FILTERS
     subject: str = ""  # `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`
     wanted: str = ""  # condition as written
@@ -70,12 +70,12 @@ class Rule:
 
     @property
     def spelling(self) -> str:
-        """Rule on one line."""
+        """The rule on one line."""
         return f"{self.named}: {self.wanted}"
 
     @property
     def named(self) -> str:
-        """Subject on one line; the subject itself may contain control characters, as a hostile report does."""
+        """Subject on one line, without the control characters that a malicious subject can contain."""
         return clean(self.subject)
 
     @property
@@ -95,38 +95,38 @@ class Rule:
 
     @property
     def id(self) -> str:
-        """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
+        """Identifier that does not depend on the bounds: `tokens.entropy: min > @layers 0,1`."""
         return f"{self.named}: {self.measured} {self.comparison.operator}{self.filters}"
 
     @property
     def measured(self) -> str:
-        """Name of the compared number: `share(> 0.9)`."""
+        """Name of the number that is compared, such as `share(> 0.9)`."""
         return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
 
     @property
     def filters(self) -> str:
-        """Selection of heads as typed: ` @layers 0,1,2 @part decoder`; empty for all heads."""
+        """Selection of heads in its normal form: ` @layers 0,1,2 @part decoder`; empty for all heads."""
         chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
         return "".join(f" @{name} {','.join(map(str, sorted(values)))}" for name, values in chosen)
 
     def covers(self, head: Head) -> bool:
-        """Return whether the selection contains the head."""
+        """Return True if the selection contains the head."""
         return all(getattr(head, FILTERS[name]) in values for name, values in self.selection.items())
 
 
 def condition(text: object) -> Rule:
-    """Parse a condition, without a subject; raise UsageError for anything else. No part of the text is executed."""
+    """Parse a condition (a rule without a subject) from untrusted text. Raise UsageError if it is invalid."""
     if not isinstance(text, str) or len(text) > LONGEST:
         raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
     first, *filters = text.split("@")
     match = CONDITION.fullmatch(first.strip())
     if match is None:
-        raise _parse_error(text, "write the aggregate first, then the condition on it.")
+        raise _parse_error(text, "write the aggregate first, then the comparison.")
     aggregate, inner, comparison = match.groups()
     if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "share, and no other aggregate, needs a comparison in brackets: share(> 0.9) < 0.1.")
+        raise _parse_error(text, "share needs a comparison in brackets, as in share(> 0.9) < 0.1; others have none.")
     share = None if inner is None else _parse_comparison(text, inner)
     return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
@@ -134,13 +134,13 @@ def condition(text: object) -> Rule:
 def _parse_comparison(text: str, words: str) -> Criterion:
     match = COMPARISON.fullmatch(words.strip())
     if match is None:
-        known = "write <, <=, >, >=, == or != and a number, or in 0.4..0.9."
+        known = "write <, <=, >, >=, == or != and a number, or a range: in 0.4..0.9."
         raise _parse_error(text, f"{format_value(words.strip())} is not a comparison; {known}")
     ends = [float(number) for number in match.groups()[1:] if number is not None]
     if not all(map(math.isfinite, ends)):
         raise _parse_error(text, "it contains a number that is not finite.")
     if ends[-1] < ends[0]:
-        raise _parse_error(text, "its range is reversed.")
+        raise _parse_error(text, "the range is reversed: its start exceeds its end.")
     return Criterion(match[1] or "in", ends[0], ends[-1])
 
 
@@ -158,7 +158,7 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
         elif name == "part" and what.strip() in get_args(Part):
             filters[name] = frozenset([what.strip()])
         else:
-            raise _parse_error(text, "@ must be followed by layers, heads or part, as in @layers 0-3 or @part decoder.")
+            raise _parse_error(text, "write @layers or @heads with numbers, or @part with a part, as in @part decoder.")
     return filters
 
 
@@ -173,16 +173,16 @@ def _build_rule(subject: str, text: object) -> Rule:
 
 
 def parse_rule(text: object) -> Rule:
-    """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError for anything else."""
+    """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError if it is invalid."""
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         remedy = "Write e.g. --rule 'tokens.entropy: min > 0.1'."
-        raise UsageError(f"The rule {format_value(text)} lacks a colon.", remedy)
+        raise UsageError(f"The rule {format_value(text)} lacks a colon after the measure.", remedy)
     return _build_rule(subject, wanted.strip())
 
 
 def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
-    """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
+    """Parse a table of conditions by subject; keys of nested tables are joined by dots to the subject."""
     try:
         return [replace(rule, file=file) for rule in _parse_entries(table)]
     except UsageError as error:
@@ -199,7 +199,7 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
         elif isinstance(texts, list | tuple) and texts:
             yield from (_build_rule(subject, text) for text in texts)
         else:
-            problem = f"{clean(subject)} has no condition: {format_value(value)}."
+            problem = f"{clean(subject)} must be a condition or a list of conditions, but is {format_value(value)}."
             raise UsageError(problem, f"Write, e.g., {EXAMPLE}.")
 
 
@@ -208,10 +208,10 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
     Raise UsageError if the file is invalid, or if the user named it and it has no rules.
     """
-    remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
+    remedy = f"Give a TOML file with a table [check] that contains, e.g., {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)
     if named and not table:
-        raise UsageError(f"{path} has no rules.", remedy)
+        raise UsageError(f"{path} contains no rules.", remedy)
     return parse_table(table, str(path))
 
 
@@ -226,23 +226,24 @@ def rules_of(source: object) -> list[Rule]:
         texts = [source] if isinstance(source, str) else source
         rules = [item if isinstance(item, Rule) else parse_rule(item) for item in texts]
     if not rules:
-        raise UsageError(f"rules={format_value(source)} has no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
+        problem = f"rules={format_value(source)} contains no rules."
+        raise UsageError(problem, 'Pass, e.g., {"tokens.entropy": ["min > 0.05"]}.')
     return rules
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds for changes: a head fails if its change exceeds the larger bound and is unlikely by chance."""
+    """Tolerance for changes: a head fails if its change exceeds both bounds and is unlikely to be due to chance."""
 
     relative: float = RELATIVE  # allowed change as a share of the baseline's value
     absolute: float | None = None  # allowed change in the measure's unit; None: `relative` of its range, if it has one
-    fdr: float = FDR  # share of heads named by chance among those named by a p-value
+    fdr: float = FDR  # expected share of false alarms among the heads that fail by their p-value
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Set the absolute bound for one measure: 5 % of the range −1 to 1 are 0.1, so that values near 0 can vary."""
+        """Return the tolerance for one measure: the default absolute bound is `relative` times the measure's range."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 
@@ -252,5 +253,6 @@ class Tolerance:
             most = 1.0 if name == "fdr" else math.inf
             valid = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < most
             if not valid and not (name == "absolute" and number is None):
-                problem = f"{name}={format_value(number)} is not a valid tolerance."
-                raise UsageError(problem, "Give a number of at least 0, such as 0.05.")
+                limits = "from 0 to below 1" if name == "fdr" else "of at least 0"
+                problem = f"{name}={format_value(number)} is not valid."
+                raise UsageError(problem, f"Give a number {limits}, such as 0.05.")

@@ -1,8 +1,8 @@
-"""Frozen records that the parts of attnlens exchange; each file is imported when it is first used.
+"""Frozen records that the parts of attnlens exchange; each module is imported when it is first used.
 
-Contents: `report` (the JSON report of a command: a common part, and the body of its kind from `swaps`, `comparison`,
-`studies` or `plans`), `measures` and `provenance` (parts of all reports, and converters of files of version 1),
-`tensors` (`Call` and `QueryKey`, which are not written), `architectures` (the table of supported model types).
+Contents: `report` (the JSON report of a command: a common part, and a body defined in `swaps`, `comparison`, `studies`
+or `plans`), `measures` and `provenance` (parts of all reports, and converters for files of version 1), `tensors`
+(`Call` and `QueryKey`, which are never written to files), `architectures` (the table of supported model types).
 Inputs: values, or JSON files of reports, plans and baselines. Outputs: records, and their JSON. Importers: any package.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnlens.records.swaps import *
     from attnlens.records.tensors import *
 
-_NAMES = {  # Names by file
+_NAMES = {  # Names by module
     "comparison": "Baseline BaselineMeasure read_baseline Breach Check BlockChange Comparison HeadChange MeasureChange "
     "Relation Shift Spread",
     "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",

@@ -1,4 +1,4 @@
-"""Table of the model types of transformers that attnlens supports, as measured by benchmarks/sweep.py."""
+"""Table of the model types of transformers and how far attnlens supports each, as measured by benchmarks/sweep.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Architecture(NamedTuple):
     """Result of the sweep for one model type, built tiny from its own configuration."""
 
     model_type: str
-    read: str  # `whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`
-    route: str  # How its attention is reached: `interface`, `traced`, `both`; empty if it is not reached
+    read: str  # Analysed part: `whole`, `in part`, `refused`, `not built` (by the sweep), `too slow`
+    route: str  # How the attention is read: `interface`, `traced`, `both`; empty if it can't be read
     positions: str  # How positions enter: `absolute`, `rotary`, `bias`, `unknown`
     weights: str  # Attention sites at which weights.* can be read: `all`, `some`, `none`
-    doctor: str  # The verdict of `doctor`, or how it ended without one
+    doctor: str  # Verdict of `doctor`, or why there is none: `refused`, `too slow`
     swap: str  # Outcome of `swap-kernel` with the exponential and the RBF kernel
     reason: str  # What is missing and why
 

@@ -1,4 +1,4 @@
-"""Results of `compare` by head and measure; results of `check`, and its baselines."""
+"""Records of `compare` (changes by head and measure) and of `check` (outcomes of rules, and baselines)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Breach(Record):
     part: Part
     value: Number | None  # current value; None if missing
     base: Number | None = None  # value of the baseline or of a second computation; None if missing
-    p: Number | None = None  # Two-sided p of a difference as large by chance; None if the value has no standard error
+    p: Number | None = None  # Two-sided p of the difference between value and base; None without standard errors
 
 
 class Check(Record):
@@ -43,7 +43,7 @@ class Check(Record):
 
 
 class BaselineMeasure(Record):
-    """One measure of all heads, in the order of the baseline's heads."""
+    """Values and standard errors of one measure, in the order of the baseline's heads."""
 
     values: list[Number | None]
     errors: list[Number | None]
@@ -69,15 +69,15 @@ class Baseline(Record):
 
 def read_baseline(path: str | Path) -> Baseline:
     """Read a baseline. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
-    remedy = "Make one with: attnlens check REPORT --baseline FILE --update-baseline"
+    remedy = "Create a baseline with: attnlens check REPORT --baseline FILE --update-baseline"
     return read_record(Baseline, path, "not a baseline", remedy, convert_baseline)
 
 
-DISTANCE = "compare."  # Prefix of the names of distances, which are changes already
-SURELY = 47.2  # Ratio to its size under rounding alone above which a divergence has p < 1e-3: (Student's t of 5 draws)²
+DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
+SURELY = 47.2  # Divergence / (divergence under rounding alone) above which p < 1e-3: (Student's t of 5 draws)²
 Relation = Literal["identical", "same form", "rounding", "changed"]
-"""Relation of the second model's form M of a head to the first one's: the same numbers; the same form from other
-factors (another gauge); equal up to rounding of the weights; another form."""
+"""Relation of a head's form M in the second model to M in the first: equal W_Q and W_K; the same M from other W_Q and
+W_K (another gauge); equal up to rounding of the weights; a different M."""
 
 
 class MeasureChange(Record):
@@ -85,21 +85,21 @@ class MeasureChange(Record):
 
     layer: Count
     head: Count  # The query head's number in the first model
-    measure: str  # Qualified name; `compare.…` are distances between the two heads, 0 where they are the same
+    measure: str  # Qualified name; `compare.…` are distances between the two heads, 0 if these are equal
     before: Number | None = None
     after: Number | None = None
     delta: Number | None = None  # after − before, or the distance
     se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
-    rounding: Number | None = None  # RMS of the change that rounding the weights to their types alone causes
-    p: Number | None = None  # Two-sided, of no change beyond sampling and rounding
-    q: Number | None = None  # Smallest false-discovery rate at which it is named (Benjamini & Hochberg)
-    least: Number | None = None  # Change that this comparison would have named with a probability of about 80 %
+    rounding: Number | None = None  # RMS of the changes that rounding the weights causes by itself
+    p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
+    q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
+    least: Number | None = None  # Size of a change that this comparison names with a probability of about 80 %
     named: bool = False  # True if q is at most the requested false-discovery rate
     reason: str | None = None
 
     @property
     def beyond_rounding(self) -> bool | None:
-        """True if rounding alone exceeds the divergence at most once in a thousand heads; None if unknown."""
+        """True if rounding alone causes such a divergence in at most one of a thousand heads; None if unknown."""
         if self.delta is None or self.rounding is None:
             return None
         return self.delta > SURELY * self.rounding
@@ -108,7 +108,7 @@ class MeasureChange(Record):
 class HeadChange(HeadId):
     """One head in both models."""
 
-    partner: Count  # Head of the second model that it is compared with, at the same site
+    partner: Count  # Number of the head of the second model that this head is compared with, at the same site
     relation: Relation | None = None  # Relation of the forms; None if it can't be computed
     reason: str | None = None
 
@@ -122,11 +122,11 @@ class BlockChange(Record):
     rounding: Number | None = None
     p: Number | None = None
     q: Number | None = None
-    named: bool = False  # As in MeasureChange; the false-discovery rate is over blocks
+    named: bool = False  # True if q is at most the requested false-discovery rate, over blocks
 
 
 class Spread(Record):
-    """A measure over the heads of one model."""
+    """Distribution of a measure over the heads of one model."""
 
     heads: Count
     quartiles: tuple[Number, Number, Number]
@@ -134,7 +134,7 @@ class Spread(Record):
 
 
 class Shift(Record):
-    """Distribution of a measure over heads in both models, whose heads do not correspond."""
+    """Distributions of a measure over the heads of two models whose heads do not correspond."""
 
     measure: str
     before: Spread
@@ -142,10 +142,10 @@ class Shift(Record):
 
 
 class Comparison(Record):
-    """Differences between a first model and a second, whose heads the report lists."""
+    """Differences between two models; the report lists the heads of the second."""
 
     base: ModelInfo
-    paired: bool  # True if changes are paired by window; else errors are those of two independent readings
+    paired: bool  # True if changes are paired by window; otherwise, errors assume two independent samples
     fdr: Number
     tests: Count = 0  # Number of rows with a p
     named: Count = 0
@@ -158,7 +158,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the heads with their changes (`compare.own_kl`, `change.tokens.entropy`) and the second model's values."""
+    """Return the compared heads with their changes (`change.tokens.entropy`) and the values of their partners."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

@@ -61,7 +61,7 @@ def read_record(
     remedy: str,
     convert: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None,
 ) -> Read:
-    """Read a record from an untrusted JSON file; `convert` converts version 1. Raise UsageError if invalid."""
+    """Read a record from an untrusted JSON file; `convert` upgrades version 1. Raise UsageError if it can't be read."""
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
         try:
@@ -74,8 +74,8 @@ def read_record(
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            problem = f"{path} has schema_version {format_value(first['input'])}; this version reads '1' and '2'."
-            remedy = "Create it again with this version, or read it with the version that wrote it."
+            problem = f"{path} has schema_version {format_value(first['input'])}; this attnlens reads '1' and '2'."
+            remedy = "Create the file again with this attnlens, or read it with the attnlens that wrote it."
             raise UsageError(problem, remedy) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
@@ -91,13 +91,13 @@ class Null(Record):
 
 
 class Measure(Record):
-    """One number about one head: its value with error bar or null, or the reason why there is none."""
+    """One measure of one head: a value with its standard error or null, or the reason why the value is missing."""
 
     value: Number | None  # The mean over sequences (tokens.*) or the number itself (weights.*)
     label: str | None = None  # Name of a category, if the value is a category's number
     se: Number | None = None  # Standard error of the mean over sequences (over texts if there are at least five)
     se_reason: str | None = None
-    n: Count | None = None  # Number of sequences (tokens.*), matrices (weights.*) or posed queries (selection.*)
+    n: Count | None = None  # Number of sequences (tokens.*), matrices (weights.*) or queries (selection.*)
     null: Null | None = None
     base: Number | None = None  # Value without the adapter (weights.* of a model with one)
     reason: str | None = None
@@ -114,7 +114,7 @@ class Measure(Record):
 
     @property
     def z(self) -> float | None:
-        """(value − null mean) / null sd, or None if either is missing or the quotient overflows."""
+        """(value − null mean) / null sd; None if the value or the null is missing, if sd is 0, or on overflow."""
         if self.value is None or self.null is None or self.null.sd == 0:
             return None
         quotient = (self.value - self.null.mean) / self.null.sd
@@ -124,7 +124,7 @@ class Measure(Record):
 class HeadId(Record):
     """Site and number of a head."""
 
-    site: str  # The site's name: module path, with #ordinal where the module is called more than once
+    site: str  # The site's name: module path, with #ordinal if the module is called more than once
     layer: Count
     head: Count
     kv_head: Count
@@ -138,7 +138,7 @@ class Head(HeadId):
     curves: dict[str, list[Number]] = {}
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a row of a sheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""
+        """Return a table row: site, layer, head, kv_head, part; for measures `name`, `.se`, `.z`, `.base` if known."""
         row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label
@@ -192,7 +192,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Sources that the analysed heads lack, as text; if they lack none, the first omitted site."""
+        """Sources that the analysed heads lack, as text; if no source is lacking, the first omitted site."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -204,22 +204,22 @@ class Coverage(Record):
 
 
 class Pick(Record):
-    """One posed query and the tokens that its head selects."""
+    """One query of a selection problem, and the tokens that its head selects."""
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     query: Count  # Position of the query among its sequence's tokens
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query over the best possible, 1/‖W_mm‖; at least 1 if the head is the SVM
+    margin: Number  # Smallest margin of the query, divided by the best possible, 1/‖W_mm‖; ≥ 1 if the head is the SVM
 
 
 class Sentence(Record):
-    """Tokens of a sequence that picks refer to."""
+    """Tokens of a sequence that picks or attention rows refer to."""
 
     sequence: Count
     keys: list[str]
-    queries: list[str] | None = None  # Tokens that select, if they are another sequence (cross-attention)
+    queries: list[str] | None = None  # Tokens of the queries, if they are another sequence (cross-attention)
 
 
 class Selection(HeadId):
@@ -238,9 +238,9 @@ class AttentionRows(HeadId):
     sequence: Count
     keys: list[list[Count]]
     weights: list[list[Number]]
-    """Positions and weights of the keys with the largest weights, for each query, the largest first."""
-    rest: list[Number]
-    sentence: Sentence | None = None  # The tokens; None if the model reads no text, or its rows are not its tokens
+    """Positions and weights of the keys with the largest weights, for each query, in descending order."""
+    rest: list[Number]  # Sum of the other weights of each query
+    sentence: Sentence | None = None  # The tokens; None if the model reads no text, or if rows are not tokens
 
     @model_validator(mode="after")
     def _of_one_size(self) -> AttentionRows:
@@ -252,5 +252,5 @@ class AttentionRows(HeadId):
             queries = self.sentence.keys if self.sentence.queries is None else self.sentence.queries
             beyond = any(place >= len(self.sentence.keys) for places in self.keys for place in places)
             if beyond or len(queries) != len(self.keys):
-                raise ValueError("its tokens do not match its rows")
+                raise ValueError("the sentence's tokens do not match the rows")
         return self

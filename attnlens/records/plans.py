@@ -15,20 +15,20 @@ from attnlens.records.swaps import Pair
 
 
 class KeyRank(Record):
-    """Rank of a latent of one or several key heads, and of the query heads that use it."""
+    """Rank of the latent of one or several key heads, with the query heads that read these keys."""
 
     site: str
     layer: Count
     part: Part
     kv_head: Count
-    heads: list[Count]  # Query heads that read its keys
-    rank: Count  # Dimensions kept in the latent; 0 if its heads attend uniformly
-    head_dim: Count  # Dimensions of all its key heads together
+    heads: list[Count]  # Query heads that read these keys
+    rank: Count  # Dimensions kept in the latent; 0 if the query heads attend uniformly
+    head_dim: Count  # Dimensions of all key heads of the latent together
     kv_heads: list[Count] = []  # Key heads that share the latent, if there are several; `kv_head` is the first of them
 
     @property
     def keys(self) -> int:
-        """Number of key heads that share it."""
+        """Number of key heads that share the latent."""
         return max(1, len(self.kv_heads))
 
     @model_validator(mode="after")
@@ -43,8 +43,8 @@ class Rise(Record):
 
     share: Number  # Rise as a share; 0.01 is 1 %
     ci95: Interval | None = None
-    """Two-sided, over pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight of them
-    Student's t (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
+    """Two-sided, over pairs of sequences or of whole texts: studentised bootstrap, or Student's t for fewer than eight
+    pairs (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
     over: Intervals = "windows"  # Population of the interval: windows of these texts, or texts like them
     sequences: Count
     by_text: dict[str, Number] = {}  # Relative rise on each text, by name, if the sequences come from several texts
@@ -53,14 +53,14 @@ class Rise(Record):
 
     @property
     def high(self) -> float:
-        """Upper end of the 95 % interval, exceeded by the rise in 2.5 % of runs; the share without an interval."""
+        """Upper end of the 95 % interval, which the rise exceeds in 2.5 % of runs; `share` if there is no interval."""
         return self.ci95[1] if self.ci95 else self.share
 
     def bound(self, margin: float) -> float:
-        """Return the maximum of each text's share and of the share plus `margin` upper half-widths of its interval.
+        """Return the maximum of the texts' rises and of `share` plus `margin` times the interval's upper half-width.
 
-        If a further text is exchangeable with n others, all of them unseen, its rise exceeds the maximum of theirs
-        with probability 1/(n + 1); the mean over many texts gives no such bound for a new one.
+        If a new text is exchangeable with n unseen texts, its rise exceeds the maximum of their rises with probability
+        1/(n + 1). The mean over many texts does not bound the rise on a new text.
         """
         return max([self.share + margin * (self.high - self.share), *self.by_text.values()])
 
@@ -81,7 +81,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks whose estimated rise of the loss is within the budget, or those of a given plan."""
+    """Ranks whose estimated rise of the loss is within the budget, or ranks taken from an earlier plan."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool
@@ -89,31 +89,31 @@ class Plan(Record):
     settings: Settings
     kernel: str
     budget: Number = Field(gt=0)  # Largest allowed rise, as a share of the loss or perplexity: 0.01 is 1 %
-    unit: Unit = "loss"  # Quantity that all rises are shares of: the loss in nats, or perplexity, its exponential
-    form: str = ""  # Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys
+    unit: Unit = "loss"  # Quantity whose relative rises are given: the loss in nats, or perplexity
+    form: str = ""  # Form of the latents as typed after `rank:`; empty: one latent per key head, of rotated keys
     forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
-    held_out: bool = False  # True if estimate and promise are measured on text that their maps were not fitted to
+    held_out: bool = False  # True if estimate and promise are measured on text to which the maps were not fitted
     ranks: list[KeyRank] = Field(min_length=1)
     mean_rank: Number  # numbers kept for each key head, mean over query heads
     head_dim: Number  # numbers for each key head before, mean over query heads
-    estimated: Rise | None = None  # Rise on the text that chose the plan, so biased; None for given ranks
-    promised: Rise | None  # Rise on text not used to fit or choose; None if it diverged or ranks were given
+    estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
+    promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged there
     healed: Rise | None = None
     fitted_on: list[Text] = []
     chosen_on: list[Text] = []
     promised_on: list[Text] = []
-    """Calibration texts of directions and sensitivities, of `estimated` and `steps`, and of `promised`."""
+    """Calibration texts used for directions and sensitivities, for `estimated` and `steps`, and for `promised`."""
     steps: list[PlanStep]
     parameters: Pair  # Size of W_Q, W_K and biases of these heads, and of the maps applied to queries and keys
     flops_per_token: Pair  # Operations for queries, keys and scores of these heads, mean over a sequence
     cache_bytes_per_token: Pair  # Size of the keys and values of a token in the cache at these sites
     rebuilding_flops: Number | None = None
-    """Operations that rebuild the keys of one cached token from latents of unrotated keys: paid for every key that a
-    new token sees, unless the keys are cached too."""
+    """Operations that rebuild the keys of one cached token from latents of unrotated keys. They are needed for every
+    key that a new token sees, unless the keys are cached too."""
     keys_to_gain: Number | None = None
-    """Number of keys a query must see before operations fall, because the maps cost some. None without a reason: from
-    the first key on; None with a reason: never, up to some number of keys, or unknown."""
+    """Number of keys that a query must see before operations are saved, because the maps cost some. None without a
+    reason: saved from the first key on. None with a reason: never, only up to some number of keys, or unknown."""
     reasons: Reasons = {}
 
     @model_validator(mode="before")
@@ -130,7 +130,7 @@ class Plan(Record):
             raise ValueError("a key head has two ranks")
         layers = self.settings.layers
         if layers is not None and not {key.layer for key in self.ranks} <= set(layers):
-            raise ValueError("its ranks and its settings name different layers")
+            raise ValueError("ranks and settings name different layers")
         return self
 
     @property
@@ -156,12 +156,12 @@ class Plan(Record):
 
     @property
     def within_budget(self) -> bool:
-        """True if the measured rise, and the bound of a promised one, stay within the budget."""
+        """True if the measured rise, and the upper bound of the promised rise if known, are within the budget."""
         unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
         promised = self.promised.bound(1) <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan from --plan. Raise UsageError if the file is missing or is not a plan."""
-    return read_record(Plan, path, "not a plan", "Give the path of a plan from --plan.")
+    """Read a plan written by --plan. Raise UsageError if the file is missing or is not a plan."""
+    return read_record(Plan, path, "not a plan", "Give a file written by: attnlens ranks MODEL --plan FILE")

@@ -1,4 +1,4 @@
-"""Provenance of a result: program, model with its files, options and input; converters of files of version 1."""
+"""Provenance of a result: program, model with its files, options and input; converters for files of version 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tool(Record):
 
 
 class File(Record):
-    """A file that went into the result."""
+    """A file used for the result."""
 
     name: str
     sha256: str
@@ -30,7 +30,7 @@ class FileInParts(Record):
 
     name: str
     bytes: Count
-    header_sha256: str  # SHA-256 of its header: names, types, shapes and places of its tensors
+    header_sha256: str  # SHA-256 of its header: names, types, shapes and offsets of the tensors
     stamp: str = ""  # Version of the file: its modification time, or the hub's identifier of its content
 
 
@@ -56,7 +56,7 @@ class AdapterInfo(Record):
     rank: Count
     alpha: Number  # Default rank r and α, for modules without a pattern
     modules: Count  # Number of modules changed by low-rank matrices
-    replaced: list[str] = []  # Parameters that it replaces whole
+    replaced: list[str] = []  # Parameters that the adapter replaces entirely
     files: list[File] = []
 
 
@@ -83,14 +83,14 @@ class ModelInfo(Record):
 class Text(Record):
     """Text or noise passed to the model."""
 
-    name: str  # File name, `stdin`, what a built-in text is, or `random pixels`; several are joined by +
-    sha256: str  # SHA-256 of the text in UTF-8 or of the noise; of several texts, of their joined digests
+    name: str  # File name, `stdin`, title of a built-in text, or `random pixels`; names of several texts joined by +
+    sha256: str  # SHA-256 of the text in UTF-8 or of the noise; for several texts, of their joined digests
     windows: list[Count] = []  # Indices of the windows (or lines) read, from 0; empty for several texts
     available: Count | None = None  # Number of windows (or lines) in the text from which those were drawn
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Text:
-        """Combine several texts into one."""
+        """Describe several texts as one, without their windows."""
         if len(texts) == 1:
             return cls(name=texts[0].name, sha256=texts[0].sha256)
         digest = sha256("".join(text.sha256 for text in texts).encode())
@@ -124,7 +124,7 @@ class Settings(Record):
 
     @property
     def fed(self) -> str:
-        """Description of the input: number and length of its pieces, and the texts that they are from."""
+        """Description of the input: number and length of the sequences, and the texts that they come from."""
         count = self.windows or 0
         if self.text is None:
             if self.noise is None:
@@ -138,16 +138,16 @@ class Settings(Record):
         return f"{size} {self.length} tokens {where[self.placement]} {self.text.name}"
 
 
-# Converters of version 1 take and return the parsed JSON. What is not of the expected type stays as it is, so that the
-# records of version 2 refuse it and name the field.
+# Converters of version 1 take and return parsed JSON. They keep values of unexpected types unchanged, so that the
+# records of version 2 reject these values and name their fields.
 Fields = Mapping[str, object]
 
 SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tokens": "length", "windows": "placement"}
 """New name of each renamed setting; `windows` was the placement and became the count."""
 BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
-"""Fields of a report of version 1 that are in the body of its kind in version 2."""
+"""Fields of a report of version 1 that version 2 moves to the body of its kind."""
 KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
-"""Kind of a report whose body is empty, by its command; that of any other command is `inspection`."""
+"""Kind of a report with an empty body, by command; `inspection` for all other commands."""
 
 
 def convert_report(report: Fields) -> Fields:
@@ -173,7 +173,7 @@ CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1. Without an estimate, its promise was measured on the choosing text: swap them."""
+    """Convert a plan of version 1; `promised` becomes `estimated` if it was measured on the text used to choose."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Values of every window, unit by unit: heads (`inspect`), or kernels and stages (`swap-kernel`)."""
+    """Values for every window and unit; units are heads (`inspect`), or stages of kernels (`swap-kernel`)."""
 
-    windows: Sequence[tuple[str, int]]  # Name of each sequence's text, and number of its window there
+    windows: Sequence[tuple[str, int]]  # Name of each sequence's text, and number of the window in this text
     units: Sequence[Mapping[str, str | int]]  # Columns that identify each unit: `layer`, `head`, or `kernel`, `stage`
     values: Mapping[str, Float[Tensor, "windows units"]]  # Values by measure; NaN if missing
 
@@ -90,16 +90,16 @@ class TextSummary(Record):
 
 
 class Summary(Record):
-    """The model in a few numbers."""
+    """Summary of the model: medians over heads, the most extreme heads, and the verdict."""
 
     model_config = ConfigDict(populate_by_name=True)
 
     medians: dict[str, Number] = {}  # Median over heads of each measure
     median_errors: dict[str, Number] = {}  # Their standard errors: bootstrap over windows (or texts)
-    median_nulls: dict[str, Null] = {}  # Median of so many heads expected by chance
+    median_nulls: dict[str, Null] = {}  # Median expected by chance for the same number of heads
     layers: list[dict[str, Number]] = []
     layer_errors: list[dict[str, Number]] = []
-    layer_nulls: list[dict[str, Null]] = []  # The same over the heads of each layer, in the order of `layer_numbers`
+    layer_nulls: list[dict[str, Null]] = []  # Medians, errors and nulls over each layer's heads, as in `layer_numbers`
     layer_numbers: list[Count] = []
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
@@ -119,7 +119,7 @@ class SiteCheck(Record):
     heads: Count
     route: str  # How its weights were read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention from the captured queries and keys
-    weights_error: Number | None  # The same from the weights times the module's inputs
+    weights_error: Number | None  # The same error, with queries and keys computed from weights and inputs
     reason: str | None = None
     passed: bool  # True if no error exceeds the tolerance
     verdict: Verdict | None = None
@@ -128,23 +128,23 @@ class SiteCheck(Record):
 
 
 class InspectionBody(Record):
-    """Body of kind `inspection`: details of single heads, if they were requested; its measures are in `heads`."""
+    """Body of kind `inspection`: details of single heads, if requested; the measures are in the report's `heads`."""
 
     selections: list[Selection] = []  # Selected tokens per head (`inspect --show selection`)
     attention: list[AttentionRows] = []  # Attention on one sequence, per head (`inspect --show attention`)
 
 
 class SwapBody(Swap):
-    """Body of kind `swap`: the effect of the first kernel, with those of the other kernels and the plan of ranks."""
+    """Body of kind `swap`: the effects of the first kernel and of the others, and the plan of ranks."""
 
     others: list[Swap] = []
-    plan: Plan | None = None  # The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)
+    plan: Plan | None = None  # Ranks chosen within a budget (`ranks --budget`), or read from a plan (`--ranks`)
 
 
 class Report(Record):
-    """Everything that one command found: a common part, and the body in the field that its `kind` names.
+    """Results of one command: a common part, and a body in the field that `kind` names.
 
-    The JSON has the body of its kind only; in Python, the bodies of other kinds are empty.
+    The JSON contains only this body; in Python, the bodies of other kinds are empty.
     """
 
     model_config = ConfigDict(
@@ -170,7 +170,7 @@ class Report(Record):
     doctor: list[SiteCheck] = []
     experiments: list[Experiment] = []
     studies: list[StudyTable] = []
-    windows_file: File | None = None  # File of --windows-csv that was written with it into the same folder
+    windows_file: File | None = None  # File of --windows-csv, in the folder of the report
     timings: dict[str, Number] = {}  # Seconds by stage
     peak_memory_bytes: Count = 0  # Largest resident memory of the process
     _windows: Windows | None = PrivateAttr(None)
@@ -200,7 +200,7 @@ class Report(Record):
 
     @property
     def windows(self) -> Windows | None:
-        """Values of every window, for a new report; they are not part of the JSON (`--windows-csv` writes them)."""
+        """Values of every window, if the report was just created; the JSON lacks them (`--windows-csv` writes them)."""
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:
@@ -215,11 +215,11 @@ class Report(Record):
 
     @property
     def plan(self) -> Plan | None:
-        """Plan of ranks of a swap; None if it has none, or if the report is not of kind swap."""
+        """Plan of ranks; None if the report lacks a plan or is not of kind `swap`."""
         return self.swap.plan if self.swap is not None else None
 
     def with_changes(self) -> Self:
-        """Return a comparison's report with changes as measures of its heads; any other report unchanged."""
+        """Return a comparison's report with the changes added to its heads; return any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
         return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})

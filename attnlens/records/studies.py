@@ -1,4 +1,4 @@
-"""Experiments with published values and curves; the results of a study, and how they agree with a paper."""
+"""Records of experiments (values, curves, published values), and of studies that reproduce a paper's tables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Curve(Record):
     low: list[Number | None] | None = None
     high: list[Number | None] | None = None
     quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
-    bounded: bool = False  # True if the quantity is at most 1, as a share is, so that a linear axis shows it whole
+    bounded: bool = False  # True for quantities of at most 1, such as shares, which are drawn on a linear axis
     picture: str | None = None
-    """Title, after the experiment's name, of the picture whose axes it shares with others; None: those of the other
-    curves, or separate axes if its quantity is unknown."""
-    label: str | None = None  # Label among the lines of its picture, if it is not its name: `from zero`
+    """Title (after the experiment's name) of the picture in which this curve shares axes with others. None: the axes of
+    the other curves, or separate axes if the quantity is unknown."""
+    label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
-    null_of: str | None = None  # Name of the curve whose null it is: mean in `median`, and one sd below and above
+    null_of: str | None = None  # Name of the curve that this is the null of: `median` is its mean, `low`, `high` ± 1 sd
 
 
 class Trajectory(Record):
@@ -44,7 +44,7 @@ class Experiment(Record):
 
     name: str
     question: str
-    model: str | None = None  # Model it ran on, if it is not the report's: `demo`
+    model: str | None = None  # Model that was used, if it is not the report's: `demo`
     settings: dict[str, JsonValue] = {}
     labels: dict[str, str] = {}  # Labels of figures and settings that differ from their names: `W_mm_d4`: `W_mm, d = 4`
     final: dict[str, Number | None]
@@ -54,13 +54,13 @@ class Experiment(Record):
     source: str | None = None
     tolerance: dict[str, Number] | None = None
     bounds: dict[str, Bound] = {}  # Figures with a lower or upper bound; the others must be within tolerance
-    passed: bool | None = None  # True if every published figure is met; None if there is none
+    passed: bool | None = None  # True if all published figures are reproduced; None if none was published
     axis: str = "iteration"  # Unit of the steps of its curves
     curves: dict[str, Curve] = {}
     trajectories: list[Trajectory] = []  # One per head and measure, if the steps are training checkpoints
 
     def meets(self, figure: str) -> bool | None:
-        """Return whether a figure agrees with the published one; None if none was published, False without a value."""
+        """Return True if a figure agrees with its published value, False if not or missing; None if not published."""
         if self.published is None or figure not in self.published:
             return None
         value, expected = self.final.get(figure), self.published[figure]
@@ -72,11 +72,11 @@ class Experiment(Record):
         return value >= expected - slack if bound == "at least" else value <= expected + slack
 
     def null(self, name: str) -> Curve | None:
-        """Return the null of one of the curves; None if it has none."""
+        """Return the null of one of the curves; None if the curve has no null."""
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judge(self) -> Experiment:
-        """Return the experiment with `passed` filled in."""
+        """Return a copy of the experiment with `passed` set."""
         verdicts = [self.meets(figure) for figure in self.published or {}]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
@@ -85,7 +85,7 @@ LEVEL = 0.05  # Probability of any false decision among all pairs of a table
 
 
 class StudyColumn(Record):
-    """One column: the training data of its cells, and the score that compares them."""
+    """One column of a table: the training data of its cells, and the score by which they are compared."""
 
     name: str
     form: Literal["language", "translation", "classification"]
@@ -96,8 +96,8 @@ class StudyColumn(Record):
     files: list[File] = []
     sizes: dict[str, JsonValue]  # Layers, widths, steps and rates, which all its cells share
     left_out: dict[str, Count] = {}  # Number of omitted or changed examples, by part or by the change
-    repeated: Count = 0  # Pairs left out of training because they are held out too
-    published: str | None = None  # Data and measure of the paper's numbers; None if it has none
+    repeated: Count = 0  # Number of pairs left out of training because they are also in the held-out data
+    published: str | None = None  # Data and measure of the paper's numbers; None if the paper has none
 
 
 class StudyRun(Record):
@@ -127,7 +127,7 @@ class StudyCell(Record):
     kernel_parameters: Count  # number of parameters of its projections of queries, keys and positions
     tokens: Count
     tokens_per_second: Number  # Median over a few training steps, on one core or one GPU
-    beside_sdpa: Number  # Ratio to tokens_per_second of a transformer with torch's scaled_dot_product_attention
+    beside_sdpa: Number  # tokens_per_second / that of a transformer with torch's scaled_dot_product_attention
     heads: dict[str, Curve] = {}  # Medians over heads against the training step, of the first seed's run, by measure
     features: str = ""  # Feature dimension of its kernel per head, `∞` if it is infinite; empty if unknown
     published: Number | None = None
@@ -135,7 +135,7 @@ class StudyCell(Record):
 
     @property
     def tested_look(self) -> int:
-        """Index of the evaluation with least validation loss in the first seed's run, used for the test."""
+        """Index of the evaluation with the least validation loss in the first seed's run, used for the test."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 
@@ -154,9 +154,9 @@ class StudyPair(Record):
     first: str  # name of the first row
     second: str  # name of the second row
     difference: Number
-    p: Number | None  # Two-sided, of no difference; None if runs have no spread
-    p_holm: Number | None  # Corrected for all pairs of the table (Holm)
-    agrees: bool | None = None  # True if the paper ranks the two alike; None if it has no or equal numbers
+    p: Number | None  # Two-sided p of no difference; None if runs have no spread
+    p_holm: Number | None  # p corrected for all pairs of the table (Holm)
+    agrees: bool | None = None  # True if the paper ranks the cells alike; None if its numbers are missing or equal
 
 
 class StudyOrdering(Record):
@@ -166,11 +166,11 @@ class StudyOrdering(Record):
     measure: str
     tau: Number  # Kendall's τ_a of our means and the published numbers, better first in both
     low: Number
-    high: Number  # 95 % interval of τ: every undecided pair contradicts the paper, or every one agrees
+    high: Number  # 95 % bounds of τ, which assume that all undecided pairs contradict (low) or confirm (high) the paper
     agree: Count
     disagree: Count
     undecided: Count
-    """Numbers of pairs that are significant (Holm, 5 %) as in the paper, significant the other way, or neither."""
+    """Numbers of pairs with a significant difference (Holm, 5 %) as in the paper, with the opposite one, or neither."""
 
 
 class StudyTable(Record):
@@ -184,4 +184,4 @@ class StudyTable(Record):
     cells: list[StudyCell]
     not_trained: list[str] = []
     pairs: list[StudyPair] = []
-    orderings: list[StudyOrdering] = []  # One per task with at least two cells that the paper has too
+    orderings: list[StudyOrdering] = []  # One per task with at least two cells that are also in the paper

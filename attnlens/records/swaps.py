@@ -1,4 +1,4 @@
-"""Swap: the exchanged kernel, its effect on the model, healing, and predictors of the harm."""
+"""Records of swaps: the new kernel, its effect on the model, healing, and predictors of the harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Predictor(Record):
     sequences_ci95: Interval | None = None
     """Bootstrap of heads (those of a shared module together), of whole layers, and of windows (or texts)."""
     p_value: Number | None = None  # Two-sided, by permutations of heads, of this measure alone
-    p_corrected: Number | None = None  # The same corrected for all measures looked at (maxT, Westfall & Young 1993)
+    p_corrected: Number | None = None  # p_value corrected for all measures compared (maxT, Westfall & Young 1993)
     holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
     values: list[Number | None] = []  # The measure of each head, in the order of the sweep
     reasons: Reasons = {}
@@ -32,28 +32,28 @@ class Prediction(Record):
     """Scope of the search for measures that predict the harm of one kernel."""
 
     heads: Count
-    diverged: Count = 0  # Number of these that diverged and have no harm
-    measures: Count  # Number of measures compared; p-values are corrected for it
+    diverged: Count = 0  # Number of these heads that diverged, so that their harm is undefined
+    measures: Count  # Number of measures compared, for which p-values are corrected
     permutations: Count
-    reliability: Number | None = None  # 2r/(1 + r), r Spearman's ρ of harms on two halves of the windows; at least 0
+    reliability: Number | None = None  # 2r/(1 + r), with Spearman's r of the harms on two halves of the windows; ≥ 0
     ceiling: Number | None = None  # √reliability: expected ρ of a perfect predictor, given noise between windows
     left_out: dict[str, str] = {}  # Measures that were not compared, and why
     reasons: Reasons = {}
 
 
 class Change(Record):
-    """A quantity of the original model and of the changed one, paired."""
+    """Paired values of a quantity in the original and in the changed model."""
 
     before: Number
     after: Number
-    delta: Number  # after − before, of the changed and the original model
-    ci95: Interval | None = None  # Of delta: studentised paired bootstrap over windows, or at least five texts
+    delta: Number  # after − before
+    ci95: Interval | None = None  # Interval of delta: studentised paired bootstrap over windows or at least five texts
 
 
 class Pair(Record):
-    """A cost of the original model and of the changed one."""
+    """A cost of the original and of the changed model."""
 
-    before: Number | None  # Of the original model under its own attention implementation
+    before: Number | None  # Cost of the original model under its own attention implementation
     after: Number | None
 
 
@@ -76,11 +76,11 @@ class PositionChange(Record):
 
 
 class BeyondWindow(Record):
-    """Change of the loss on tokens whose bigram (previous token, token) last occurred over `window` tokens back."""
+    """Change of the loss on tokens whose bigram (previous token, token) last occurred over `window` tokens earlier."""
 
     window: int
-    """Keys in the window, including that of the query: the window of the kernel, else of its sink-window control,
-    else 64; of several kernels the widest of these beyond which there are enough tokens."""
+    """Width of the window in keys, including the query's own: that of the kernel, else of its sink-window control,
+    else 64. For several kernels: the widest of these beyond which there are enough tokens."""
     tokens: int
     change: Change
 
@@ -94,8 +94,8 @@ class Agreement(Record):
     tokens: int  # Maximum number of generated tokens
     until: list[int]  # Tokens of each prompt until the first that differs; `tokens` if none does
     median: Number  # Lower median; if it equals `tokens`, at least half of the prompts never differ
-    quartiles: Interval  # Their lower quartiles
-    never: int
+    quartiles: Interval  # First and third quartile of `until`, rounded down to values that occur
+    never: int  # Number of prompts whose continuations never differ
 
 
 class TextCosine(Record):
@@ -112,14 +112,14 @@ class Outcome(Record):
 
     loss: Change | None = None  # Nats per predicted token; None if nothing is predicted, or it diverged
     loss_by_text: list[TextChange] = []
-    loss_by_position: list[PositionChange] = []  # The same by position in the sequence; causal models only
+    loss_by_position: list[PositionChange] = []  # Loss by position in the sequence; causal models only
     beyond_window: BeyondWindow | None = (
-        None  # The same on tokens that depend on context beyond a window; causal models only
+        None  # Loss on tokens that depend on context beyond a window; causal models only
     )
     perplexity: Change | None = None
     kl: Number | None = None  # KL(original ‖ changed) of the predictions, nats per predicted token
     kl_ci95: Interval | None = None  # Studentised bootstrap over windows, or over at least five texts
-    top1_agreement: Number | None = None  # Share of predicted tokens on which both have the same first choice
+    top1_agreement: Number | None = None  # Share of predicted tokens that both models predict alike
     hidden_cosine: Number | None = None  # Mean cosine of the last hidden states, token by token
     hidden_cosine_ci95: Interval | None = None
     hidden_cosine_by_text: list[TextCosine] = []
@@ -130,7 +130,7 @@ class Outcome(Record):
 
 
 class Stage(Outcome):
-    """The changed model at one stage: as swapped, with fitted parameters, healed."""
+    """The changed model at one stage: swapped, with fitted parameters, or healed."""
 
     name: Literal["swapped", "fitted", "healed"]
 
@@ -139,8 +139,8 @@ class Control(Outcome):
     """Effect of a simple alternative at the same sites and heads, untrained except for `far part, healed`."""
 
     role: ControlRole
-    kernel: str | None  # Its spelling; if sites differ, with ranges: `sink-window:4,68–80 by layer`, `4,68–all`
-    state: Number | None = None  # Numbers that a head keeps of a whole window's tokens, mean over sites
+    kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`
+    state: Number | None = None  # Numbers that a head keeps for the tokens of one window, mean over sites
 
 
 class HealingStep(Record):
@@ -148,7 +148,7 @@ class HealingStep(Record):
 
     step: int
     validation: Number | None  # Distance to the original on held-out text: KL in nats per token, or 1 − cosine
-    loss: Number | None = None  # Loss on the evaluation text, at the steps drawn; it is never used to choose
+    loss: Number | None = None  # Loss on the evaluation text, at the plotted steps; never used to choose a step
     tokens: int | None = None  # Tokens trained on so far, counting repetitions; None in older reports
     stage: HealingStage | None = None
 
@@ -165,13 +165,13 @@ class HealingTraining(Record):
 
     stage: HealingStage  # transfer: outputs of each site; whole: predictions of the models, or the text
     steps: int
-    tokens: int  # Tokens trained on, without those of the range test: up to eight steps at each of its rates
+    tokens: int  # Tokens trained on, without the range test, which takes up to eight steps at each rate
     seconds: Number  # Duration of the steps, without range test and checks
     tokens_per_second: Number | None = None
     learning_rate: Number  # Largest learning rate of AdamW; 0 if no tried rate helped, so the stage was left out
-    lowered_from: Number | None = None  # Rate of the range test, if no check at it improved, so that it was lowered
+    lowered_from: Number | None = None  # Rate chosen by the range test, if it was lowered because no check improved
     rates: list[HealingRate] = []
-    stopped: bool = False  # True if it was left out, or ended once the last gain's 95 % interval contained 0
+    stopped: bool = False  # True if the stage was left out, or ended once the last gain's 95 % interval contained 0
 
 
 class HealingControl(Record):
@@ -180,7 +180,7 @@ class HealingControl(Record):
     best: int
     tokens: int
     learning_rate: Number  # Largest learning rate of AdamW
-    loss: Change  # Nats per token of the evaluation text: the original, and the original trained
+    loss: Change  # Nats per token of the evaluation text, before and after this training
     perplexity: Change
     ratio: Number  # Perplexity of the healed model over that of the trained original
     ratio_ci95: Interval | None = None
@@ -190,7 +190,7 @@ class Healing(Record):
     """Training of W_Q and W_K towards the original model."""
 
     steps: int  # Requested steps, or the steps done if tokens or a time were requested
-    best: int  # The step whose weights were kept: the least validation distance
+    best: int  # The step with the least validation distance, whose weights were kept
     parameters: int
     learning_rate: Number  # Largest learning rate of AdamW in the last stage that trained
     curve: list[HealingStep]
@@ -204,7 +204,7 @@ class Healing(Record):
     tokens: int | None = None  # Tokens trained on, with repetitions, without range tests
     seconds: Number | None = None  # Duration of range tests, steps and checks
     stages: list[HealingTraining] = []
-    peak_memory_bytes: int | None = None  # Largest memory meanwhile: resident (CPU) or allocated (GPU)
+    peak_memory_bytes: int | None = None  # Peak memory during healing: resident (CPU) or allocated (GPU)
     control: HealingControl | None = None
     interrupted: bool = False
     reasons: Reasons = {}
@@ -249,7 +249,7 @@ class Swap(Outcome):
     task: Task
     noise: bool = False  # True if the input is random noise, so that losses are meaningless
     sites: list[SiteSwap]
-    identity_error: Number  # Relative change of the outputs with the model's own kernel recomputed; at most 1e-5
+    identity_error: Number  # Relative change of the outputs if the model's own kernel is recomputed; at most 1e-5
     causality_error: Number | None = None  # Change of outputs if later tokens change; 0 if nothing leaks
     mask_error: Number | None = None  # Change of real tokens' outputs if the padding changes; 0 if nothing leaks
     off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the exchanged sites
@@ -258,8 +258,8 @@ class Swap(Outcome):
     stages: list[Stage]
     healing: Healing | None = None
     state: Number | None = None
-    """Numbers that a swapped head caches for a window, mean over sites: m·(value_dim + 1) by running sums over m
-    features; else head_dim + value_dim for each token, or each key that a filter keeps."""
+    """Numbers that a swapped head caches for a window, mean over sites: m·(value_dim + 1) if it keeps running sums over
+    m features, else head_dim + value_dim for each token, or for each key that a filter keeps."""
     controls: list[Control] = []
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
     predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, surest first
@@ -268,5 +268,5 @@ class Swap(Outcome):
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:
-        """Quantity that ranks the sweep and is drawn: loss; KL on noise; 1 − cosine of hidden states without a head."""
+        """Quantity that ranks the sweep and is plotted: loss, KL for noise, or 1 − cosine of states without a head."""
         return "hidden" if self.task == "hidden" else "kl" if self.noise else "loss"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """Inputs of one attention computation, softmax(log k(q, k) + bias) v, where the softmax is over allowed keys."""
+    """Inputs of one attention computation, softmax(log k(q, k) + bias) v, with the softmax over the allowed keys."""
 
     query: Float[Tensor, "batch heads queries head_dim"]  # Queries after projection, QK-norm and rotation
     key: Float[Tensor, "batch kv_heads keys head_dim"]  # Keys, not repeated under GQA
@@ -29,9 +29,9 @@ class Call:
     softcap: float | None = None  # Scores are bounded by softcap · tanh(score / softcap) (Gemma 2)
     sinks: Float[Tensor, " heads"] | None = None  # One more logit per head in the softmax, without a value (gpt-oss)
     dropout: float = 0.0  # Dropout probability of the attention weights; 0 if the module is not in training
-    cross: bool = False  # True if queries and keys are of different sequences, so that no query has a place among keys
+    cross: bool = False  # True if queries and keys belong to different sequences (cross-attention)
     module: nn.Module | None = None  # The attention module; None outside a model
-    traced: bool = False  # True if the module computes it with its own code
+    traced: bool = False  # True if the module computes attention with its own code
     places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token, if the model passes it
     selected: tuple[int, ...] | None = None  # Key heads of the query heads if some were selected; None: h // group
     relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
@@ -43,7 +43,7 @@ class Call:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """Key head that each query head reads, by its number in the module."""
+        """Number (in the module) of the key head that each query head reads."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
@@ -57,7 +57,7 @@ class Call:
         return self.value if self.group == 1 else self.value.repeat_interleave(self.group, dim=1)
 
     def select(self, heads: Sequence[int]) -> Call:
-        """Return the computation restricted to these query heads, each with its own key head."""
+        """Return the computation restricted to these query heads, each with its own copy of a key head."""
         index = list(heads)
         key_heads = [head // self.group for head in index]
         return replace(
@@ -72,7 +72,7 @@ class Call:
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> Call:
-        """Return the computation restricted to these sequences, and to these queries and keys of them."""
+        """Return the computation restricted to these sequences, queries and keys."""
         rows, count = list(batch), self.query.shape[0]
         allowed, bias = (
             part if part is None else part.expand(count, *part.shape[1:])[rows][:, :, queries][..., keys]
@@ -129,7 +129,7 @@ class Site:
     path: str  # Dotted path of the attention module in the model
     ordinal: int
     layer: int
-    """Index of the call of that module in one forward pass, and of the site in the order of execution, from 0."""
+    """Index of this call among the module's calls in a forward pass, and of the site in execution order, from 0."""
     part: Part  # Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention
     repeated: bool = False  # True if the module is called more than once in a forward pass (as in ALBERT)
     traced: bool = False  # True if the module's own code computes attention, so that it is traced
@@ -142,10 +142,10 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """R(0) … R(positions − 1), R(0) = 1; each coordinate is rotated with one partner or left unchanged (RoPE).
+    """Rotations R(0) = 1, …, R(positions − 1) of RoPE: each coordinate is rotated with one partner or left unchanged.
 
-    For sequences R(i) R(j)ᵀ = R(i−j); in images each position has separate angles, tokens without a position have 0.
-    x R(i) has x_a cos φ − x_b sin φ at the first coordinate a of a pair, and x_a sin φ + x_b cos φ at its second b.
+    For sequences, R(i) R(j)ᵀ = R(i − j). In images, each position has separate angles, which are 0 for other tokens.
+    For a pair (a, b) of coordinates, x R(i) is x_a cos φ − x_b sin φ at a and x_a sin φ + x_b cos φ at b.
     """
 
     pairs: Int[Tensor, "pairs 2"]
@@ -184,9 +184,9 @@ class Rotation:
 class QueryKey:
     """The factored matrix `scale · Q Kᵀ` of every head at one site.
 
-    From weights, a row is an input dimension (Q = W_Q, K = W_K); from tokens, a row is a token of one sequence; the
-    keys have other rows than the queries in cross-attention alone. Leading batch axes are allowed before `heads` and
-    are kept by every analyzer.
+    From weights, a row is an input dimension (Q = W_Q, K = W_K); from tokens, a row is a token of one sequence. Queries
+    and keys have the same rows, except in cross-attention. Leading batch axes are allowed before `heads`, and every
+    analyzer keeps them.
     """
 
     query: Float[Tensor, "*batch heads n head_dim"]  # Queries after bias, QK-norm and rotation; or W_Q
@@ -219,7 +219,7 @@ class QueryKey:
 
     @cached_property
     def content(self) -> QueryKey:
-        """QueryKey without terms added to the scores: its logits are softcap(scale · q kᵀ), the head's kernel."""
+        """The same QueryKey without terms added to the scores: its logits are softcap(scale · q kᵀ)."""
         return self if self.bias is None else replace(self, bias=None)
 
     @cached_property
@@ -246,11 +246,11 @@ class QueryKey:
 
     @property
     def bilinear(self) -> bool:
-        """True if the logits are exactly scale · q kᵀ, so that head_dim cores can replace the n × n matrix."""
+        """True if the logits are exactly scale · q kᵀ, so that Q and K can replace the n × n matrix."""
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:
-        """Return the site with only the heads at these indices; `key_of` still refers to all keys and values."""
+        """Return the QueryKey of the heads at these indices; `key_of` still refers to all keys and values."""
         index = list(heads)
         if index == list(range(len(self.heads))):
             return self  # indexing by a list copies
@@ -266,7 +266,7 @@ class QueryKey:
         )
 
     def rows(self, rows: slice) -> QueryKey:
-        """Return the site with only these queries, and the keys up to the last one they can see (at least 1)."""
+        """Return the QueryKey of these queries, with the keys up to the last one that they can see (at least one)."""
         allowed, end = self.allowed, self.key.shape[-2]
         if allowed is not None:
             allowed = allowed[..., rows, :]
@@ -284,7 +284,7 @@ class QueryKey:
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:
-        """Return the site restricted to these sequences of a batch, and to these queries and keys of them."""
+        """Return the QueryKey restricted to these sequences of a batch, queries and keys."""
         rows = list(batch)
         return replace(
             self,
@@ -298,5 +298,5 @@ class QueryKey:
 
 
 def of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
-    """Select heads of a mask or bias; one that all heads share is returned unchanged."""
+    """Select heads of a mask or bias; return None, and a matrix that all heads share, unchanged."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

@@ -25,7 +25,7 @@ Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  
 
 
 def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the queries, keys and values of every attention computation, one after the other."""
+    """Return the queries, keys and values of every attention computation as one flat list."""
     tensors: list[Tensor] = []
 
     def answer(call: Call) -> Tensor:
@@ -38,7 +38,7 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
 
 
 def predictions(task: Task) -> Measured:
-    """Build the function that returns the model's predictions, or its hidden states if it lacks a head."""
+    """Build a function that returns a model's predictions, or the hidden states of a model without a head."""
 
     def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **output_options(task))
@@ -48,25 +48,25 @@ def predictions(task: Task) -> Measured:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError if measured values depend on a weight that the checkpoint lacks: it would be random."""
+    """Raise ModelError if measured values depend on a weight that the checkpoint lacks, which would be random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
             f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random.",
-            "Use a complete checkpoint, or load it with the architecture that it was saved from.",
+            "Use a complete checkpoint, or load the checkpoint with the architecture it was saved with.",
         )
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module of a random weight that affects predictions, and the reason for a missing loss; else None."""
+    """Return the module of a missing weight that affects predictions, and why there is no loss; None if none does."""
     random = random_weights(loaded, inputs, predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a weight that the checkpoint lacks but measured values need, and a phrase that counts all.
+    """Return the module of a missing weight that measured values need, and a phrase: `name and 3 more`; None if none.
 
-    A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
-    pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
+    A missing weight is ignored if its module ran and its gradient is None, since no measured value depends on it
+    (BERT's pooler). A module that did not run on these inputs (an expert that no token chose) can run on other inputs.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -96,8 +96,8 @@ def _owner(parameter: str) -> str:
 
 
 LOOKS_AHEAD = 1e-4
-"""Relative change of predictions above which they are judged to depend on a later token: far above float32 rounding,
-which another last token can move too, and far below what a visible token changes."""
+"""Relative change of predictions above which they are taken to depend on a later token: far above the float32 rounding
+that a different last token can cause, and far below the effect of a visible token."""
 NOT_RUN = "it does not run on this input"
 
 
@@ -147,18 +147,18 @@ def without_media(
 def _reach_by_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the sites as reached by random ids, without media if `bare`; sites that they don't reach are unchanged."""
+    """Return the sites as reached by random ids, without media if `bare`; keep the known site if the ids miss it."""
     try:
         inputs = texts.placeholder(loaded, tokens, seed, bare=bare).batches[0].inputs
         by_call = {(each.site.path, each.site.ordinal): each for each in survey_model(loaded, inputs).sites}
     except (ModelError, TextError):  # a model that needs more tokens (Canine's strides), or media (LXMERT)
         return known
-    # ids do not show whether a site is causal, so that sites keep their part
+    # ids do not show whether a site is causal, so sites keep their part
     return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in known]
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Measure the change of the outputs if the model's own attention is recomputed; raise ModelError if it fails."""
+    """Measure the change of the outputs if the model's attention is recomputed. Raise ModelError if it can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _refusing(loaded, inputs):
@@ -166,7 +166,7 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 
 
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return the error of recomputed attention, or None and a non-finite weight; raise IdentityError if too large."""
+    """Return (identity error, None) or (None, a non-finite weight). Raise IdentityError if the error is too large."""
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
@@ -181,11 +181,11 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if outputs of finite weights are NaN, and IdentityError if two passes differ."""
+    """Raise ModelError if the outputs are NaN although the weights are finite, IdentityError if two passes differ."""
     error = hooks.repeat_error(loaded.model, inputs)
     if math.isnan(error):
         raise ModelError(
-            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: its computation "
+            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: the computation "
             "overflows.",
             "Try --dtype float64; a model that also overflows in float64 cannot be measured.",
         )
@@ -193,12 +193,12 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
         raise IdentityError(
             f"Two passes of {loaded.info.id} over the same input differ by {error:.1e}: the model is not "
             "deterministic.",
-            "Its attention cannot be verified; choose a deterministic model.",
+            "Choose a deterministic model: the attention of this one cannot be verified.",
         )
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the task of the model's head; `hidden` if it predicts the next token but already sees it (PaliGemma)."""
+    """Return the task of the model's head; `hidden` if it predicts next tokens that the model sees (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -238,7 +238,7 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
             counterpart = f".{layer.group(1) or ''}0{name[layer.end() :]}"
             if any(counterpart.endswith(other) or other.endswith(counterpart) for other in known):
                 unused[layer.group()] += 1
-    why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
+    why = f"the config leaves out layers of the checkpoint, which have {sum(unused.values())} unused tensors"
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
 
 
@@ -252,24 +252,24 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 
 
 def conventions(reached: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
-    """Describe those properties of the attention in a pass that readers need to interpret the numbers."""
+    """Describe the properties of the attention in a pass that readers need to interpret the numbers."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased = any(call.bias is not None for call in calls)
     untested = "absolute" if len(site_traits) == len(reached) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
     notes = {
         "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite.": True,
-        "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
-        "identified; --analyzer extended reads those of the bilinear form extended to such pairs.": any(
+        "Causal heads: no query is compared with a later key, so the positive, negative and skew shares are not "
+        "identified; --analyzer extended computes the shares of the bilinear form extended to such pairs.": any(
             each.site.part == "decoder" for each in reached
         ),
-        f"At {traced} of {len(reached)} sites the module computes its attention by hand: queries, keys and scale are "
-        "traced from its softmax, and the softmax's argument moved as predicted for other queries and keys.": traced,
+        f"At {traced} of {len(reached)} sites the module has its own attention code: queries, keys and scale are "
+        "traced from its softmax, whose argument changed as predicted for other queries and keys.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,
-        "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the "
-        "part that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the "
-        "nope part.": any(traits.latent for traits in site_traits),
+        "Latent attention (MLA): the length of each token's latent sets the relative weight of its key's part without "
+        "positions (nope) and rotated part (rope), so a head has no single bilinear form; weights.* describe the nope "
+        "part.": any(traits.latent for traits in site_traits),
     }
     return Conventions(
         position="rotary" if any(traits.rotary for traits in site_traits) else added,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST = 16  # maximum number of evaluated windows whose first halves are continued, and of prompts per batch
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # inputs of a model that reads only text
 FAILED = (*FAILURES, ModelError, UsageError)
-"""Exceptions that running with a cache may raise for a model or a kernel that does not support it."""
+"""Exceptions that a model or a kernel can raise if it does not support a cache."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,23 @@ class Continued:
 
     prompts: Prompts
     tokens: Int[Tensor, "steps prompts"]
-    ends: Int[Tensor, " ids"]  # the ids that end a text
+    ends: Int[Tensor, " ids"]  # ids of the tokens that end a text
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return the given prompts, else first halves, equally long, of windows or lines of at least median length.
+    """Return `prompts`, or if None equally long first halves of the windows or lines of at least median length.
 
-    Return the reason if the model can't continue windows; raise UsageError if it can't continue given prompts.
+    Return the reason if the model can't continue windows. Raise UsageError if it can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
-        reason = NOT_CAUSAL if prompts is None else "it is not a pure next-token model"
+        reason = NOT_CAUSAL if prompts is None else "it does more than predict next tokens"
     elif set(fed[0].inputs) - TEXT:
         reason = "the model takes more than text"
     elif "past_key_values" not in inspect.signature(model.forward).parameters:
         reason = "the model keeps no key-value cache"
     if reason and prompts is not None:
-        raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
+        raise UsageError(f"The model can't continue prompts: {reason}.", "Omit --prompts.")
     if reason or prompts is not None:
         return prompts or reason
     rows: list[Tensor] = []
@@ -85,12 +85,12 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Tokenize a file's lines. Raise TextError if none exists or one is too long, UsageError without a tokenizer."""
+    """Tokenize the lines of a file. Raise TextError if it is empty or a line too long, UsageError without tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
     if loaded.tokenizer is None:
-        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out prompts.")
+        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Omit --prompts.")
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
@@ -98,7 +98,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
             f"A prompt in {content.name} has {longest} tokens, but the model accepts at most {limit}.",
             f"Give prompts of at most {limit - 1} tokens, so that they can be continued.",
         )
-    # the mask hides padding, so that any id serves as such
+    # the mask hides padding, so any id can be the padding
     ids, mask = (
         pad_sequence(part, batch_first=True, padding_side="left").to(loaded.model.device)
         for part in (rows, list(map(torch.ones_like, rows)))
@@ -107,7 +107,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
 
 
 def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
-    """Return the original's greedy continuations, or why it can't continue prompts."""
+    """Return the original model's greedy continuations, or why it can't continue the prompts."""
     if tokens < 1:
         return "the prompts fill the model's context"
     try:
@@ -118,14 +118,14 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
             raise
         return f"the model can't continue a text with a key-value cache ({first_line(error).rstrip('.')})"
     chosen = torch.cat(parts, 1)
-    # the ids that end a text are those of the generation settings, else those of the configuration
+    # the ids that end a text are in the generation settings, else in the config
     ends = [getattr(each, "eos_token_id", None) for each in (getattr(model, "generation_config", None), model.config)]
     end: int | list[int] = next((each for each in ends if each is not None), [])
     return Continued(prompts, chosen, chosen.new_tensor([end] if isinstance(end, int) else end))
 
 
 def agreement(model: PreTrainedModel, original: Continued | str, variant: Variant) -> Agreement | str:
-    """Count generated tokens until the models' likeliest tokens differ, or return the reason for a missing count."""
+    """Count generated tokens until the models' likeliest tokens differ, or return why they can't be counted."""
     if isinstance(original, str):
         return original
     try:
@@ -139,7 +139,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
         problem = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
         return f"the kernel does not run with a key-value cache here ({problem.rstrip('.')})"
     total, ordered = len(original.tokens), sorted(until)
-    # quartiles as counts that occur, not between them
+    # quartiles are counts that occur, without interpolation
     low, middle, high = (ordered[(len(ordered) - 1) * part // 4] for part in (1, 2, 3))
     return Agreement(
         prompts=len(until),
@@ -156,7 +156,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count the first tokens that agree per prompt, all if both texts end alike; stop if all differ or have ended."""
+    """Count the tokens per prompt before the first difference; all if both texts end at the same token."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):
@@ -176,12 +176,12 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
     positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
     cache: Cache | None = None
     for _ in range(tokens):
-        # counted without the padding
+        # positions do not count padding
         positions = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]} if positioned else {}
         result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
-            raise ModelError("it returns no cache", "Leave out --generate.")
+            raise ModelError("it returns no cache", "Omit --generate.")
         yield chosen
         ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
@@ -197,19 +197,19 @@ class Differences:
     """Differences between one variant and the original, collected batch by batch."""
 
     task: Task  # what is predicted
-    noise: bool  # whether the input is noise: predictions are then compared without a loss
+    noise: bool  # True if the input is noise: predictions are then compared without a loss
     design: Design  # how the sequences were sampled
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the original
-    after: list[Tensor] = field(default_factory=list)  # the same under the variant
+    after: list[Tensor] = field(default_factory=list)  # mean loss per sequence of each batch under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
     predicting: list[Tensor] = field(default_factory=list)
-    """Whether each sequence predicts anything; sequences that don't are missing from the three lists above."""
-    divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of these sequences
+    """True for each sequence with predictions; sequences without them are missing from the three lists above."""
+    divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) per sequence with predictions
     agreeing: float = 0.0
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
-    directionless: bool = False  # whether a hidden state is zero, so that its angle is undefined
+    directionless: bool = False  # True if a hidden state is zero, so that its angle is undefined
     likeness: LinearCKA | None = None
     seconds: list[float] = field(default_factory=list)  # of each forward pass of the variant
     own_seconds: list[float] = field(default_factory=list)  # of each forward pass of the original
@@ -247,7 +247,7 @@ class Differences:
             raise ModelError(
                 f"With the new kernel the model's output has a different length ({len(new)} states instead of "
                 f"{len(original)}).",
-                "Its outputs can't be compared token by token; use `attnlens inspect` to analyse its attention.",
+                "Use `attnlens inspect` to analyse the attention: outputs can't be compared token by token.",
             )
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
@@ -299,7 +299,7 @@ class Differences:
                 by_text.append(TextChange(name=name, sequences=len(rows), change=change, perplexity=other))
             fields |= {"loss": loss, "loss_by_text": by_text, "perplexity": perplexity}
             if perplexity is None:
-                reasons["perplexity"] = "it overflows"
+                reasons["perplexity"] = "exp(loss) overflows"
             if loss.ci95 is None:
                 reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
         if interval is None:
@@ -370,7 +370,7 @@ def compare(
     progress: Tell,
     design: Design,
 ) -> dict[Name, Differences]:
-    """Compare every variant with the original on the same batches; the original runs once per batch, unmodified."""
+    """Compare each variant with the original on the same batches; the original model runs once per batch."""
     differences = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         original = run(model, fed, task)
@@ -401,7 +401,7 @@ COLUMNS = {  # Columns of each window, in this order, with the fields of Differe
 
 
 def windows_of(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return the paired losses, KL and hidden cosines, with their numbers of tokens, as (windows, differences)."""
+    """Return losses, KL, hidden cosines and numbers of tokens by name, each (windows, differences)."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

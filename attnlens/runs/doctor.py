@@ -1,4 +1,4 @@
-"""Compare rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
+"""Compare recomputed attention matrices with the model's own, and a report's heads with a second computation."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Check that the model's files are the report's, and recompute `heads` random heads, measure by measure.
+    """Check that the model's files are those of the report, and recompute `heads` random heads, measure by measure.
 
-    Each call draws other heads, so that a forger can't predict them. tokens.* may differ by √ε of the model's type,
+    Each call draws different heads, so that a forger can't predict them. tokens.* can differ by √ε of the model's type,
     weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: its text, and those of `load`. Raise UsageError for a report without heads, or another text.
+    does not contain: the text, and options of `load`. Raise UsageError for a report without heads, or another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -48,8 +48,8 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
     kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
-    shape = f"{report.model.architecture}, {report.model.parameters} parameters"
-    files = _recomputed_check("model.files", "the SHA-256 of every file as the report", hashes[0] == hashes[1])
+    shape = f"{report.model.architecture} with {report.model.parameters} parameters, as in the report"
+    files = _recomputed_check("model.files", "SHA-256 of every file as in the report", hashes[0] == hashes[1])
     kind = _recomputed_check("model", shape, kinds[0] == kinds[1])
     if not kind.passed:
         return [files, kind]
@@ -58,7 +58,8 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
-        raise UsageError(f"The report's text has SHA-256 {text}, but this one {other_text}.", "Give the same --text.")
+        problem = f"The report's text has SHA-256 {text}, but the given text has {other_text}."
+        raise UsageError(problem, "Give the text of the report with --text.")
     recomputed = {(head.site, head.head): head for head in again.heads}
     # half of the digits of the model's type: its own rounding adds up over layers
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
@@ -81,7 +82,7 @@ def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], toler
         if deviation > bound:
             deviations.append((deviation, breach(head, new, old)))
     breaches = [each for _, each in sorted(deviations, key=lambda pair: pair[0], reverse=True)]
-    check = _recomputed_check(name, "as the report", not breaches)
+    check = _recomputed_check(name, "value as in the report", not breaches)
     return check.model_copy(update={"heads": len(pairs), "breaches": breaches})
 
 
@@ -105,8 +106,8 @@ def doctor(
 
     P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
     loaded in float64 (a loaded model is copied), which takes twice the memory, so that errors are not due to rounding.
-    The tolerance is the same for another `dtype`, and for float32 if the model can't be read in float64. Raise
-    UsageError for invalid arguments, TextError, and ModelError if the model can't be loaded or read.
+    The tolerance is the same for another `dtype`, and for float32, which is used if float64 fails. Raise UsageError
+    for invalid arguments, TextError, and ModelError if the model can't be loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -134,7 +135,7 @@ def doctor(
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
+    """Examine the model as loaded, or in float32 if float64 fails or changes the attention (EoMT's own masks)."""
     if loaded.model.dtype != torch.float64:
         return _examine(loaded, settings, inputs, progress)
     try:
@@ -177,7 +178,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
+    """Summarise the coverage: heads without any error have no value; heads with one error lack the other source."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
@@ -199,7 +200,7 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check each `reached` site in these layers and heads; `first` are the same sites, reached by one token."""
+    """Check each `reached` site in these layers and heads; `first` has the same sites, reached by one token."""
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
         (single, each, chosen)
@@ -223,7 +224,7 @@ def own_probabilities(
     The eager attention of a few models differs from the one that they use (PaliGemma's is causal, its SDPA is not).
     """
     captured: dict[Site, Tensor] = {}
-    why = "the module has no softmax of these scores and returns no attention probabilities"
+    why = "the module applies no softmax to these scores and returns no attention probabilities"
     try:
         difference = hooks.difference(model, inputs, hooks.collect_weights(model, reached, captured))
         # 16 ε: the rounding of a few layers in half precision
@@ -240,7 +241,7 @@ def own_probabilities(
 def _check(
     reached: SiteCall, factors: weights.Factors | UnreadableError, probabilities: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
-    """Compute both errors of one site's heads, or the reason for a missing one; `probabilities` are the model's."""
+    """Compute both errors of a site's heads, or why one is missing; `probabilities` are the model's, or why unknown."""
     errors: dict[str, float] = {}
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(probabilities, str):
@@ -268,7 +269,7 @@ def _check(
 def _error(query_key: QueryKey, probabilities: Tensor) -> float:
     """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
     probabilities = probabilities.double()
-    # rows that sum to 1 up to rounding leave nothing to a sink: the model applies it after its softmax (GraniteSWA)
+    # rows that sum to 1 up to rounding leave nothing for a sink: the model applies it after the softmax (GraniteSWA)
     if query_key.sinks is not None and bool((probabilities.sum(-1) - 1).abs().max() <= TOLERANCE):
         query_key = replace(query_key, sinks=None)
     rebuilt = query_key.attention

@@ -1,4 +1,4 @@
-"""Turn options into settings, texts and windows of a model; wrap models and batches that are already in memory."""
+"""Convert options to settings, texts and windows for a model; wrap models and batches that are already in memory."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOSS = "loss"  # name of what is skipped if a model's predictions depend on weights that its checkpoint lacks
+LOSS = "loss"  # measure that is skipped if a model's predictions depend on weights that the checkpoint lacks
 
 
 def predicts_text(loaded: Loaded) -> bool:
-    """Return True if the model predicts the next token of a text, so that it has a loss on it."""
+    """Return True if the model predicts the next token of a text, so that it has a loss on texts."""
     return loaded.kind == "text" and task_of(loaded.model) == "causal"
 
 
@@ -65,8 +65,8 @@ def guess_notes(
         loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
         if loss > guess:
             notes.append(
-                f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-                f"{guess:.2f}): the text does not suit the model, or the model is untrained."
+                f"The model's loss on {name} is {loss:.2f} nats per token, worse than random guessing "
+                f"(ln {vocabulary} = {guess:.2f}): the text does not suit the model, or the model is untrained."
             )
     return notes
 
@@ -94,7 +94,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
         raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
     if options:
         names = ", ".join(options)
-        raise UsageError(f"The model is already loaded, so {names} would be ignored.", "Pass them to load().")
+        raise UsageError(f"The model is already loaded, so {names} would be ignored.", f"Pass {names} to load().")
     return {}
 
 
@@ -106,7 +106,7 @@ def of_model(settings: Settings, loaded: Loaded) -> Settings:
 
 
 def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
-    """Return the cutting parameters for the texts, from settings and options."""
+    """Return the parameters for cutting the texts, from settings and options."""
     return texts.Cut(
         tokens=settings.length,
         sequences=settings.windows or 1,
@@ -130,13 +130,13 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
         raise UsageError(
             f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the {inputs.sequences} sequences come from "
             f"{count}.",
-            f"Give more {more}, or leave out intervals='texts'.",
+            f"Give more {more}, or omit --intervals texts.",
         )
     return Design.of(names, requested.intervals)
 
 
 def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
-    """Return the settings that describe the input: texts in windows or lines, or only noise."""
+    """Return the settings with a description of the input: texts in windows or lines, or only noise."""
     text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
         update = {
@@ -158,29 +158,29 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
     yield from texts.foreign_notes(inputs.unknown)
     if inputs.left_out:
         yield (
-            f"Left out: {', '.join(inputs.left_out)}, since {inputs.sequences} sequences are fewer than the "
+            f"Left out: {', '.join(inputs.left_out)}, because there are only {inputs.sequences} sequences for "
             f"{len(set(inputs.parts)) + len(inputs.left_out)} texts."
         )
     noun = "lines" if requested.pack is False else "windows"
     if requested.placement == "first":
-        yield f"The {noun} are the first of each text: errors apply to these {noun}, not to the whole texts."
+        yield f"The {noun} are the first of each text: standard errors apply to such {noun}, not to the whole texts."
     repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)
     if repeated > texts.MOST_SHARED:
         yield (
-            f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that also occur in another of the {noun}: "
+            f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that occur in several {noun}: "
             "standard errors are too small."
         )
 
 
 def record_length(settings: Settings, loaded: Loaded, reached: Sequence[SiteCall]) -> Settings:
-    """Record the largest number of tokens in the attention of a model whose input is noise."""
+    """Return the settings with the largest number of tokens in the attention as length, if the input is noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError if a text of any purpose or its length is given for a model that does not read text."""
+    """Raise UsageError if any text, or a length in tokens, is given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
@@ -191,15 +191,17 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
+    """Return a batch's tensors on the model's device. Raise UsageError if it is empty or contains other values."""
     if not isinstance(batch, Mapping) or not batch:
-        raise UsageError(f"batch={format_argument(batch)} contains no inputs.", "Pass what a tokenizer returns.")
+        remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
+        raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)
     inputs = {}
     for name, value in batch.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta:
-            kind = "tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
+            kind = "Tensor on meta" if isinstance(value, Tensor) and value.is_meta else type(value).__name__
             raise UsageError(
-                f"batch[{format_argument(name)}] is a {kind}; a batch maps names of inputs to tensors with values.",
+                f"batch[{format_argument(name)}] has type {kind}; a batch maps input names to tensors that are not on "
+                "the meta device.",
                 'Pass names and tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
             )
         inputs[name] = value.to(loading.device_of_inputs(model))
@@ -209,7 +211,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Te
 def wrap_model(
     model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str | os.PathLike[str] | Loaded:
-    """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
+    """Wrap a transformers model and its tokenizer like a result of `load`; return anything else unchanged."""
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
         if hooks.is_answered(weights):
@@ -231,7 +233,7 @@ def wrap_model(
 
 
 def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
-    """Wrap a model in memory. Raise UsageError for a name or anything else."""
+    """Wrap a model in memory. Raise UsageError if it is not a model, such as the name of one."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, Loaded):
         raise UsageError(f"{format_argument(model)} is not a model in memory.", "Pass the result of attnlens.load.")
@@ -240,7 +242,7 @@ def held_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts."""
+    """Keep the model in evaluation mode and without gradients inside the block, then restore modules and parameters."""
     training = [module for module in model.modules() if module.training]
     # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
@@ -261,4 +263,4 @@ def refuse_work(request: Request) -> None:
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:
-            raise UsageError(f"{name} is unavailable for a model in memory.", "Omit it, or pass a model's name.")
+            raise UsageError(f"{name} is unavailable for a model in memory.", f"Omit {name}, or pass a model's name.")

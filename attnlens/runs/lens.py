@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
     """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
-    `batch` holds tensors under the names of the model's own inputs, as its tokenizer returns them with
+    `batch` maps the names of the model's inputs to tensors, as its tokenizer returns them with
     return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
     module (`site.path`) and its layer (`site.layer`); it has the property `attention` and is the input of analyzers.
-    The model runs without dropout and cache and is not changed. Recomputing attention from the capture must not change
-    the model's outputs, else IdentityError is raised. A warning lists attention that ran but can't be read. Raise
-    UsageError, and ModelError if the model can't run or has no attention that can be read.
+    The model runs without dropout and cache and is not changed. A warning lists attention that ran but can't be read.
+    Raise UsageError, ModelError if the model can't run or has no attention that can be read, and IdentityError if
+    recomputing attention from the capture changes the model's outputs.
     """
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
     with at_rest(loaded.model):
         survey = checks.survey_model(loaded, inputs)
         checks.prove_identity(loaded, inputs)
-        missed = [f"{path}, as {reason}" for path, reason in survey.missed.items() if reason is not None]
+        missed = [f"{path}, because {reason}" for path, reason in survey.missed.items() if reason is not None]
     if missed:
         others = f"; and {len(missed) - 1} more" if len(missed) > 1 else ""
         warnings.warn(f"Not captured: {missed[0]}{others}.", stacklevel=3)
@@ -50,8 +50,8 @@ def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]
 class Lens:
     """A model that is loaded once for several analyses.
 
-    `model` is a hub id, folder, file or `demo`, loaded with `load_options` (those of `load`, which raises the errors);
-    a result of `load`; or a transformers model in memory with its `tokenizer`.
+    `model` is a hub id, folder, file or `demo`, loaded by `load` with `load_options`; a result of `load`; or a
+    transformers model in memory with its `tokenizer`. Raises the errors of `load`.
     """
 
     def __init__(
@@ -85,5 +85,5 @@ class Lens:
         if not isinstance(text, str):
             return capture(self.loaded, text)
         if self.loaded.tokenizer is None:
-            raise UsageError("The model has no tokenizer.", "Give a batch of its inputs instead of a text.")
+            raise UsageError("The model has no tokenizer.", "Give a batch of the model's inputs instead of a text.")
         return capture(self.loaded, self.loaded.tokenizer(text, return_tensors="pt"))

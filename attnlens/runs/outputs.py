@@ -64,7 +64,7 @@ def enough_memory(inputs: Mapping[str, Tensor], purpose: str = "for") -> Iterato
             raise
         size = next(iter(inputs.values())).shape[0]
         raise ModelError(
-            f"Not enough memory {purpose} {size} sequences at once.",
+            f"Not enough memory {purpose} {format_count(size, 'sequence')} at once.",
             "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
         ) from None
 
@@ -153,7 +153,7 @@ def tokens_in(fed: Fed) -> int:
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """Compute KL(original ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
 
-    Σ (q − p) is 0 up to the rounding of both normalisations, which p log(q/p) contains too: here it cancels.
+    Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels that of Σ p log(q/p).
     """
     original, new = original.log_softmax(-1), new.log_softmax(-1)
     p = original.exp()
@@ -171,7 +171,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Compare `of` the mean loss over `counts` tokens per sequence, with a 95 % interval; NaN pairs are ignored."""
+    """Compare `of`(mean loss over `counts` tokens per sequence), with a 95 % interval; pairs with NaN are ignored."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
     weights = counts[valid]
@@ -229,7 +229,8 @@ class TokenLosses:
         if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
-            return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
+            few = f"only {format_count(count, 'token')} (fewer than {FEWEST})"
+            return f"{few} {have} evidence more than {distance} back"
         before, after, back = self.join()
         change, tokens = _change(before, after, back > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
@@ -240,8 +241,8 @@ def evidence(
 ) -> Int[Tensor, "batch positions"]:
     """Return how many positions ago the pair (id, target) occurred last in the sequence; 0 if it did not.
 
-    A copying (induction) head reads the target off the token after the earlier id, at that distance before the target
-    itself: a window of w keys, including the query's own, contains it if the distance is at most w.
+    A copying (induction) head reads the target from the token after the earlier id, which lies this distance before the
+    target. A window of w keys, including the query's own, contains that token if the distance is at most w.
     """
     distances = torch.zeros(targets.shape, dtype=torch.long)
     for row, (row_ids, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
@@ -254,7 +255,7 @@ def evidence(
 
 
 def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Compute the number of `chosen` tokens and the change of their mean, paired over sequences that contain any."""
+    """Return the change of the mean over `chosen` tokens, paired over sequences with such tokens, and their number."""
     chosen = chosen & ~before.isnan()
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))

@@ -36,7 +36,7 @@ def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def telling(progress: Progress, stage: str, total: int) -> Tell:
-    """Build a function that adds finished steps of a stage and reports their sum; report 0 at first."""
+    """Build a function that adds finished steps of a stage and reports their sum; report 0 at the start."""
     done = 0
 
     def tell(more: int) -> None:
@@ -50,6 +50,6 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """Like `telling`, but for at most `most` steps; when the block ends, all count as done."""
+    """Yield a function as from `telling`, for at most `most` steps; report all as done when the block ends."""
     yield telling(progress, stage, most)
     progress(stage, most, most)

@@ -1,4 +1,4 @@
-"""Record which program made a report: versions, platform, memory."""
+"""Record which program created a report: versions, platform, memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ STATUS = Path("/proc/self/status")  # file of Linux with this process's high-wat
 
 
 def report_of(command: str, kind: Kind, **results: Any) -> Report:
-    """Build the report of a command; `results` are its other fields."""
+    """Build the report of a command; `results` are the other fields."""
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     environment = Environment(python=platform.python_version(), platform=platform.platform(), **libraries)
     run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}

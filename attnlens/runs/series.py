@@ -53,11 +53,11 @@ class CheckpointReading(TypedDict):
 
     report: records.Report  # report of `inspect`
     loss: float | str  # loss on the same text in nats per predicted token, or why it is missing
-    complete: bool  # True if every part of it could be read
+    complete: bool  # True if every part of the checkpoint could be read
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Combine coverages: heads analysed at every checkpoint, entries missing at any, and checkpoints not read."""
+    """Combine coverages: heads analysed at every checkpoint, parts skipped at any, and checkpoints not read."""
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
         for entry in coverage.skipped:
@@ -142,8 +142,8 @@ class Checkpoint:
     """One model of a series."""
 
     name: str  # readable name: the folder's name, or the revision
-    model: str  # name as `load` takes it
-    revision: str | None  # of a hub model
+    model: str  # name as passed to `load`
+    revision: str | None  # revision of a hub model
     place: Location  # location of its files
     step: int | None  # training step in its name; None if there is none
 
@@ -171,13 +171,13 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
         for field, value in shapes[0].items():
             if None not in (value, shape.get(field)) and value != shape[field]:
                 difference = f"{field} is {value} in {checkpoints[0].name}, but {shape[field]} in {other.name}"
-                raise ModelError(f"The checkpoints differ: {difference}.", "Give checkpoints of one model.")
+                raise ModelError(f"The checkpoints differ: {difference}.", "Give checkpoints of the same model.")
 
 
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints (None: those of demo), by step, or in the given order if steps are missing or equal."""
+    """Find checkpoints (None: those of demo), sorted by step; in the given order if steps are missing or repeated."""
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
     models = of_demo() if names is None or (list(names) == ["demo"] and not revisions) else names
@@ -210,14 +210,14 @@ def converge_checkpoints(
     progress: Progress = silent,
     request: CheckpointsRequest,
 ) -> Report:
-    """Measure every head against the training step, in one experiment with the heads' trajectories.
+    """Measure every head at each checkpoint; the report has one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … in this
-    order. By default, the analyzers of `inspect` run, and `selection` with its default `select`. The last tokenizer
-    found splits the same text for all. `head` = (layer, head), or `3.7`, restricts the series to it. Finished units are
-    kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or
-    shapes differ), TextError, and Interrupted, which contains the finished checkpoints.
+    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`), or else 0, 1, 2 …
+    in the given order. By default, the analyzers of `inspect` run, and `selection` with its default `select`. The last
+    checkpoint with a tokenizer provides the tokenizer for all. `head`, as (layer, head) or `3.7`, selects one head.
+    Finished units are kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (if a
+    checkpoint is missing, or shapes differ), TextError, and Interrupted, which contains the finished checkpoints.
     """
     report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -232,7 +232,7 @@ def follow(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function to call once it is written, which removes the finished units."""
+    """Return the report, and a function that removes the finished units, to be called once the report is written."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -291,7 +291,7 @@ class Series:
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the units, if any."""
+        """Store of the finished units; None if nothing is stored."""
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
@@ -318,7 +318,7 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report; `missing` are the reasons of failed units. Raise ModelError if heads differ."""
+        """Build the report; `missing` has the reasons of failed units. Raise ModelError if the heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
         heads = [{(head.layer, head.head, head.part) for head in report.heads} for report in reports]
         for other, other_heads in zip(done, heads, strict=True):
@@ -326,7 +326,7 @@ class Series:
                 raise ModelError(
                     f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
                     f"{other.name} has {len(other_heads)}.",
-                    "Give checkpoints of one model.",
+                    "Give checkpoints of the same model.",
                 )
         unread = [
             Skipped(site=each.name, reason=missing.get(unit, INTERRUPTED))
@@ -384,11 +384,11 @@ class Series:
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""
         if not self.contents:
-            return "it requires a text, but only weights were read"
+            return "the loss requires a text, but only weights were read"
         if task_of(loaded.model) not in ("causal", "masked"):
             return "the model does not predict tokens"
         if loaded.tokenizer is None:
-            return f"it requires a text, which cannot be tokenized: {loaded.tokenizer_problem}"
+            return f"the text cannot be tokenized: {loaded.tokenizer_problem}"
         inputs = texts.batches(loaded, self.contents, self.cut)
         task = checks.task_on(loaded, inputs.batches[0].inputs)
         if task == "hidden":
@@ -398,7 +398,7 @@ class Series:
         if lacking := checks.no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
             return lacking[1]
         loss = mean_loss(loaded.model, feed(loaded, inputs, task, settings.seed), task)
-        return "it is NaN, or the text contains nothing to predict" if loss is None else loss
+        return "the loss is NaN, or the text has nothing to predict" if loss is None else loss
 
 
 def open_in_worker(

@@ -1,8 +1,8 @@
 """Keep the results of a run's units in one safetensors file each, which a later run can reuse.
 
-A unit's value is a nested list or dictionary of tensors, records and JSON values. It is kept as
-`<work>/<key>/<name>.safetensors`, written under a temporary name and renamed. The key hashes the facts that determine
-the run's numbers, so that only the same command finds the file again. torch is imported late, because the
+A unit's value is a nested list or dictionary of tensors, records and JSON values. It is stored as
+`<work>/<key>/<name>.safetensors`, written under a temporary name and renamed. The key is a hash of the facts that
+determine the run's numbers, so that only the same command finds the file again. torch is imported late, because the
 command line imports this module before it needs torch.
 """
 
@@ -41,7 +41,7 @@ class Keep(Protocol):
     """Function that finds or computes the parts of a unit."""
 
     def __call__(self, name: str, make: Callable[[], T], /) -> T:
-        """Return the kept value of a part, or compute it with `make` and keep it."""
+        """Return the stored value of a part, or compute the value with `make` and store it."""
 
 
 def keep_nothing(_name: str, make: Callable[[], T]) -> T:
@@ -86,7 +86,7 @@ class Store:
         return self.folder / (file_stem(name) + SUFFIX)
 
     def inside(self, name: str) -> Store:
-        """Return a store for the parts of a unit that takes long, in a folder next to its file."""
+        """Return a store for the parts of a long unit, in a folder next to the unit's file."""
         return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
@@ -107,14 +107,14 @@ class Store:
         self.begin()
 
     def begin(self) -> None:
-        """Write the facts of the run if they are missing. Raise OutputError if nothing can be written here."""
+        """Write the facts of the run if they are missing. Raise OutputError if the folder can't be written."""
         with output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
             _write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
     def compute(self, name: str, make: Callable[[], T]) -> T:
-        """Return a unit's earlier value, or compute it with `make` and keep it."""
+        """Return a unit's stored value, or compute and store the value with `make`."""
         value: T | None = self.load(name) if self.resume else None
         if value is None:
             value = make()
@@ -171,7 +171,7 @@ def _set_aside(path: Path, name: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file; another run can remove the folder meanwhile, after writing its report."""
+    """Write a file; retry if another run that has written its report removes the folder meanwhile."""
     for attempt in range(8):
         try:
             with output_errors(path, "written"):
@@ -208,7 +208,7 @@ def file_stem(name: str) -> str:
 
 
 def difference(first: object, second: object, where: str = "") -> str | None:
-    """Return the first place at which two contents differ, with both values; None if they are equal."""
+    """Describe the first place at which two values differ; return None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in first | second)
         return next(filter(None, inner), None)
@@ -233,18 +233,18 @@ def _serialise(value: object, stamp: str) -> bytes:
         return {"tensor": str(len(tensors) - 1)}
 
     text = json.dumps([stamp, _list_pairs(value)], default=encode)
-    return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
+    return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors keeps no order
 
 
 def _list_pairs(value: object) -> object:
-    """Return a value with dictionaries as pairs, because JSON only has keys of one type."""
+    """Return a value with dictionaries as lists of pairs, because keys in JSON can only be strings."""
     if isinstance(value, Mapping):
         return {"pairs": [[_list_pairs(key), _list_pairs(part)] for key, part in value.items()]}
     return [_list_pairs(part) for part in value] if isinstance(value, list | tuple | range) else value
 
 
 def _parse(content: bytes, stamp: str) -> object:
-    """Parse the value in a file. Raise ValueError if it is truncated, damaged or another unit's."""
+    """Parse the value in a file. Raise ValueError if the file is truncated, damaged or belongs to another unit."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -36,12 +36,12 @@ V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
 Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
 Elsewhere = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
-RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # may not recur at a second try
+RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that may not recur at a second try
 LOST = (
-    "its process terminated twice: it was killed, perhaps for lack of memory, or started by a script that calls "
-    "attnlens outside of `if __name__ == '__main__':`"
+    "the worker process ended twice: it was killed (perhaps for lack of memory), or the main script calls attnlens "
+    "outside of `if __name__ == '__main__':`"
 )
-UNSEEN = "its file is missing in this process's --work folder, which all workers must share"
+UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Environment variables that libraries read when they are first imported."""
 RAY_HERE = "local"  # address that starts a Ray cluster on this machine alone
@@ -76,7 +76,7 @@ class Outcome(Generic[V]):
 
 
 class WorkPlan(SharedRequest):
-    """Plan of where units are kept and who computes them."""
+    """Plan of where units are kept and which processes compute them."""
 
     device: str = "auto"
 
@@ -102,18 +102,18 @@ class WorkPlan(SharedRequest):
 
             return cast("Path", UPath(self.work))
         except (ImportError, ValueError) as error:
-            remedy = 'Give a folder, or e.g. s3://BUCKET/FOLDER; addresses need: pip install "attnlens[ray]"'
+            remedy = 'Give a folder, or an address such as s3://BUCKET/FOLDER (requires: pip install "attnlens[ray]").'
             raise errors.UsageError(f"--work {self.work}: {error}.", remedy) from None
 
     def select_units(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the units of this shard; all of them without one."""
+        """Return the units of this shard; all units if there is no shard."""
         index, _, count = (self.shard or "1/1").partition("/")
         return names[int(index) - 1 :: int(count)]
 
     def check(self, texts: Collection[object] = ()) -> None:
-        """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or nothing can be kept."""
+        """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or no unit can be kept."""
         if self.address is not None and self.engine != "ray":
-            raise errors.UsageError("address applies only to --engine ray.", "Omit it, or use --engine ray.")
+            raise errors.UsageError("--address applies only to --engine ray.", "Omit --address, or use --engine ray.")
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
@@ -156,9 +156,9 @@ def run_units(
     """Compute the unfinished units of a run, and return the results of all units.
 
     A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere` prepares
-    the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns whether a
-    stored value is complete. Raise ShardFinished at the end of a shard; a unit's AttnlensError, because such an error
-    concerns all units; and the first unit's error if no unit could be computed.
+    the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns True
+    if a stored value is complete. Raise ShardFinished at the end of a shard; a unit's AttnlensError, because such an
+    error concerns all units; and the first unit's error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -185,7 +185,7 @@ def run_units(
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
         raise failures[name].error or errors.ModelError(
-            f"No unit could be computed; {name}: {reason}.", "Use fewer --jobs."
+            f"No unit of work could be computed. First failure, {name}: {reason}.", "Use fewer --jobs."
         )
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
@@ -442,5 +442,5 @@ def _no_cluster(address: str, error: Exception) -> errors.UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
     return errors.UsageError(
         f"No Ray cluster {where}: {errors.reason_of(error).rstrip('.')}.",
-        "Start one with `ray start --head`, and set RAY_ADDRESS to its HOST:PORT; unset, Ray runs on this machine.",
+        "Start a cluster with `ray start --head`, and set RAY_ADDRESS to its HOST:PORT, or unset it to run Ray here.",
     )

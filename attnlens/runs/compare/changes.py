@@ -1,4 +1,4 @@
-"""Build the rows of a comparison, and describe the relation of forms and of whole models."""
+"""Build the rows of a comparison, and describe how the forms, and the models as a whole, are related."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from attnlens.wording import format_count, join_items
 Tensors = Mapping[str, Tensor]
 CHANGED_P = 1e-3  # p below which a form counts as changed: rounding alone moves one of a thousand heads as much
 ROUNDING_SPACINGS = 4.0
-"""Relative difference of factors, in spacings of their type, up to which they differ by rounding: a number is rounded
-when it is stored, loaded and multiplied."""
+"""Relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when it is
+stored, loaded and multiplied."""
 ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates
-NEAR_FACTOR = 10  # that change must also be this many times the one at equal positions, which rounding explains
+NEAR_FACTOR = 10  # ratio of this change to the change at equal positions (due to rounding) that is required in addition
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 SAME_FORMS: dict[str | bool | None, str] = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "
     "rows (a lost RoPE permutation?): {names}.",
     True: "W_Q and W_K of {heads} have the same product M but different attention: biases, norms or the mask act "
     "differently: {names}.",
-    False: "W_Q and W_K of {heads} changed, but not their product M (another gauge) and attention, within rounding.",
-    None: "W_Q and W_K of {heads} changed, but not their product M within rounding; attention was not compared.",
-}  # notes on heads with other factors of the same M, by whether their own KL exceeds rounding
+    False: "W_Q and W_K of {heads} changed, but not their product M (another gauge) nor attention, beyond rounding.",
+    None: "W_Q and W_K of {heads} changed, but not their product M beyond rounding; attention was not compared.",
+}  # notes on heads with the same M from other W_Q and W_K, by whether the change of their attention exceeds rounding
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
@@ -85,7 +85,7 @@ def _relation(
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
-    # without a division: of a factor of zeros, only zeros are a rounding
+    # no division: a factor of zeros is close only to zeros
     limit = ROUNDING_SPACINGS * spacing
     close = all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
     return "rounding" if close and same_scale else "same form"
@@ -102,13 +102,13 @@ def describe(
             yield f"Layer {site.layer} has a different mask: {masks}."
     for site in pairing.unmoved:
         yield (
-            f"Layer {site.layer}: the second model has its heads in another order, and --heads compares them by their "
-            "numbers; without it each is compared with its partner."
+            f"Layer {site.layer}: the heads of the second model are in another order, but --heads compares heads with "
+            "equal numbers; without --heads, each head is compared with its partner."
         )
     for layer, count in Counter(head.layer for head in heads if head.partner != head.head).items():
         yield (
-            f"Layer {layer}: the second model has {format_count(count, 'head')} in another order; each is compared "
-            "with its partner."
+            f"Layer {layer}: the second model has {format_count(count, 'head')} in another order; each head is "
+            "compared with its partner."
         )
     exceeds = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
@@ -122,11 +122,11 @@ def describe(
 
 
 def _describe_weights(pairing: Pairing) -> Iterator[str]:
-    """Report which tensors differ, and whether the second model's are the first model's after rounding."""
+    """Yield notes on the tensors that differ, or that the second model's tensors are the first model's, rounded."""
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
-        yield f"{format_count(len(alone), 'tensor')} in only one of the models: {join_items(alone)}."
+        yield f"Found in only one of the models: {format_count(len(alone), 'tensor')} ({join_items(alone)})."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
     kinds = {name: significance.stored_type(second[name]) for name in different}
@@ -145,7 +145,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose RoPE differs: M agrees at equal positions, but not with all queries rotated to the last one."""
+    """Yield heads whose RoPE differs: M agrees at equal positions, but not if all queries are rotated to the last."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
         rotation = None if isinstance(pair, str) else pair[0].rotation
@@ -160,7 +160,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
+    """Compare loss, KL, agreement and hidden states of both models; return the outcome, or None and the reasons."""
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
     if batches is None:
@@ -192,7 +192,7 @@ def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[
 
 @dataclass
 class Changes:
-    """The changes between two models with corresponding heads."""
+    """Comparison of two models with corresponding heads."""
 
     pairing: Pairing
     fdr: float
@@ -209,7 +209,7 @@ class Changes:
         if self.pairing.first.batches:
             distances |= self._row_distances()
         tests = self._test_measures(distances, rounding)
-        rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on it is not simulated")
+        rows = significance.build_rows(self.heads, tests, self.fdr, "the effect of rounding on this is not simulated")
         heads = relate_heads(self.pairing, tests.get(FORMS))
         outcome, why = compare_predictions(self.pairing)
         return records.Comparison(
@@ -263,7 +263,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test the changes of each measure; None for categories and measures without drawn rounding."""
+        """Test the changes of each measure; None for categories and measures without simulated rounding."""
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])
             for name in (FORMS, QUERY_ANGLE, KEY_ANGLE)
@@ -279,7 +279,7 @@ class Changes:
                 tests[name] = self._test_windows(changes[name], rounding.get(name))
             elif name not in rounding or significance.is_category(self.heads, name):
                 tests[name] = None
-            else:  # measures of weights: p is that of rounding
+            else:  # measures of weights: only rounding can explain a change
                 before, after = significance.field_values(self.heads, name)
                 tests[name] = significance.test_rounding(after - before, rounding[name])
         return tests

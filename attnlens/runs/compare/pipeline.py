@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
 
 UNPAIRED = (
-    "Not paired by window: errors assume two independent samples, which overstates them for measurements of the "
-    "same windows. Reports are paired if their --windows-csv files are in the same folders."
+    "Changes are not paired by window: standard errors assume two independent samples, and are too large if both sides "
+    "read the same windows. Reports are paired if their --windows-csv files are in the same folders."
 )
 UNROUNDED = "Reports contain no weights, so rounding is not taken into account; compare the models to include it."
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
 """Settings that must agree on both sides."""
-AGAIN = "Create both with the same text and options, or give the models themselves."
+AGAIN = "Create both reports with the same text and options, or compare the models directly."
 
 
 def read_side(path: Path) -> Report:
-    """Read a report and, if it exists, its --windows-csv file; raise UsageError for a changed file or no heads."""
+    """Read a report and its --windows-csv file, if any. Raise UsageError if this was changed or heads are missing."""
     report = read_report(path)
     if not report.heads:
         raise UsageError(f"{path} contains no heads.", "Give a report created with: attnlens inspect MODEL --json FILE")
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:
-        raise UsageError(f"{path} refers to a windows file outside its folder.", "Write it again with --windows-csv.")
+        raise UsageError(f"{path} refers to a windows file outside its folder.", "Create both with --windows-csv.")
     file = path.parent / report.windows_file.name
     if not file.exists():
         return report
@@ -71,7 +71,7 @@ def read_side(path: Path) -> Report:
 
 
 def _read_windows(path: Path, report: Report) -> Windows:
-    content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
+    content = read_bytes(path, UsageError, "Create the file again with --windows-csv.").decode()
     rows = list(csv.DictReader(io.StringIO(content)))
     windows = [(row["text"], int(row["window"])) for row in rows]
     numbers = {window: number for number, window in enumerate(dict.fromkeys(windows))}
@@ -100,7 +100,7 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 
 
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
-    """Compare two reports; raise UsageError if they read different windows."""
+    """Compare two reports. Raise UsageError if their settings or windows differ."""
     refuse_other_settings(first.settings, second.settings)
     names = set(HeadId.model_fields)
     ids, other_ids = ([head.model_dump(include=names) for head in side.heads] for side in (first, second))
@@ -126,7 +126,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
 
 
 def _numbered_windows(report: Report) -> list[tuple[object, int]]:
-    """Return (index of its text, number) of each window, because the same text can have two names."""
+    """Return (index of the text, number in the text) for each window; the same text can have different names."""
     places = {text.name: place for place, text in enumerate(report.settings.texts)}
     windows = [] if report.windows is None else report.windows.windows
     return [(places.get(name, name), number) for name, number in windows]
@@ -190,11 +190,11 @@ def compare(
     """Compare the measures of each head in two models on the same windows: second − first, with error, p and q.
 
     Returns the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
-    sampling of windows and rounding of weights explain the change. q is Benjamini and Hochberg's over heads × measures;
-    a change is significant if q ≤ `fdr`. Each side can be a report of `inspect` or its path; a model on the other
-    side is then inspected with its settings. `tokenizer` applies to models in memory. Models are loaded in float32
-    unless `dtype` is given; `revision` and `adapter` apply to the second. Raises what `inspect` raises, and UsageError
-    if both sides are the same, or read different windows.
+    sampling of windows and rounding of weights explain the change. q corrects p for all heads × measures (Benjamini and
+    Hochberg); a change is significant if q ≤ `fdr`. Each side can also be a report of `inspect`, or its path. If one
+    side is a report, a model on the other side is inspected with that report's settings. `tokenizer` applies to models
+    in memory. Models are loaded in float32 unless `dtype` is given; `revision` and `adapter` apply to the second model.
+    Raises the errors of `inspect`, and UsageError if both sides are the same or read different windows.
     """
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
@@ -234,7 +234,8 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
     if ignored and (ignored, options.get("dtype")) != (["dtype"], "float32"):
-        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are not recomputed.", "Omit them.")
+        names = ", ".join(ignored)
+        raise UsageError(f"{names} would be ignored: reports are not recomputed.", f"Omit {names}.")
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:

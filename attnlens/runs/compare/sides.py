@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 ALIKE = 0.5
-"""Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
-distance to the head in its own place. The distance of unrelated heads is about 1, and that of fine-tuned ones is small:
-heads that are merely similar to several others must stay in place."""
+"""Heads count as reordered if the distance of each moved head to its partner is below this number, and below this share
+of its distance to the head with its own number. Unrelated heads have a distance of about 1, fine-tuned heads a small
+one; heads that merely resemble several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute the distances of heads' forms; NaN if both M are 0 or a factor is not finite, and 1 if only M is 0."""
+    """Compute distances between M and M' of heads; NaN if both are 0 or a factor is not finite, 1 if only M is 0."""
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
     if finite:
@@ -116,7 +116,7 @@ class ComparedModel(Inspection):
 
 
 def _remove_token_measures(report: Report) -> Report:
-    missing = Measure(value=None, reason="the measure requires the exponential kernel, but this model uses another one")
+    missing = Measure(value=None, reason="the measure requires the exponential kernel, but this model has another")
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}
     heads = []
     for head in report.heads:
@@ -133,7 +133,7 @@ class Pairing:
     second: ComparedModel
     sites: dict[Site, Site]  # second model's site for each site of the first model
     order: dict[Site, tuple[int, ...]]  # second model's head for each head of the first, by the first model's sites
-    unmoved: list[Site]  # sites with reordered heads that --heads compares by number all the same
+    unmoved: list[Site]  # sites with reordered heads that --heads nevertheless compares by number
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
@@ -148,7 +148,7 @@ class Pairing:
         return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
 
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | str:
-        """Return both forms, the second's heads in the order of their partners, or why they can't be compared."""
+        """Return both models' forms, with the second's heads in the first's order, or why they can't be compared."""
         forms = []
         for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
             factors = side.factors_of(place)
@@ -173,7 +173,7 @@ class Pairing:
     def add_divergences(
         self, values: SequenceValues, name: str, passes: tuple[Pass, Pass], batch: texts.Batch, start: int
     ) -> None:
-        """Add the divergence of both passes' attention rows to `values` as measure `name`; `start`: first sequence."""
+        """Add the divergence of both passes' attention rows to `values` as measure `name`, from sequence `start` on."""
         for first, second in self.sites.items():
             before, after = passes[0].calls.get(first), passes[1].calls.get(second)
             if before is not None and after is not None:  # own-kernel sites of a saved swap are not visited
@@ -203,7 +203,7 @@ class Pairing:
 
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
-"""Names of block inputs that are states, besides the first input, which is one whatever its name."""
+"""Names of block inputs that are hidden states; a block's first input is one under any name."""
 
 
 @dataclass

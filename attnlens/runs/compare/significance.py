@@ -40,7 +40,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class ChangeTest:
-    """Changes of one measure in all heads, with their p."""
+    """Changes of one measure in all heads, with p-values."""
 
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
@@ -88,13 +88,13 @@ def test_windows(
 
 
 def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
-    """Test changes of measures that do not depend on a text: p is that of rounding, 1 for no change."""
+    """Test changes of measures that do not depend on a text: p is their probability under rounding, 1 for no change."""
     p = torch.where(delta == 0, 1.0, rounding_p_values(delta, rounding)).masked_fill(~delta.isfinite(), torch.nan)
     return ChangeTest(delta, p, rounding=rounding)
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
-    """Test unpaired changes by Student's t; conservative, since the same windows make the true error less than `se`."""
+    """Test unpaired changes by Student's t; conservative if both sides read the same windows, as `se` is too large."""
     p = torch.from_numpy(2 * stats.t.sf((delta.abs() / se).numpy(), max(freedom, 1)))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
     return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)
@@ -119,9 +119,9 @@ def combine_rounding(
     """Combine the rounding of both models: the mean squares of their draws add up, and so do divergences.
 
     The size of each head is at least that of a Gaussian whose typical maximum, over the draws of all heads, is the
-    largest one seen: a measure that jumps (a count of columns, a rank) does not move in most draws of most heads.
+    largest observed change: a measure with steps (a count of columns, a rank) does not change in most draws.
     """
-    # a form of zeros is not rounded (NaN); then the other model's draws count alone
+    # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
     means = torch.stack([part.mean(0) for part in squares])
     draws = torch.cat(squares)
@@ -152,7 +152,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
         measures = {"first": head.measures.get(name), "second": heads[1][place].measures.get(name)}
         before, after = (None if measure is None else measure.value for measure in measures.values())
         gaps = [f"in the {which} model {part.reason}" for which, part in measures.items() if part and part.reason]
-        reason = "it is a category and has no differences" if name in categories else next(iter(gaps), None)
+        reason = "categories have no differences" if name in categories else next(iter(gaps), None)
         fields: dict[str, float | None] = {}
         if test is not None:
             fields = {"delta": number_of(test.delta[place]), "p": number_of(row_p)}
@@ -161,7 +161,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
             if not math.isnan(row_p):
                 fields["least"] = number_of(least[name][place])
             elif fields["delta"] is not None and reason is None:
-                unmoved = "rounding never changed it, so the size of its effect is unknown"
+                unmoved = "rounding never changed the measure, so the size of its effect is unknown"
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
         elif reason is None and before is not None and after is not None:
             fields, reason = {"delta": after - before}, untested
@@ -194,13 +194,14 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
 
 
 DRAWS = 5
-"""Number of random roundings of each model's weights: each draw costs passes, and p of rounding uses Student's t with
-as many degrees of freedom."""
+"""Number of random roundings of each model's weights: each draw costs forward passes, and rounding is tested by
+Student's t with as many degrees of freedom."""
 FEW = 2
 """Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each
 costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
-"""Name of ‖o' − o‖/‖o‖ of block outputs for the first model's input states; one value per block, not per head."""
+"""Name of the change ‖o' − o‖/‖o‖ of block outputs if both models receive the first model's input states; one value per
+block, not per head."""
 BITS = {
     torch.bfloat16: (torch.int16, 7),
     torch.float16: (torch.int16, 10),
@@ -226,7 +227,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of the matrices in a site's module, which stands for its queries and keys."""
+    """Return the coarsest stored type of the matrices in a site's module, taken as that of its queries and keys."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 

@@ -1,8 +1,8 @@
-"""Describe a surveyed model, list the units of its inspection, and read each of them.
+"""Describe a surveyed model, list the units of its inspection, and compute each unit.
 
-A unit is read independently of the others: the weights of a site, a batch of tokens, or what gatherers read at a few
-sites. Its value is a dictionary of tensors and JSON values, which runs/store.py can write to a file and results.py
-turns into the heads of a report.
+Units are independent. A unit covers the weights of a site, a batch of tokens, or the input of a gathering analyzer at a
+few sites. The value of a unit is a dictionary of tensors and JSON values, which runs/store.py can write to a file, and
+which results.py converts to the heads of a report.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ would hold the tokens of all sites in memory."""
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), times its ‖W_Q‖‖W_K‖ if the measure grows with the factors."""
+    """Return each head's null mean and sd, (heads, 2), times ‖W_Q‖‖W_K‖ of the head if the measure grows with them."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -68,7 +68,7 @@ def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> T
 def build_measure(
     info: MeasureInfo, site: Site, value: Tensor | None, *, n: int, base: Tensor | None = None, **fields: Any
 ) -> Measure:
-    """Return a measure, or the reason why its value is missing or NaN."""
+    """Return a measure with its value, or with the reason why the value is missing or NaN."""
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
@@ -93,7 +93,7 @@ def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Part of an inspection that is read independently of the others."""
+    """Part of an inspection that is computed independently of the other parts."""
 
     stage: Literal["weights", "tokens", "gathered"]  # source of its values
     sites: tuple[Site, ...]  # sites that are read
@@ -111,13 +111,13 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A loaded model, and everything that its survey needs."""
+    """A loaded model with everything needed to survey it."""
 
     loaded: loading.Loaded
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     contents: Sequence[texts.Content] = ()  # texts to read
-    cut: texts.Cut = field(default_factory=texts.Cut)  # how they are cut into sequences
+    cut: texts.Cut = field(default_factory=texts.Cut)  # how the texts are cut into sequences
     progress: Progress = silent
     timings: dict[str, float] = field(default_factory=dict)  # seconds per stage so far
     show: str | None = None
@@ -128,7 +128,7 @@ class PreparedRun:
         return self.loaded.shapes or self.loaded
 
     def analyzers_of(self, source: str) -> list[Analyzer]:
-        """Return the analyzers that read one QueryKey of that source at a time."""
+        """Return the analyzers that read one QueryKey of this source at a time."""
         return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
     @property
@@ -139,7 +139,7 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(PreparedRun):
-    """A surveyed model with its inputs, which is measured unit by unit; any process can read any unit."""
+    """A surveyed model with its inputs. It is measured unit by unit, and any process can compute any unit."""
 
     calls: Sequence[SiteCall]  # all sites of the model
     one_token: Sequence[SiteCall]  # the same sites of `weights_model`, reached by one token of text alone
@@ -151,7 +151,7 @@ class Inspection(PreparedRun):
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights, kept if a caller needs them
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
-    """Nulls by shape, with the rotation that each was drawn under: keeping it alive prevents reuse of its id."""
+    """Nulls by shape, each with the rotation used to draw it: keeping the rotation alive prevents reuse of its id."""
 
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
@@ -210,7 +210,7 @@ class Inspection(PreparedRun):
         return {unit.name: unit for unit in units}
 
     def read_unit(self, name: str) -> Unit:
-        """Read one unit. Raise Stopped if the user interrupts it and the results so far can be used."""
+        """Compute one unit. Raise Stopped if the user interrupts it and the results so far can be used."""
         with time_stage(self.timings, self.units[name].stage):
             return self._compute_unit(self.units[name])
 
@@ -277,7 +277,7 @@ class Inspection(PreparedRun):
             finite = sequences.finite_heads(query_key)
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
-                heads, reason = list(query_key.heads), "its mask hides all keys from every query"
+                heads, reason = list(query_key.heads), "the mask hides all keys from every query"
                 skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=reason))
             elif finite:
                 numbers = sequences.sequence_numbers(len(call.query), batch, 0)
@@ -313,7 +313,7 @@ class Inspection(PreparedRun):
         return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
-        """Run the model on all batches, and pass every sequence of these sites to their gatherers; return these."""
+        """Run the model on all batches, pass every sequence of these sites to gatherers, and return the gatherers."""
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
@@ -363,7 +363,7 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors, and its form without the adapter (its own form if the adapter skips the site)."""
+        """Return a site's factors, and its form without the adapter (unchanged if the adapter skips the site)."""
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None
@@ -375,7 +375,7 @@ class Inspection(PreparedRun):
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
-        """Return M on (x, 1) in the model's dtype, which is exact, or why scores are not bilinear in one input x."""
+        """Return M on inputs (x, 1), exact in the model's dtype, or why scores are not bilinear in one input x."""
         if isinstance(factors, UnreadableError):
             return factors.problem
         if (form := factors.on_inputs) is not None:
@@ -384,7 +384,7 @@ class Inspection(PreparedRun):
         if factors.site.part == "cross":
             return "queries and keys come from different inputs (cross-attention)"
         added = factors.rotation is None
-        position = "have their position added to them" if added else "turn with their position (RoPE)"
+        position = "have their position added to them" if added else "are rotated by position (RoPE)"
         reason = "are normalised per token (QK-norm)" if factors.qk_norm else position
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
@@ -402,5 +402,5 @@ class Inspection(PreparedRun):
         if not heads:
             return []
         weight = next((name for name in self.loaded.nonfinite if name.startswith(site.path)), None)
-        reason = f"{weight} contains NaN or Inf" if weight else "its inputs are NaN or Inf, caused by an earlier layer"
+        reason = f"{weight} contains NaN or Inf" if weight else "the inputs are NaN or Inf because of an earlier layer"
         return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]

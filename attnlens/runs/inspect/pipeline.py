@@ -52,8 +52,8 @@ def inspect(
     """Measure symmetry, definiteness and spectrum per head of a model, from its weights and from real text.
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
-    `tokenizer` (without one, only its weights are read), which is not changed. Measures are float64;
-    tokens.* have standard errors, weights.* a null. `select` and `show` belong to the analyzer selection: `top-p:0.9`
+    `tokenizer` (without it, only weights are analysed); a model in memory is not changed. Measures are float64;
+    tokens.* have standard errors, weights.* a null. `select` is an option of the analyzer selection: `top-p:0.9`
     selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which contains the finished part.
     """
@@ -68,7 +68,7 @@ def run_inspect(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Return the report, and a function to call once it is written, which removes finished units unless one failed."""
+    """Return the report, and a function to call once it is written: it removes the units, unless one failed."""
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
@@ -98,7 +98,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
 ) -> PreparedRun:
-    """Read the texts and load the model; leave a model too large for memory in its files if possible."""
+    """Read the texts and load the model; if memory is too small, leave the weights in their files if possible."""
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -129,7 +129,7 @@ def compute(
     store: Store | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Report, Results]:
-    """Read the units; return the report and its results. Raise Interrupted with the finished part, and ModelError."""
+    """Compute the units; return the report and the results. Raise Interrupted with the finished part, or ModelError."""
     names = list(inspection.units)
     tell = report_stages(inspection.progress, {name: inspection.units[name] for name in plan.select_units(names)})
     outcome = run_units(names, inspection.read_unit, plan, store, elsewhere=elsewhere, tell=tell)
@@ -212,7 +212,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], reached: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Return the inspection of the `reached` sites of a verified model; text alone must reach all of them too."""
+    """Return the inspection of the `reached` sites of a verified model; text without media must also reach these."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
@@ -243,8 +243,8 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
 
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
-    remedy = "Omit --device files or spread: this architecture must be loaded."
+    """Survey a model on the meta device. Raise ModelError unless all its attention uses transformers' interface."""
+    remedy = "Omit --device: models of this architecture must be loaded to be analysed."
     problem = f"{loaded.info.id} can't be analysed from its files alone: "
     try:
         result = hooks.run_survey(loaded.model, inputs)

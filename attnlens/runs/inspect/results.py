@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONE_WINDOW = "one window has no spread"
-ALONE = "only one window or one text has a value, so its spread is unknown"
+ALONE = "only one window or one text has a value, so the spread is unknown"
 
 
 @dataclass(frozen=True)
@@ -260,10 +260,10 @@ DEEP = 3  # number of heads at each end of a measure that can be named
 
 
 def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads at the ends of measures that define one, the furthest from the median in spreads first.
+    """Return up to eight heads at the ends of those measures that define ends, the furthest from the median first.
 
-    Heads are ranked within their part (encoder, decoder, cross). Calls of one module share its weights, so that
-    weights.* count and name them once.
+    Distances are in units of the spread. Heads are ranked within their part (encoder, decoder, cross). Calls of one
+    module share its weights, so weights.* count and list them once.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
@@ -282,7 +282,7 @@ def extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) ->
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return the heads at both ends of one measure with distances; each entry of `heads` has the calls of one head."""
+    """Return (distance from the median, head) at the ends of a measure; entries of `heads` are the calls of a head."""
     by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -314,8 +314,8 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tu
 
 
 NEVER_RUN = (  # Reason for a missing identity error of a model that is read from its files
-    "the model was not loaded and therefore not run: each site's queries and keys were compared with those of its own "
-    "module, which contained only its weights"
+    "the model was not loaded and therefore not run: each site's queries and keys were compared with those of the "
+    "site's module, loaded alone"
 )
 
 
@@ -352,7 +352,7 @@ def summarise(results: Results) -> records.Summary:
 
 
 def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str, float], dict[str, records.Null]]:
-    """Compute each measure's median (categories have none) over heads with a value, and of as many null draws."""
+    """Compute each measure's median over heads with a value (none for categories), and its null for as many heads."""
     by_name: dict[str, list[records.Measure]] = defaultdict(list)
     for record in heads:
         for name, measure in record.measures.items():

@@ -26,7 +26,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield a batch without padding, in pieces with score matrices under PIECE_BYTES each, with their sequences."""
+    """Yield sequence indices and pieces of a batch without padding; a piece's scores need at most PIECE_BYTES."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
@@ -172,7 +172,7 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
     if first is None:
         return []
     attention = first.attention[0].double().cpu()
-    # modules with windows, or images too, have other rows than tokens
+    # in modules with windows, or with images, rows are not tokens
     if sentence is not None and attention.shape[1:] != (len(sentence.queries or sentence.keys), len(sentence.keys)):
         sentence = None
     weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))

@@ -33,10 +33,11 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of log γ such that near keys have the same mean share of the weights over queries as in the original model.
+    """Fit of log γ such that the mean share of near keys in the attention weights is the same as in the original model.
 
-    It minimises Σ KL(original ‖ hybrid) over queries that also see far keys: the derivative, Σ γN/(γN + F) minus the
-    sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, F of far keys and the sink.
+    The fit minimises Σ KL(original ‖ hybrid) over queries that also see far keys: the derivative, Σ γN/(γN + F) minus
+    the sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, F that of far keys and
+    the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -55,7 +56,7 @@ class NearShares:
         self.odds.append((inside.log() - outside.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
-        """Return the fitted parameters of the hybrid, including log γ, found by bisection; 0 without usable queries."""
+        """Return the hybrid's fitted parameters with log γ, which is found by bisection (0 if no query is usable)."""
         original, odds = torch.cat(self.original, -1), torch.cat(self.odds, -1)
         usable = odds.isfinite()
         low, high = (torch.full((len(original),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
@@ -76,7 +77,8 @@ TINIEST = 1e-30  # lower bound on attention weights, so that the logarithm of a 
 class Search:
     """Line search per head between typed and fitted parameters that minimises KL(original ‖ new) of the attention rows.
 
-    Least squares weights all scores equally, softmax mainly the large ones, so that its optimum can have a larger KL.
+    Least squares weights all scores equally, but softmax mainly the large ones, so the fitted parameters can have a
+    larger KL than the typed ones.
     """
 
     kernel: Kernel  # the kernel as typed
@@ -113,7 +115,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps:
-    """Return the swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
+    """Return the swaps with parameters fitted per head to the original model's queries and keys.
 
     The first pass over the text is least squares in closed form, the second `Search` or, for a hybrid, `NearShares`.
     """
@@ -141,7 +143,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: Tell) -> hooks.Swaps
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Expand unfitted trainable parameters to one value per head, the typed one; fits of `batches` give the shapes."""
+    """Expand unfitted trainable parameters to their typed value for each head; fits to `batches` give the shapes."""
     unfitted = {s: swap for s, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
@@ -197,8 +199,8 @@ def sample_gradients(
     with torch.enable_grad(), hooks.watch(model, setup.sites, calls.__setitem__, record_output):
         logits = predictions(hooks.forward(model, fed.inputs), fed, setup.task)
         if logits is None or not logits.requires_grad:
-            problem = "metric=output needs predictions with a gradient, which this model does not have."
-            raise ModelError(problem, "Leave out metric=output, and choose ranks manually, e.g. --kernel rank:32.")
+            problem = "metric=output needs predictions with a gradient, which this model lacks."
+            raise ModelError(problem, "Omit metric=output, and choose ranks manually, e.g. --kernel rank:32.")
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     outputs = {site: outputs[site] for site in chosen if site in outputs}
@@ -210,19 +212,19 @@ SEQUENCES = 16  # maximum number of sequences per text for the gradients of the 
 
 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Set the rotation of the fits of unrotated keys. Raise UsageError for a site whose rotation is unknown."""
+    """Set the rotation in the fits to unrotated keys. Raise UsageError for a site whose rotation is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
     by_site = turns(setup.loaded, list(setup.swaps)) if before else {}
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
             problem = f"{site.name}: the keys before rotation are unknown: {turn}."
-            raise UsageError(problem, "Omit rotation=before or these layers.")
+            raise UsageError(problem, "Omit rotation=before, or exclude this layer with --layers.")
         fit.turn = turn
 
 
 def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
-    """Set the output metric of the fits that need it. Raise ModelError without predictions or gradient."""
+    """Set the output metric of the fits that need it. Raise ModelError if the model has no predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:
@@ -250,9 +252,9 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
     if isinstance(rotation, UnreadableError):
         return rotation.problem
     if rotation is None:
-        return "its keys are not rotated"
+        return "the keys are not rotated"
     if not rotation.by_distance:
-        return "its rotation does not depend on distances alone"
+        return "the rotation does not depend on distances alone"
     angles = model_weights.frequencies(rotation)
     frequency, partner = angles.new_zeros(rotation.size), torch.arange(rotation.size)
     first, second = rotation.pairs.unbind(-1)

@@ -1,4 +1,4 @@
-"""Run one kernel, and simple alternatives as controls: check, fit, compare, train, and sweep it."""
+"""Check, fit, compare, train and sweep one kernel, with simple alternatives as controls."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from attnlens.runs.work import Stopped
 
 @dataclass
 class SwapSession:
-    """The state of a run that its kernels share."""
+    """State of a run that all its kernels share."""
 
     command: str  # name of the command, for the report
     loaded: loading.Loaded
     kernels: Mapping[str, Kernel]  # by spelling
-    options: SwapRequest  # of `ranks` and `heal`, those that swap-kernel has too
+    options: SwapRequest  # for `ranks` and `heal`, only the options that swap-kernel also has
     settings: Settings
     task: Task
     evaluated: texts.Batches  # the evaluated sequences, as cut
@@ -56,12 +56,12 @@ class SwapSession:
     ranks: RankStep | None = None  # chooses the ranks instead of a fit
     train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`
     calibrated: texts.Batches | None = None  # the text for fitting and healing
-    rank_parts: Sequence[texts.Batches] = ()  # the parts of the calibration text that ranks are chosen by
+    rank_parts: Sequence[texts.Batches] = ()  # parts of the calibration text used to choose ranks
     prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
-    shared: float = 0.0  # share of the evaluated tokens that the calibration text contains too
+    shared: float = 0.0  # share of the evaluated tokens that the calibration text also contains
     sites: tuple[Site, ...] = ()
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
-    shapes: dict[Site, HeadShape] = field(default_factory=dict)  # of the chosen heads
+    shapes: dict[Site, HeadShape] = field(default_factory=dict)  # shapes of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # see `hooks.Survey`
     identity_error: float = 0.0
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # shared by kernels
@@ -69,7 +69,7 @@ class SwapSession:
     measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
     def survey(self) -> None:
-        """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
+        """Find and verify the sites, and select those requested. Raise UsageError if a kernel is undefined there."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
@@ -81,7 +81,7 @@ class SwapSession:
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
-        """Return the model with these kernels to swap in."""
+        """Return a SwapSetup of the model with these kernels."""
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
@@ -118,7 +118,7 @@ class SwapSession:
 
     @cached_property
     def continuation(self) -> tuple[Continued | str, list[str]]:
-        """The original model's continuation of the prompts (or why there is none), and notes about it."""
+        """The original model's continuation of the prompts (or why there is none), and notes."""
         if isinstance(self.prompts, str):
             return self.prompts, []
         requested, limit = self.options.generate, position_limit(self.loaded.model)  # which includes the longest prompt
@@ -160,13 +160,13 @@ def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
     return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
-EXACT: Route = "auto"  # path of the controls. The `path` option applies to the kernel alone; all paths are exact
+EXACT: Route = "auto"  # path of the controls. The `path` option applies only to the kernel; all paths are exact
 CROSSING = "queries and keys of cross-attention belong to different sequences, so distances between them are undefined"
 
 
 @dataclass(eq=False)
 class ChangedModel:
-    """A model with swapped kernels and perhaps healed weights, and its differences from the original."""
+    """A model with swapped kernels and possibly healed weights, and its differences from the original."""
 
     swaps: hooks.Swaps
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name
@@ -203,7 +203,7 @@ class ControlSwap:
 
 
 def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
-    """Return the spelling of the kernel at each site; without fitted parameters it identifies the kernel."""
+    """Return the spelling of the kernel at each site, which identifies kernels without fitted parameters."""
     return tuple((site, swap.kernel.spelling) for site, swap in swaps.items())
 
 
@@ -236,7 +236,7 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 
 def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[ControlSwap]:
-    """Build the controls of a kernel before healing, without those equal to the kernel or to the model's own."""
+    """Build the controls of an unhealed kernel, except those equal to this kernel or to the model's own kernel."""
     controls = [
         _same_size(swaps, shapes),
         map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
@@ -251,7 +251,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the window width of the kernel, else of its same-size control, else 64; or why none applies."""
+    """Return the window width of the kernel, else of its same-size control, else 64; or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -265,20 +265,20 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the control whose sink-window keeps as many numbers as the kernel at each site, or give the reason."""
+    """Build the sink-window control that keeps as many numbers as the kernel at each site, or give a reason."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
     for site, swap in swaps.items():
         state, token = state_numbers(swap.kernel, shapes[site]), shapes[site].token
         if state is not None and state < token:
-            why = f"a state of {state:,.0f} numbers is too small for a key and its value, which are {token}"
+            why = f"a state of {state:,.0f} numbers is too small for a key and its value ({token} numbers)"
             return ControlSwap("same size", None, mean_state(swaps, shapes), why)
         windows[site] = hooks.Replacement(sink_window(state, shapes[site]) or OWN, swap.heads)
     if all(swap.kernel.filter is None for swap in windows.values()):
         site = next(iter(swaps))
         state = state_numbers(swaps[site].kernel, shapes[site])
-        what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
+        what = "a window of 64 keys with the first 4" if state is None else f"a state of {state:,.0f} numbers"
         why = f"{what} can store all {shapes[site].tokens} keys: the control is the model itself"
         return ControlSwap("same size", None, mean_state(swaps, shapes), why)
     return ControlSwap("same size", ChangedModel(windows, path=EXACT), mean_state(windows, shapes))
@@ -296,12 +296,12 @@ def map_kernels(
     return ControlSwap(role, ChangedModel(changed, weights or {}, EXACT), mean_state(changed, shapes))
 
 
-NO_PEAK = "this platform does not report it"
+NO_PEAK = "this platform does not report peak memory"
 Result = TypeVar("Result")
 
 
 class RankStep(Protocol):
-    """Chooses the ranks of the kernel `rank` instead of a fit (`attnlens.lab.ranks`)."""
+    """Step that chooses the ranks of the kernel `rank`, instead of a fit (`attnlens.lab.ranks`)."""
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
@@ -393,7 +393,7 @@ class KernelRun:
         return telling(self.session.progress, label, total)
 
     def _fit(self) -> None:
-        """Choose ranks, or fit the kernel: as stage `swapped` if the kernel needs it, else as stage `fitted`."""
+        """Choose ranks, or fit the kernel: as stage `swapped` if it must be fitted, else as stage `fitted`."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
         if session.ranks is not None:
             self.stages["swapped"] = ChangedModel(session.ranks.choose(self))
@@ -473,7 +473,7 @@ class KernelRun:
         reasons = {name: error for name, error in errors.items() if isinstance(error, str)}
         shares = [site.off_simplex for site in sites if site.off_simplex is not None]
         if of_output:
-            reasons |= {"off_simplex": "there is no attention matrix", "state": "it caches neither keys nor values"}
+            reasons |= {"off_simplex": "there is no attention matrix", "state": "the kernel caches no keys or values"}
         if peak is None:
             reasons["peak_memory_bytes"] = NO_PEAK
         notes = [*meanings(session.task, noise=noise), *site_notes, *self.rank_notes, *self._option_notes()]
@@ -512,7 +512,7 @@ class KernelRun:
             share = f"{100 * self.session.shared:.2g} % of the evaluated tokens"
             yield f"{share} also occur in the calibration text, in runs of {texts.RUN} tokens or as whole lines."
         if self.session.options.fit and kernel.needs_fit and info.fit_reads:
-            yield f"--fit changes nothing: {info.name} is always fitted."
+            yield f"--fit has no effect: {info.name} is always fitted."
         if not healed and kernel.needs_fit and not info.fit_reads:
             yield f"The maps of {info.name} are random until `attnlens heal` trains them."
         if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:

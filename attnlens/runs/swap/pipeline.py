@@ -84,7 +84,7 @@ class SwapWork(SwapSession):
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the finished units; None for a model that is passed in memory, which no file identifies."""
+        """Store of the finished units; None for a model in memory, because no file identifies it."""
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
@@ -147,9 +147,9 @@ def swap_kernel(
 ) -> Report:
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
-    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. If
+    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several kernels are compared. If
     `model` is a name, finished work is stored, and the same call resumes from it. Raises UsageError,
-    ModelError, TextError, OutputError, IdentityError, and Interrupted, which holds the finished results.
+    ModelError, TextError, OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return swap_work(model, words("kernels", kernels), request, progress).finish()
 
@@ -183,7 +183,7 @@ def prepare(
 ) -> SwapWork:
     """Load the model, cut the texts, find and check the sites, and return the work of the run.
 
-    `sequences` returns how many calibration sequences of a number of tokens are needed.
+    `sequences` returns the required number of calibration sequences, given their length in tokens.
     """
     start = time.perf_counter()
     load_options, settings = feeding.load_options(request, model), reading.settings(request)
@@ -233,13 +233,13 @@ def prepare(
 def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
     """Cut the text for fits, ranks and training, and describe it in the settings.
 
-    `named` is True if the user named the text; else it consists of unevaluated windows of the evaluated text. Raise
+    `named` is True if the user named the text; otherwise, other windows of the evaluated text are used. Raise
     UsageError for images and sounds, TextError if the text contains too many of the evaluated tokens.
     """
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
-            "Omit image and audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
+            "Omit --image and --audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
         )
     loaded, evaluated = session.loaded, session.evaluated
     if session.train is not None or session.ranks is None:
@@ -284,7 +284,7 @@ class KernelResult(BaseModel):
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
     def with_window(self, window: int, session: SwapSession) -> Swap:
-        """Return the kernel's record with the losses beyond `window` keys instead of the kernel's window."""
+        """Return the kernel's record with the losses beyond `window` keys instead of beyond the kernel's window."""
 
         def replace_losses(outcome: Part, name: str) -> Part:
             if name not in self.losses or outcome.loss is None:
@@ -306,7 +306,7 @@ class KernelResult(BaseModel):
 def build_report(
     session: SwapSession, values: Mapping[str, object], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
-    """Build the report from the values of finished kernels; `missing` explains why others lack one."""
+    """Build the report from the values of finished kernels; `missing` has the reasons of other kernels."""
     by_name = {name: KernelResult.model_validate(value) for name, value in values.items()}
     results = list(by_name.values())
     idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, why in session.missed.items() if why is None]

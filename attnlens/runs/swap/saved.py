@@ -140,9 +140,9 @@ class Swapped:
 
 @arguments.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
-    """Load a model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
+    """Load a model that `swap-kernel --save` wrote, with its kernel in place; `loading` are options of `load`.
 
-    Raises ModelError if the folder does not hold such a model, or if a file has changed since it was saved.
+    Raises ModelError if the folder does not contain such a model, or if a file has changed since it was saved.
     """
     loaded, sites, swaps = restore_saved(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
@@ -176,7 +176,7 @@ def _refusing(place: Path) -> Iterator[None]:
         yield
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"its {FACTS} is not what --save writes ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+        problem = f"{FACTS} is not what --save writes ({'.'.join(map(str, first['loc']))}: {first['msg']})"
     except (*FAILURES, OSError, SafetensorError, AttnlensError) as error:
         problem = first_line(error).rstrip(".")
     else:
@@ -192,10 +192,10 @@ def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     _check_files(facts, {FITTED: sha256(stored)}, place)
     fitted = load_file(stored)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
-        raise ValueError(f"its {FITTED} does not contain the parameters named in its {FACTS}")
+        raise ValueError(f"{FITTED} does not contain the parameters named in {FACTS}")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
-        raise ValueError(f"{broken[0]} in its {FITTED} contains NaN or Inf")
+        raise ValueError(f"{broken[0]} in {FITTED} contains NaN or Inf")
     return facts, fitted
 
 
@@ -206,24 +206,24 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
         name for name, digest in digests.items() if facts.files.get(name, digest) != digest
     ]
     if changed:
-        raise ValueError(f"{changed[0]} was changed after it was saved with its {FACTS}")
+        raise ValueError(f"{changed[0]} was changed after it was saved with {FACTS}")
 
 
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:
-    """Raise ValueError if attnlens.json lists other sites than the model's, or swaps heads or layers it lacks."""
+    """Raise ValueError if attnlens.json lists other sites than the model's, or swaps missing heads or layers."""
     sites = [SavedSite.model_validate(each.site) for each in reached]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"its {FACTS} lists attention that the model lacks, or not all of it")
+        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits some that it has")
     for saved, each in zip(facts.sites, reached, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
-            raise ValueError(f"its {FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
+            raise ValueError(f"{FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
     if not facts.swapped or not set(facts.swapped) <= set(range(len(reached))):
-        raise ValueError(f"its {FACTS} swaps no layer, or one that the model lacks")
+        raise ValueError(f"{FACTS} swaps no layer, or a layer that the model lacks")
 
 
 def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor]) -> hooks.Swaps:
-    """Return the kernel of each swapped site; raise ValueError if the sites' fitted parameters differ in names."""
+    """Return the kernel of each swapped site. Raise ValueError if sites have fitted parameters of different names."""
     kernel = parsed(facts.kernel, allow_signed=True)
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():
@@ -231,7 +231,7 @@ def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str,
         if number in map(str, facts.swapped):
             by_layer[int(number)][name] = value
     if len({tuple(sorted(parameters)) for parameters in by_layer.values()}) > 1:
-        raise ValueError(f"its {FITTED} lacks parameters of some swapped layers")
+        raise ValueError(f"{FITTED} lacks parameters of some swapped layers")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
     return {
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])

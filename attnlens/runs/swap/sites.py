@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SwapSetup:
-    """A model with the kernels to swap in, and how it runs."""
+    """A model with the kernels to swap in, and options for running it."""
 
     loaded: Loaded
     sites: tuple[Site, ...]  # all sites of the model
@@ -58,7 +58,7 @@ def leaks(
 ) -> dict[str, float | str]:
     """Measure `causality_error` and `mask_error`, or say why one does not apply. Raises IdentityError on a leak."""
     decodes = any(site.part == "decoder" for site in sites)
-    causality: float | str = "every token of this model can attend to every other"
+    causality: float | str = "every token of this model can attend to every other token"
     if decodes and any(name in inputs for name in IDS):
         causality = causality_error(loaded, inputs, variant, seed)
     # Padding on the right of a causal sequence is hidden by causality alone.
@@ -91,9 +91,9 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
 def _check_error(
     loaded: Loaded, pair: tuple[Mapping[str, Tensor], ...], variant: Variant, positions: slice, when: str, flaw: str
 ) -> float | str:
-    """Return the error, or a reason: no output has one row per token, or the original has the error (> 1e-5) too.
+    """Return the error, or why it is unknown: no output has one row per token, or the original's error exceeds 1e-5.
 
-    Raises IdentityError above 1e-5 if the original model does not have the error.
+    Raises IdentityError if the error exceeds 1e-5 with the new kernel only.
     """
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
@@ -102,7 +102,7 @@ def _check_error(
         return error
     original = _relative_difference(loaded, pair, nullcontext, positions)
     if original is not None and original > TOLERANCE:
-        return f"under its own kernel too, the model's outputs change by {original:.1e} when {when}"
+        return f"even under the model's own kernel, the outputs change by {original:.1e} when {when}"
     raise IdentityError(
         f"With the new kernel, the outputs change by {error:.1e} when {when}.",
         f"The kernel {flaw}, so attnlens reports no numbers for it. Please report this as a bug.",
@@ -128,7 +128,7 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference of two inputs' outputs at real tokens of `positions`; None if there are none."""
+    """Compute the relative difference between two inputs' outputs at real tokens in `positions`; None if none exist."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in IDS if name in pair[0])
@@ -147,7 +147,7 @@ def _relative_difference(
 
 
 def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """Yield floating outputs, also of nested outputs (CLIP's text model), in order: logits or decoder states first."""
+    """Yield floating-point outputs, including nested ones (CLIP's text model): logits or decoder states come first."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
@@ -158,7 +158,7 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 
 
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
-    """Draw random ids of the shape of `like`, which keeps its placeholders (of images, for example)."""
+    """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) are kept."""
     known, standing = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
     plain = torch.tensor([number for number in range(known) if number not in standing])
     drawn = plain[torch.randint(len(plain), like.shape, generator=torch.Generator().manual_seed(seed))].to(like)
@@ -183,8 +183,8 @@ def replaced(
 
     `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace; None selects
     all. Other attention keeps the model's own kernel. Sites are found on made-up inputs, or on `batch` for models that
-    need their own. On entry, recomputing the model's own attention must reproduce its outputs, and a forward pass with
-    the new kernel must succeed. The context value counts calls of each module in `calls`. On exit, also after an
+    need other inputs. On entry, recomputing the model's own attention must reproduce its outputs, and a forward pass
+    with the new kernel must succeed. The context value counts calls of each module in `calls`. On exit, also after an
     exception, the model's own attention is restored.
 
     Raises UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
@@ -241,7 +241,7 @@ def choose_sites(
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
         remedy = f"The model has the parts {parts}; widen --layers or --part."
-        raise UsageError("No attention sites selected to swap.", remedy)
+        raise UsageError("No attention sites selected.", remedy)
     for path, why in survey.missed.items():
         if why is not None and layers is None:
             last = len(survey.sites) - 1
@@ -276,14 +276,14 @@ def head_shapes(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ..
 ROWS = 256  # number of attention rows computed at once
 PRIMAL = (
     "Primal attention maps each token's own e- and r-scores to the output and does not read the values. With a causal "
-    "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other (except "
-    "through samples)."
+    "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other token "
+    "(except through samples)."
 )
 CONSTANT = 1e-4  # largest relative spread of ‖k‖ of equally long keys; 2 eps of the number type if that is larger
 
 
 def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
-    """Compare the outputs of each swapped site with the original's on its inputs; return records and notes."""
+    """Compare the outputs of each swapped site with the original's for the same inputs; return records and notes."""
     records, counts, path = list[SiteSwap](), Counter[str](), setup.path
 
     def visit(site: Site, call: Call) -> None:
@@ -348,7 +348,7 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
         yield f"The model has attention sinks at {special['sinking']}; log k keeps all its terms."
     if "constant" in special and info.equal_lengths:
         where = f"{special['constant']} (QK-norm of unit gain)"
-        yield f"All keys of a head have one length at {where}: there {info.name} is {info.equal_lengths}."
+        yield f"All keys of a head have the same length at {where}; there, {info.name} is {info.equal_lengths}."
     if kernel.oracle:
         yield (
             "For analysis only: the kept parts are computed from the logits of whole sequences of the evaluated text, "

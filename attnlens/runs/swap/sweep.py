@@ -80,14 +80,14 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
     predictors = []
     for name, p_value, corrected in zip(names, tests.p_value.tolist(), tests.corrected.tolist(), strict=True):
         if math.isnan(p_value):
-            left_out[name] = "fewer than four heads have both, or the harm is the same in all of them"
+            left_out[name] = "fewer than four heads have a value and a harm, or all these harms are equal"
         else:
             predictors.append(_predictor(name, alone, measures, (p_value, corrected), seed))
     predictors.sort(key=lambda predictor: (predictor.p_corrected, -abs(predictor.rho)))
     finite = ~harm.isnan()
     reliability = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
     known = not math.isnan(reliability)
-    why = "fewer than two windows or four heads with a value, or the harm is the same in all"
+    why = "fewer than two windows or four heads with a value, or all harms are equal"
     return predictors, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
@@ -152,7 +152,7 @@ class Alone:
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
     rows: list[int]  # indices of these sequences among all fed sequences
     design: Design  # how the sequences were sampled
-    tested: bool  # whether differences are tested: losses are, distances (never negative) are not
+    tested: bool  # True if differences are tested: losses are, distances (never negative) are not
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
@@ -221,7 +221,7 @@ def sweep(
 
 @dataclass
 class SweptBatch:
-    """Batch for swapping units individually."""
+    """One batch, on which units are swapped individually."""
 
     setup: SwapSetup
     fed: Fed
@@ -257,7 +257,7 @@ class SweptBatch:
 
 
 def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """Compute the mean loss of each sequence; on noise KL(original ‖ new), if headless 1 − cosine at real tokens."""
+    """Compute each sequence's mean loss, KL(original ‖ new) on noise, or 1 − cosine of states if there is no head."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
         # rows can be windows of an image, or hold all images
@@ -272,7 +272,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
 
 
 def _sequence_weights(fed: Fed, task: Task) -> Tensor:
-    """Return the weight of each sequence in the mean: its predicted tokens, its real tokens if headless, or 1."""
+    """Return the weight of each sequence in the mean: its predicted tokens, real tokens if there is no head, or 1."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
