@@ -436,7 +436,7 @@ def test_the_program_ranks_the_heads_that_were_moved(base: Path, tmp_path: Path)
     words = ("inspect", base, "--source", "weights", "--adapter", tmp_path / "adapter")
     shown = program(*words, "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--csv", tmp_path / "r.csv")
     assert shown.returncode == 0, shown.stderr
-    assert "It changed M in 4 of 8 heads" in shown.stdout
+    assert "The adapter changed M in 4 of 8 heads" in shown.stdout
     assert "base is org/other" in " ".join(shown.stdout.split())
     assert "base is org/other" in (tmp_path / "r.md").read_text()
     assert "weights.symmetry.base" in (tmp_path / "r.csv").read_text()

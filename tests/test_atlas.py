@@ -132,7 +132,7 @@ def test_what_goes_with_a_models_size_is_not_compared(name):
     assert name in told_of("demo")["measures"]
     reference = atlas.reference(name, "all", ENCODER)
     assert (reference.percentile(1.0), reference.models) == (None, ())
-    assert reference.reason == f"it goes with {registry.find_measure(name).sized_by}"
+    assert reference.reason == f"it depends on {registry.find_measure(name).sized_by}"
 
 
 def test_forms_under_rope_are_compared_with_such_forms_of_the_same_window():

@@ -41,7 +41,7 @@ def test_windows_are_told_in_the_report_and_written_one_by_one(pieces: list[str]
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "9 × 32 tokens spread over piece-0.txt + piece-1.txt + piece-2.txt" in said
-    assert "± is the standard error of that median (errors are over windows and apply to the" in said
+    assert "± is the standard error of that median (errors reflect which 9 of the" in said
     assert "between texts" in said
     report = json.loads((tmp_path / "r.json").read_text())
     assert [len(text["windows"]) for text in report["settings"]["texts"]] == [3, 3, 3]
@@ -96,7 +96,7 @@ def test_intervals_over_texts_need_five(pieces: list[str]) -> None:
         inspect("demo", text=pieces[:4], windows=8, **options)
     enough = attnlens("inspect", "demo", *SMALL, *given(pieces), "--windows", "12")
     assert enough.returncode == 0, enough.stderr
-    assert "errors are over 6 texts and apply to similar texts" in " ".join(enough.stdout.split())
+    assert "errors are computed over 6 texts and apply to similar texts" in " ".join(enough.stdout.split())
     report = inspect("demo", text=pieces, windows=12, **options | {"intervals": "windows"})
     assert report.settings.intervals == "windows"
 

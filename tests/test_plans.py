@@ -123,7 +123,7 @@ def test_other_weights_of_the_same_shape_are_noted(demo, report):
         other.transformer.h[0].mlp.c_fc.weight.mul_(1.05)
     tuned = replace(demo, model=other, info=demo.info.model_copy(update={"id": "tuned", "files": []}))
     found = attnlens.find_ranks(tuned, ranks=report.plan, **READ)
-    assert origin(found) == ["The ranks are those of a plan for demo, which has other weights."]
+    assert origin(found) == ["The ranks are those of a plan for demo, with different weights."]
     assert found.plan.model.id == "tuned"
     assert found.plan.measured != report.plan.measured
     moved = replace(demo, info=demo.info.model_copy(update={"id": "moved"}))

@@ -218,11 +218,11 @@ def test_longer_pairs_are_left_out_and_counted(verses):
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("only one side", "line 3: expected 2 non-empty columns separated by tabs"),
-        ("\tempty source", "line 3: expected 2 non-empty columns separated by tabs"),
-        ("empty target\t ", "line 3: expected 2 non-empty columns separated by tabs"),
-        ("a\tb\tc", "line 3: expected 2 non-empty columns separated by tabs"),
-        ("\n\n\n\n\n\n", "line 3 and 6 more"),
+        ("only one side", "expected 2 non-empty tab-separated columns; first wrong line: 3 "),
+        ("\tempty source", "expected 2 non-empty tab-separated columns; first wrong line: 3 "),
+        ("empty target\t ", "expected 2 non-empty tab-separated columns; first wrong line: 3 "),
+        ("a\tb\tc", "expected 2 non-empty tab-separated columns; first wrong line: 3 "),
+        ("\n\n\n\n\n\n", r"first wrong line: 3 \(7 in total\)"),
     ],
 )
 def test_pairs_with_empty_or_unequal_sides_are_told_with_their_lines(tmp_path, bad, said):
@@ -297,10 +297,10 @@ def test_validation_is_a_fifth_of_each_class_whatever_the_seed(walks):
         ("1,?,3:4,5,6:up", "case 2 has a missing value"),
         ("1,NaN,3:4,5,6:up", "case 2 has a missing value"),
         ("1,2,3:4,5:up", "case 2: expected sequence of length 3"),
-        ("1,2,3:up", "case 2 has 1 channels, but the cases before it have 2"),
+        ("1,2,3:up", "case 2 has 1 channels, but earlier cases have 2"),
         ("1,2,3:4,x,6:up", "case 2: could not convert string to float: 'x'"),
-        ("up", "case 2 has no class label, or no channel"),
-        ("1,2:3,4:", "case 2 has no class label"),
+        ("up", "case 2 lacks a class label or channels"),
+        ("1,2:3,4:", "case 2 lacks a class label"),
     ],
 )
 def test_a_bad_case_is_told_with_its_number(walks, tmp_path, bad, said):
@@ -350,7 +350,7 @@ def test_labels_that_can_not_be_learnt_are_refused(tmp_path):
         ("a\tx\nb\tx\n", "a single label: x"),
         ("text\tlabel\n", "no text below its header"),
         ("a\tx\nb\tx\nc\tx\nd\ty\n", "1 text.s. with label y"),
-        ("a\tx\nb\n", "line 2: expected 2 non-empty columns"),
+        ("a\tx\nb\n", "expected 2 non-empty tab-separated columns; first wrong line: 2 "),
     ):
         path.write_text(content)
         with pytest.raises(TextError, match=said):

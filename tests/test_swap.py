@@ -595,7 +595,7 @@ def test_a_diverged_model_gets_reasons_and_no_numbers(demo, broken):
 
 
 def test_a_diverged_model_is_not_healed(demo, broken):
-    with pytest.raises(ModelError, match="not finite, so it cannot be healed"):
+    with pytest.raises(ModelError, match="not finite, so the model cannot be healed"):
         attnlens.heal(demo, broken, train=2, **READ)
 
 

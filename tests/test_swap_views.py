@@ -406,7 +406,7 @@ def test_what_is_promised_of_one_more_text_is_told_apart_from_the_interval_of_th
 
 
 def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
-    given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, so none was chosen"})
+    given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, not chosen"})
     for word in ("Promised", "Estimated"):
         assert word not in flowing(given)
     assert "rank: one per key head" in flowing(given)

@@ -1,8 +1,8 @@
-"""Code that trains or rebuilds models: healing, ranks of keys, Primal-Attention, the papers' experiments and tables.
+"""Code that trains or rebuilds models: healing, key ranks, Primal-Attention, the papers' experiments and tables.
 
-Contents: `heal/` (train swapped heads), `ranks/` (ranks of key heads within a budget of loss), `primal` (insert
+Contents: `heal/` (train swapped heads), `ranks/` (rank of each key head within a loss budget), `primal` (insert
 Primal-Attention, and its regulariser), `study/` (small models trained from scratch, for the papers' tables),
-`experiments/` (synthetic experiments, and those on one head), `reproduce` (run tables and experiments, `converge`).
+`experiments/` (on synthetic data and on small models), `reproduce` (run tables and experiments, `converge`).
 Inputs: a model and a request, or experiment settings. Outputs: a `Report`; `primal` changes a model in place.
 Importers: `cli`, and `attnlens` itself for its public functions.
 """

@@ -1,11 +1,11 @@
-"""Training with Primal-Attention: a torch module, its regulariser, and whole transformers that contain it.
+"""Training with Primal-Attention: a torch module, its regulariser, and whole transformers that contain the module.
 
 >>> import torch
 >>> from transformers import BertConfig
 >>> from attnlens.lab import primal
 >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 >>> config = BertConfig(vocab_size=50, max_position_embeddings=16, architectures=["BertForMaskedLM"], **sizes)
->>> model = primal.build(config, layers="last", scores=8)  # Primal.+: canonical attention but in the last layer
+>>> model = primal.build(config, layers="last", scores=8)  # Primal.+: canonical attention except in the last layer
 >>> words = torch.arange(10)[None]
 >>> loss = model.train()(input_ids=words, labels=words).loss + 0.1 * primal.regulariser(model)
 >>> loss.backward()
@@ -50,20 +50,20 @@ def build(
     scores: int = 30,
     samples: int = 0,
 ) -> PreTrainedModel:
-    """Build a model with primal attention in all layers (PrimalFormer), the last (Primal.+) or those numbered.
+    """Build a model with primal attention in all layers (PrimalFormer), the last (Primal.+) or the given layers.
 
     From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
-    in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which is
-    trained with the rest and saved in the state dict. It takes the model's queries and keys after rotation. The values
-    have no effect, so their projection gets no gradient.
+    in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which
+    reads the queries and keys after rotation, is trained with the rest and is saved in the state dict. The values have
+    no effect, so their projection gets no gradient.
 
     `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes it to
-    config.json. `from_pretrained` refuses such a folder (`attn_implementation="attnlens.lab.primal.build"`); load it by
-    `model = build(AutoConfig.from_pretrained(folder), …)` with the same numbers, then
+    config.json. `from_pretrained` refuses such a folder (`attn_implementation="attnlens.lab.primal.build"`); load with
+    `model = build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then
     `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
 
     Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
-    published code); a warning is given if head_dim or `samples` bounds the rank of the scores. `samples` rows of the
+    published code); a warning is given if head_dim or `samples` limits the rank of the scores. `samples` rows of the
     module's input form F, in encoders only; with 0, F = I. Raises ModelError for cross-attention, a bias on the scores
     (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid layers or
     numbers.
@@ -151,7 +151,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Return a module's output (batch, queries, heads, value_dim): primal, or the model's if it is not primal."""
+    """Return a module's output (batch, queries, heads, value_dim): of its primal heads or of the model's own kernel."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

@@ -1,4 +1,4 @@
-"""The papers' small experiments: synthetic, on one trained head or on small models, compared with published values."""
+"""The papers' small experiments on synthetic data, a trained head or small models; comparison with published values."""
 
 from __future__ import annotations
 
@@ -54,29 +54,29 @@ if TYPE_CHECKING:
 def reproduce(
     table: str = CLAIMS, *, quick: bool = False, progress: Progress = silent, request: StudyRequest
 ) -> Report:
-    """Rerun the papers' small experiments (`claims`), or train the models of one of their tables, or of `all`, again.
+    """Rerun the papers' small experiments (`claims`), or retrain the models of one of their tables or of `all` tables.
 
-    `claims` compares each experiment with its published value; `passed` of an experiment is the verdict. `quick` runs
-    fewer trials with correspondingly wider tolerances and trains no model; of the options, `claims` uses the seed.
+    `claims` compares each experiment with its published value; the verdict is the experiment's `passed`. `quick` runs
+    fewer trials with correspondingly wider tolerances and trains no model. Of the options, `claims` uses only the seed.
 
     All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
     validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
     same seeds (moderated paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ).
     Finished runs are stored in the folder `work`; the same call resumes from it.
 
-    `text` files train language models (default: the King James text), `pairs` translators (default: a built-in task);
-    `series` and `labelled` are classified. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
-    Raises UsageError for invalid options and for a table without data for any of its tasks, TextError for data that
+    `text` files train language models (default: the King James text), `pairs` translators (default: a built-in reversal
+    task), `series` and `labelled` classifiers. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
+    Raises UsageError for invalid options and for a table none of whose tasks has data, TextError for data that
     cannot be used or fetched, OutputError if `work` cannot be written, Interrupted with the finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
         if quick:
-            raise UsageError("quick applies only to the table claims.", "Omit it; for small models, use scale='tiny'.")
+            raise UsageError("quick applies only to the table claims.", "Omit quick, or use scale='tiny'.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
         raise UsageError(
-            f"The table claims does not use {', '.join(sorted(unused))}.", "Omit it, or choose another table."
+            f"The table claims does not use {', '.join(sorted(unused))}.", "Omit it, or name another table."
         )
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
@@ -89,7 +89,7 @@ def converge_synthetic(
     """Run the experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)); compare with published values.
 
     `experiments` are names (default: all). An experiment gets no verdict if an option changes its question. A different
-    seed does not change it, nor do different trials as long as there are at least as many as
+    seed does not change the question, nor do different trials if there are at least as many as
     `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
@@ -98,7 +98,7 @@ def converge_synthetic(
 
 
 def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
-    """Run and time experiments one by one and return their report; raises Interrupted with the finished ones."""
+    """Run and time experiments one by one, and return their report; Interrupted holds the finished experiments."""
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
@@ -142,10 +142,10 @@ def converge_head(
     progress: Progress = silent,
     request: Feeding,
 ) -> Report:
-    """Run normalised gradient descent on the selection problem of one head; its chosen tokens score 1, all others 0.
+    """Run normalised gradient descent on the selection problem of one head: tokens it selects score 1, others 0.
 
     `head` is (layer, head), or `3.7`. There are two experiments. The first trains from zero and from the head's own M;
-    it reports the correlation to the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of
+    it reports the correlation with the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of
     ‖W_mm‖. A step has length lr · ‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens.
     Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
@@ -175,7 +175,7 @@ def converge_head(
 
 
 def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
-    """Inspect the one head in the settings; return the report, its selector and its solved selection problem."""
+    """Inspect the head in the settings; return the report, the head's selector and its solved selection problem."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
@@ -183,7 +183,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
         return selectors[-1]
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
-    # the report is one of experiments, whose settings name no analyzer
+    # the settings of a report of experiments name no analyzer
     settings = run.settings.model_copy(update={"analyzers": [], "select": None})
     report, _ = compute(survey(replace(run, settings=settings, analyzers=[replace(selection, begin=begin)])))
     (head,) = settings.heads or (0,)
@@ -196,7 +196,7 @@ def pose_selection(run: PreparedRun) -> tuple[Report, Selector, Nearness]:
 
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
-SMALL = 0.01  # ‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient
+SMALL = 0.01  # ‖K‖_F/√‖W_mm‖ and ‖Q‖_F/√‖W_mm‖ of the small random start; at 0, K and Q have no gradient
 NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 
 
@@ -256,8 +256,8 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
     """Compute KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries as a function of c.
 
     c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
-    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies; it has no softcap
-    and no sink, which need the scores themselves, while the SVM defines only their differences.
+    that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. It defines only
+    differences of scores, so it has no softcap and no sink, which need the scores themselves.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {f"KL, {name}": curve(FACTORS, -logsigmoid(each), "KL, nats") for name, each in odds.items()}
@@ -271,9 +271,9 @@ def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, hea
 
 
 def as_instances(problem: Problem) -> Instances:
-    """Convert the problem to one trial of gradient descent, in which training increases the weight of the token α.
+    """Convert the problem to one trial of gradient descent, in which training increases the selected token's weight.
 
-    Softmax depends on differences only, so α is at 0 and every other token at minus its difference from α.
+    Softmax depends only on differences, so the selected token α is 0, and every other token is its difference to α.
     """
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
@@ -286,7 +286,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return the initial W or (K, Q): zero or small, and the head's ΠM; parts outside the problem's span are fixed."""
+    """Return two initial W or (K, Q): zero or small, and the head's ΠM; parts outside the problem's span are fixed."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:
@@ -338,7 +338,7 @@ ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to
         for study in EXPERIMENTS.values()
     ),
     binary_kernel,
-    lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast as well
+    lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast, too
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
     lambda quick, seed, progress: [] if quick else [primal_decay(seed, progress)],  # no verdict; takes over a minute
 ]

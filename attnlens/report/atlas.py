@@ -25,7 +25,7 @@ Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
 """A model is identified with a model of the atlas if their quantiles differ on average by less than SAME interquartile
 ranges (median over at least ENOUGH measures): a model and its fine-tuning differ by 0.1, lineages by at least 0.38.
-With fewer measures, the models are the same if their numbers of parameters differ by less than the share ABOUT."""
+With fewer measures, models count as the same if their numbers of parameters differ by less than the share ABOUT."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
@@ -84,7 +84,7 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    lineages: frozenset[str] = frozenset()  # of the model; its lineages are excluded from the comparison
+    lineages: frozenset[str] = frozenset()  # lineages of the model, excluded from the comparison
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the heads of other trained models that a value of the measure in this part and depth is compared with."""
+    """Return the heads of other trained models with which a value in this part and depth is compared."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas has no {measure}")
     if sized_by := find_measure(measure).sized_by:
-        return Reference(reason=f"it goes with {sized_by}")
+        return Reference(reason=f"it depends on {sized_by}")
     alike = [model for model in models() if model.part == subject.part]
     if not alike:
         return Reference(reason=f"the atlas has no trained model with heads of part {subject.part}")
@@ -170,8 +170,8 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if the heads of one part have the values of an atlas model, whatever the names of its files."""
-    # copies agree exactly, quantised weights and fine-tunings nearly
+    """Return True if the heads of one part have the values of an atlas model, regardless of the model's files."""
+    # copies agree exactly, quantised or fine-tuned weights approximately
     if not heads or model.part != subject.part:
         return False
     distances = []
@@ -195,7 +195,7 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
-    """Compute the quantiles at LEVELS, linear between heads, rounded."""
+    """Compute the quantiles at LEVELS, interpolated linearly between heads, and round them."""
     return [round_value(float(value)) for value in np.quantile(values, np.divide(LEVELS, 100))]
 
 

@@ -1,4 +1,4 @@
-"""A report as a document, pictures or rows of a sheet, and as files of each kind."""
+"""Export a report as a document, pictures or spreadsheet rows, and as files of each kind."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from attnlens.report.sections.swaps import swap_rows
 from attnlens.report.shapes import Shapes
 from attnlens.wording import clean
 
-for _module in iter_modules(sections.__path__):  # so that the sections of all modules are registered
+for _module in iter_modules(sections.__path__):  # registers the sections of all modules
     import_module(f"attnlens.report.sections.{_module.name}")
 
 
 def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
-    """Build the summary for a terminal: the findings, the selections requested, and what the flags add.
+    """Build the summary for a terminal: the findings, the requested selections, and the content that the flags add.
 
-    `whole`: every measure and note, no selections; `all_heads`: every head; `verbose`: how the report was made.
+    `whole`: every measure and note, but no selections; `all_heads`: every head; `verbose`: how the report was made.
     """
     views: list[View] = ["markdown" if whole else "terminal"]
     if all_heads:
@@ -40,7 +40,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
 
 def page(report: Report) -> Document:
-    """Build the HTML page of a report, of any length. Raises UsageError if there is nothing to draw."""
+    """Build the document of a report's HTML page, of any length. Raises UsageError if there is nothing to draw."""
     shapes = Shapes(report)
     below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
     explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
@@ -55,7 +55,7 @@ def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 @section(90, ("inspection", "experiments"), ("page",))
 def glossary(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a table of the meaning and formula of each measure; nothing if the registry has no meaning for any."""
+    """Yield a table of the meaning and formula of each measure; nothing if the registry explains none of them."""
     series = [name for each in shapes.report.experiments if each.trajectories for name in changed_measures(each)]
     infos = map(shapes.info, [*shapes.readings, *shapes.curves, *series])
     rows = [
@@ -104,11 +104,11 @@ def rows(report: Report) -> Sequence[Row]:
 def windows(report: Report) -> Sequence[Row]:
     """Build the rows of the values per window, from which standard errors and intervals are computed.
 
-    One row per window and head; in a swap one per window, kernel and stage. Raises UsageError if no window was read.
+    One row per window and head; for a swap, one per window, kernel and stage. Raises UsageError if no window was read.
     """
     values = report.windows
     if values is None or not values.windows:
-        raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
+        raise UsageError("No window of a text was read.", "Omit --windows-csv, or omit --source weights.")
     units = values.units[0] if values.units else {}
     columns = dict.fromkeys(["text", "window", *units, *values.values])
     return [columns | row for row in values.rows()]
@@ -127,7 +127,7 @@ def build_page(report: Report) -> str:
     return html(page(report))
 
 
-WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns the text of a report, by kind of file
+WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a report's text in each kind of file
     "json": lambda report: report.to_json(),
     "csv": lambda report: spreadsheet(rows(report)),
     "windows_csv": lambda report: spreadsheet(windows(report)),
@@ -141,7 +141,7 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 def drawings(report: Report, target: Path) -> dict[Path, Callable[[], bytes]]:
     """Return for each file a function that draws it and returns its bytes; nothing is drawn yet.
 
-    A folder gets `overview.png` and a picture per measure, curve, stage or experiment. A path that ends in .png, .svg
+    A folder gets `overview.png` and one picture per measure, curve, stage or experiment. A path that ends in .png, .svg
     or .pdf gets only the overview, or the margins of the selection if there is exactly one. Raises UsageError if the
     report has nothing to draw, OutputError if the target has another suffix.
     """

@@ -52,7 +52,7 @@ class Report(records.Report):
             return overview(self).draw()
 
     def _repr_html_(self) -> str | None:
-        """Return the HTML page in a frame for notebooks; None if there is nothing to draw: they show the repr then."""
+        """Return the HTML page in a frame for notebooks; None if there is nothing to draw: then they show the repr."""
         from attnlens.report.export import build_page
 
         try:
@@ -65,5 +65,5 @@ class Report(records.Report):
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a report, validating every field. Raise UsageError if it is missing, is not JSON, or is not a report."""
+    """Read a report, validating every field. Raise UsageError if the file is missing, or not a report in JSON."""
     return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 MOST_FILLED = 1024
-"""Largest number of layers or heads for which missing ones are added as empty rows or columns of the maps."""
+"""Largest number of layers or heads up to which missing layers and heads become empty rows and columns of maps."""
 
 
 @dataclass(frozen=True)
 class MeasureMap:
-    """Measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN for missing values."""
+    """Measure of every head as maps with rows `Shapes.layers` and columns `Shapes.heads`; NaN for missing values."""
 
     name: str  # qualified by source
     info: MeasureInfo  # entry of the registry; its texts are empty for an unknown measure
     values: Float[np.ndarray, "layers heads"]
-    errors: Float[np.ndarray, "layers heads"]  # their standard errors
+    errors: Float[np.ndarray, "layers heads"]  # standard errors of the values
     null_means: Float[np.ndarray, "layers heads"]  # means under the null
     null_sds: Float[np.ndarray, "layers heads"]  # standard deviations under the null
     labels: dict[int, str]  # category number → name; empty unless the values are categories
@@ -120,8 +120,8 @@ class Shapes:
     def shares(self) -> dict[str, list[str]]:
         """Sets of measures that are ≥ 0 and sum to 1 in every head that has them all: `tokens.kernel_shares` → names.
 
-        Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). The sets that
-        most heads have come first, then those with more measures.
+        Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). The sets
+        that most heads have come first; among these, sets with more measures.
         """
         sets: dict[str, list[str]] = {}
         for name in (name for name in self.report.measure_names() if name in self.readings):

@@ -1,8 +1,8 @@
 """The papers' synthetic experiments on token selection, and their experiments on small models.
 
-`tokens`, `weights`: experiments on random instances, listed in EXPERIMENTS; `trained`, `binary_kernel`: those on the
-demo model and models of its size, and on a planted kernel. Inputs: `ExperimentSettings`, or a seed. Outputs:
-`records.studies.Experiment`, judged against published values. Imported by `lab/reproduce.py` only.
+`tokens`, `weights`: experiments on random instances, listed in EXPERIMENTS; `trained`: on the demo model and models of
+its size; `binary_kernel`: on a planted kernel. Inputs: `ExperimentSettings`, or a seed. Outputs:
+`records.studies.Experiment`, judged against published values. Imported only by `lab/reproduce.py`.
 """
 
 from attnlens.lab.experiments.tokens import Study, feasibility, global_selection, golden, local_convergence, rank

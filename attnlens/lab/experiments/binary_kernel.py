@@ -1,4 +1,4 @@
-"""Two feature maps, learned by two networks, fitted to a planted asymmetric and indefinite kernel on two domains."""
+"""Experiments that fit two networks' feature maps to a planted asymmetric, indefinite kernel on two domains."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-WIDTHS = (2, 4, 8, 16, 32)  # m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
+WIDTHS = (2, 4, 8, 16, 32)  # m, number of features: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
 HIDDEN = 48  # width of a network's two tanh hidden layers; the output layer has m features
 LENGTH = 0.7  # ℓ of the planted kernel
-TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° its symmetric part is the least definite
+TURN = 60.0, 120.0  # range of the kernel's rotation in degrees: near 90° the symmetric part is least definite
 uniform = partial(torch.rand, dtype=torch.float64)
 GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
 SOURCE = (
-    "Wright & Gonzalez 2021, Theorems 1 and 2 (the functions of a binary kernel machine; two networks come as near as "
-    "wanted to a continuous function of two compact domains), which name no rate: judged are three inequalities. Best: "
-    "Eckart–Young, no m features are nearer; floor: the distance to the positive semidefinite matrices (Higham 1988)"
+    "Wright & Gonzalez 2021, Theorems 1 and 2 (functions of a binary kernel machine; two networks can approximate any "
+    "continuous function on two compact domains), which give no rate, so three inequalities are judged. Best: smallest "
+    "possible error with m features (Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
 )
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
 FULL = (8, 16, 32, 64, 128, 256), 1000
-"""Points drawn per domain, of which all pairs are known, and Adam steps. The widths are compared at the last size."""
+"""Points drawn per domain (all their pairs are known), and Adam steps. Widths are compared at the last size."""
 QUICK = (8, 16, 32, 64), 300
 
 
@@ -51,7 +51,7 @@ class Fits:
     truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
+        """Train for `steps` steps; return ‖K̂ − K‖/‖K‖ for two networks, or for one `shared` by both domains."""
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = torch.linalg.matrix_norm(estimate - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
         relative: Tensor = distance / size[:, None]
@@ -60,7 +60,10 @@ class Fits:
 
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one network) and by number of samples."""
+    """Measure how the held-out error of ⟨φ_X(x), φ_Y(y)⟩ depends on the width m and on the number of points.
+
+    The control is one network for both domains.
+    """
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
     by_samples = []
@@ -118,7 +121,7 @@ def build_experiment(
     settings: dict[str, JsonValue],
     **words: str,
 ) -> Experiment:
-    """Build an experiment from labelled errors by value of the swept quantity; `words`: name, question and axis."""
+    """Build an experiment from labelled errors at each value of the swept quantity; `words`: name, question, axis."""
     letter, values = swept
     rows = {
         f"{name}_{letter}{value}": average_trials(each[:, at], f"{label}, {letter} = {value}")
@@ -133,15 +136,15 @@ def build_experiment(
 
 
 def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fits:
-    """Build the fits of some of the WIDTHS to all pairs of `points` random points of each domain.
+    """Set up fits of these `widths`, a subset of WIDTHS, to all pairs of `points` random points per domain.
 
-    The rotation and initial weights of a trial do not depend on the number of points and widths.
+    A trial's rotation and initial weights do not depend on the number of points or on the widths.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     turns = torch.stack([_rotation(generator) for generator in generators])
 
     def kernels(x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
-        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]² of every pair, R the trial's rotation."""
+        """Compute κ(x, y) = exp(−‖x − R y‖²/2ℓ²) for every pair of points in [−1, 1]²; R is the trial's rotation."""
         squares = (x[:, :, None] - (y @ turns.mT)[:, None]).square().sum(-1)
         return (-squares / (2 * LENGTH**2)).exp()
 
@@ -182,7 +185,7 @@ def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
 def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
     """Run Adam on the mean squared error of the known pairs, in float32.
 
-    Return each network's weights and biases, alternating by layer, for every trial and width.
+    Return the weights and biases of each network, alternating by layer, for every trial and width.
     """
     sides = []
     for side in range(networks):
@@ -196,7 +199,7 @@ def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
     with torch.enable_grad():
         for _ in range(steps):
             optimiser.zero_grad()
-            # Summed over fits: each fit then has the gradient of its mean only.
+            # Sum over fits, so that each fit gets the gradient of its own mean only.
             loss = (_kernel(sides, fits.widths, x, y) - goal).square().mean((-2, -1)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -207,7 +210,7 @@ def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
 def _kernel(
     sides: list[list[Tensor]], widths: Sequence[int], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
 ) -> Float[Tensor, "trials widths n m"]:
-    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m from the first m features, for each width m; one network: φ_Y = φ_X."""
+    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m from the first m features, for each width m; with one network, φ_Y = φ_X."""
     shares = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
     return (_features(sides[0], x) * shares.to(x)) @ _features(sides[-1], y).mT
 

@@ -29,13 +29,13 @@ NAMES = {"t": "T", "head_function": "head"}  # option name → name of the exper
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """Settings of the experiments; each uses some of them. The defaults are those of Tarzanagh et al. 2023."""
+    """Settings of the experiments; each experiment uses some of them. Defaults are from Tarzanagh et al. 2023."""
 
     trials: int  # random instances per size
     seed: int = 0  # trial i draws from seed + i
     n: int = 6  # inputs (sequences) per instance
     T: int = 8  # tokens per input
-    d: tuple[int, ...] = (10,)  # dimension of a token; several values give one point of the curve each
+    d: tuple[int, ...] = (10,)  # dimension of a token; if there are several, the curve has one point for each
     m: int | None = None  # columns of K and Q; None: d
     lr: float = 0.1  # length of a step
     loss: Loss = "logistic"  # loss as a function of Y·f
@@ -44,12 +44,12 @@ class ExperimentSettings:
     iterations: int = 1000  # steps of gradient descent
     attention: Literal["cross", "self"] = "cross"  # z is drawn (cross) or is the input's first token (self)
     start: Literal["random", "zero"] = "random"  # initial W; K and Q always start at random
-    published: bool = True  # False if another setting changes the question, so that no published value applies
+    published: bool = True  # False if a changed setting alters the question, so that no published value applies
 
 
 @dataclass(frozen=True)
 class Study:
-    """One experiment: its function and its sizes."""
+    """An experiment: its function and its sizes."""
 
     name: str  # name on the command line
     function: Callable[[ExperimentSettings, Progress], Experiment]
@@ -59,10 +59,10 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run with the overrides this experiment uses; compare with published values if none changes the question.
+        """Run with the overrides that this experiment uses; compare with published values if the question is unchanged.
 
         `overrides` are options of requests.SyntheticRequest. Trials and seed affect the precision of the answer, not
-        the question: with any seed, and at least as many trials as the quick run has, the result is compared with the
+        the question: with any seed, and at least as many trials as in the quick run, the result is compared with the
         published values.
         """
         standard = replace(self.full, **self.quick) if quick else self.full
@@ -114,7 +114,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Return a row with the mean over the trials that have a value, and its standard error; `known` is published."""
+    """Return a row with mean and standard error over the trials that have a value; `known` has the published value."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
@@ -122,7 +122,7 @@ def average_trials(values: Float[Tensor, " trials"], label: str | None = None, k
 
 
 def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """Return the row of a share; its tolerance is 3 √(p(1 − p)(1/n + 1/n')), with p the published share, clamped."""
+    """Return the row of a share. Tolerance: 3 √(p(1 − p)(1/n + 1/n')); p is the published share in [1/n, 1 − 1/n]."""
     error = math.sqrt(share * (1 - share) / trials)
     if published is None:
         return Figure(share, error, label)
@@ -151,14 +151,14 @@ class Draws:
 
     @property
     def best(self) -> Int[Tensor, "trials n"]:
-        """Index argmax_t Y·γ_t of the best token under a linear head."""
+        """Index argmax_t Y·γ_t of each input's best token under a linear head."""
         instances = self.instances
         _, rises = instances.head.evaluate(torch.ones(instances.tokens.shape[:3]).double(), instances.anchor_first())
         return (instances.labels[..., None] * rises).argmax(-1)
 
 
 def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Draws:
-    """Draw instances: rows of X and Z and the head on the unit sphere, Y = ±1; in float32 in the order head, Y, X, Z.
+    """Draw instances: unit rows of X and Z, a head of norm 1, Y = ±1; drawn in float32 in the order head, Y, X, Z.
 
     Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units and
     ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
@@ -179,7 +179,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
 def starts(
     draws: Draws, m: int, start: str
 ) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
-    """Draw the initial (W, (K, Q)): uniform in ±1/√d, as torch's linear layers; W is 0 if `start` is `zero`."""
+    """Draw the initial (W, (K, Q)): uniform in ±1/√d, as in torch's linear layers; W is 0 if `start` is `zero`."""
     d = draws.instances.tokens.shape[-1]
 
     def uniform(columns: int) -> Tensor:
@@ -193,7 +193,7 @@ def starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Draw the instances of one dimension, and descend on all of them at once."""
+    """Draw instances of dimension d, run gradient descent on all of them at once, and return both."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
@@ -206,7 +206,7 @@ def descend_trials(
 def directions(
     solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
-    """Solve the SVM of each trial for the tokens it selected; NaN if they are not separable."""
+    """Solve each trial's SVM for the chosen tokens; the solution is NaN if these are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
     solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
@@ -218,7 +218,7 @@ def directions(
 
 
 def grid(iterations: int) -> list[int]:
-    """Return 1, 2, 3, 5, 10, 20, 30, 50, … up to the last iteration."""
+    """Return the steps 1, 2, 3, 5, 10, 20, 30, 50, … below `iterations`, and `iterations`."""
     steps = {factor * 10**power for power in range(len(str(iterations))) for factor in (1, 2, 3, 5)}
     return sorted({step for step in steps if step < iterations} | {iterations})
 
@@ -295,7 +295,7 @@ FEASIBLE_SHARES = {  # by (n, T), and by d
     source="Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)",
 )
 def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute by d the share of draws for which the SVM of each input's first token has a solution.
+    """Compute for each d the share of draws for which the SVM of each input's first token has a solution.
 
     Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
     all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
@@ -356,7 +356,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 TIGHT = 1e-8  # relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁
-LONGER = 5  # factor of longer training of W as published; there the textbook gradient formula loses its digits
+LONGER = 5  # factor by which W is trained longer than published; the textbook gradient formula loses precision there
 CORRELATIONS = {
     "W_to_frobenius": Figure(published=0.991, tolerance=0.01),
     "W_to_nuclear": Figure(published=0.858, tolerance=0.03),
@@ -386,12 +386,12 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     instances = draws.instances
     W, factors = starts(draws, s.m or s.d[0], s.start)
     initial: dict[str, Tensor | tuple[Tensor, Tensor]] = {"W": W, "KQ": factors}
-    # both factors by ‖∇_W‖, as published, or each by the norm of its gradient if that would overflow
+    # normalise both factors by ‖∇_W‖, as published, or each by the norm of its own gradient if ‖∇_W‖ would overflow
     normaliser: attsvm.Normaliser = "form" if s.iterations <= most_iterations(s.lr) else "own"
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve, up to the record `end`, of the correlation with the SVM of the tokens selected there."""
+        """Add the curve of the correlation with the SVM of the tokens selected at record `end`; return its end."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]
@@ -436,7 +436,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     "(the published one reads 5 to 8)",
 )
 def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Count, by d, the σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
+    """Count for each d the singular values above 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
 
     `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
     rank − min(n, d).

@@ -42,13 +42,13 @@ class Training:
 
     steps: int = 120  # batches in total
     batch: int = 16  # windows per batch
-    lr: float = 3e-3  # peak learning rate, reached by warm-up; it then falls linearly to a twentieth
+    lr: float = 3e-3  # peak learning rate, reached after warm-up; the rate then falls linearly to a twentieth
     scores: int = 16  # s of the primal layer
     eta: float = ETA  # weight of ΣJ² in the loss of Primal.+, in the paper's convention
 
 
 def pair(config: GPT2Config, scores: int, seed: int) -> dict[str, PreTrainedModel]:
-    """Build a new model and its copy with a primal last layer; parameters that both have start equal."""
+    """Build a new model and its copy with a primal last layer; shared parameters start equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)
@@ -62,7 +62,7 @@ def fit(
     seed: int,
     progress: Callable[[], object],
 ) -> None:
-    """Train in place on the loss in nats, + η·ΣJ² if a layer is primal. Batches depend on the seed only."""
+    """Train a model in place on the loss in nats, plus η·ΣJ² if a layer is primal. Batches depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1)
     regularised = any(isinstance(part, primal.PrimalHeads) for part in model.modules())
@@ -89,7 +89,7 @@ def nats(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Floa
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-TOKENS = 64  # per window; instead of demo's 256, so that training takes a minute rather than an hour
+TOKENS = 64  # tokens per window; demo's 256 are reduced so that training takes a minute rather than an hour
 MODEL = f"models of {DEMO}'s size, trained here"
 """Name of the trained models in the record: they share demo's config and tokenizer, but not its weights."""
 SEEDS = 3  # each gives a pair of models
@@ -118,7 +118,7 @@ def compare_training(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> Experiment:
-    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ after equal training, over seeds."""
+    """Compare losses and last-layer σ₁/Σσ of a model and its Primal.+ version after equal training, per seed."""
     total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
     measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
@@ -144,10 +144,10 @@ def compare_training(
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
         settings=settings | sizes | asdict(training),
         source="Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; "
-        "other models and data, so that nothing is judged here. The claim holds in the share of seeds in which "
-        "Primal.+ has more; difference: primal − canonical; loss: nats per token of windows that were not trained on. "
-        "attention: P, and in Primal.+ eΛrᵀ, which stands for it and has rank head_dim at most; cosine: cos(q_i, k_j) "
-        "in both; running cosine: of the running means of q and k in both, which causal Primal-Attention reads",
+        "models and data differ here, so nothing is judged. claim holds: share of seeds in which σ₁/Σσ is larger in "
+        "Primal.+; difference: primal − canonical; loss: nats per token of held-out windows. "
+        "attention: P, and in Primal.+ eΛrᵀ, which replaces P and has at most rank head_dim; cosine: cos(q_i, k_j) in "
+        "both; running cosine: cosine of the running means of q and k in both, the inputs of causal Primal-Attention",
         axis="first k singular values",
         curves={
             f"{label}: {way}": _head_curve(torch.cat(measured[matrix, way]), label, way)
@@ -159,9 +159,9 @@ def compare_training(
 
 
 def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
-    """Compute the `loss` in nats per predicted token, and three matrices' spectra (heads, steps) in the last layer.
+    """Compute the `loss` in nats per predicted token, and the last layer's spectrum (heads, steps) by matrix.
 
-    The spectra are cumulative singular values, averaged over windows, by matrix.
+    The matrices are MATRICES; a spectrum consists of cumulative singular values, averaged over windows.
     """
     attention = None
     with torch.no_grad():
@@ -188,13 +188,13 @@ def demo() -> loading.Loaded:
 
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """Take windows spread over the built-in passages, which demo was not trained on; fewer if the text is too short."""
+    """Return windows spread over the built-in passages, on which demo was not trained; fewer if the text is short."""
     chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 
 
 def calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[tuple[Call, QueryKey]]:
-    """Record the attention call and query-key pair of every layer in one pass, including primal layers."""
+    """Return the attention call and query-key pair of every layer, primal or not, recorded in one forward pass."""
     return [(site.call, site.call.query_key(site.site)) for site in hooks.survey(model, {"input_ids": ids})]
 
 
@@ -204,7 +204,7 @@ def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps
 
 
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
-    """Compute (σ₁ + … + σₖ)/Σσ of K_ij = cos(q_i, k_j); if `averaged`, of running means, as causal primal attention."""
+    """Compute (σ₁ + … + σₖ)/Σσ of K_ij = cos(q_i, k_j); if `averaged`, of running means (causal primal attention)."""
     sides = (call.query.double(), call.paired_key.double())
     queries, keys = (ksvd.cosine_features(running(side) if averaged else side) for side in sides)
     return linalg.cumulative(linalg.product_singular_values(queries, keys))
@@ -216,7 +216,7 @@ THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possib
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
-    """Compute σ₁/Σσ of P and of the cosine kernel by third of demo's layers, averaged over heads, then windows.
+    """Compute σ₁/Σσ of P and of the cosine kernel in each third of demo's layers, averaged over heads, then windows.
 
     The claim concerns another model, so there is no verdict: `published` is None, and `holds` reports the outcome.
     """
@@ -238,8 +238,8 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         model=DEMO,
         settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
         source="Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and "
-        "last third; another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, "
-        "else 0) where first < middle < last",
+        "last third; model, data and mask differ from demo's, so nothing is judged here. The claim holds (1, otherwise "
+        "0) if first < middle < last",
         axis="first k singular values",
         curves=curves,
         **columns(rows | holding),
@@ -249,7 +249,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute cumulative singular values of all heads by third of the layers; earlier thirds get the extra layers.
+    """Compute cumulative singular values of all heads in each third of the layers; earlier thirds get extra layers.
 
     attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), the kernel of the paper's theory, of rank head_dim.
     """
@@ -297,15 +297,15 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
         question="Do primal and dual kernel SVD agree, with J = 0 there (and J ≠ 0 in the perturbed control)?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
-        source="Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit",
+        source="Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here up to rounding; J is in the unit of K",
         **columns(rows),
     ).judge()
 
 
 def build_cases(seed: int) -> Iterator[Case]:
-    """Yield cosine features and softmax random features of a head, and Gaussian features (n ≠ m), each with both F.
+    """Yield cosine and softmax random features of a head, and Gaussian features (n ≠ m), each with two choices of F.
 
-    F is I, then evenly spaced rows X' of Φ_k.
+    F is I, then the evenly spaced rows X' of Φ_k.
     """
     loaded = demo()
     _, query_key = calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GONE, KEPT = 1e-6, 1e-3
-"""A token is dropped at a weight ≤ GONE and kept above KEPT, as in the paper; with a weight in between, an instance is
+"""A token is dropped at a weight ≤ GONE and kept above KEPT, as in the paper; an instance with a weight in between is
 undecided."""
 DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
     "svm_equivalent": ("SVM equivalent", {4: 0.034, 6: 0.017, 8: 0.011, 10: 0.0056}),
     "W_mm": ("W_mm", {4: 0.07, 6: 0.043, 8: 0.015, 10: 0.0087}),
     "single_token": ("single token", {}),
 }
-"""Display name of each direction, and the published mean of 1 − correlation to it by d."""
+"""Display name of each direction, and by d the published mean of 1 − correlation with this direction."""
 FLOOR = 2.2e-16
-"""Constant that the published code adds to ‖∇‖: training then stops as the gradient vanishes. Without it, training
+"""Constant that the published code adds to ‖∇‖: training then stops once the gradient vanishes. Without it, training
 continues only on inputs whose ReLUs are not all off, and 1 − correlation ends at 0.08 for d = 4."""
 READING = 0.3
 """Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
@@ -56,7 +56,7 @@ READING = 0.3
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute by d the mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM.
+    """Compute for each d the mean of 1 − correlation of W with W_fin + R·W_mm, W_mm, and the single-token SVM.
 
     Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """
@@ -93,7 +93,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _compare_directions(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
-    """Compute 1 − correlation of the trained W to each of DIRECTIONS; None if one of the SVMs has no solution."""
+    """Compute 1 − correlation of the trained W with each of DIRECTIONS; None if one of the SVMs has no solution."""
     tokens, queries, W = instances.tokens[trial], instances.queries[trial], descent.W[-1, trial]
     weights = descent.log_weights[trial].exp()
     several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
@@ -112,9 +112,9 @@ def _compare_directions(instances: Instances, descent: Descent, trial: int) -> l
     ]
 
 
-TRIES = 200  # random corpora drawn per trial before the sizes are refused
+TRIES = 200  # random corpora drawn per trial before giving up
 SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; others are ≥ 1/√d apart
-# Also the relative size of the largest singular value that counts as 0: rounding gives 1e-16, distinct ties 1/√d.
+# Singular values up to this share of the largest count as 0, too: rounding gives 1e-16, distinct ties 1/√d.
 
 
 class Corpus(NamedTuple):
@@ -122,7 +122,7 @@ class Corpus(NamedTuple):
 
     features: Float[Tensor, "n T twice"]  # [off, in]
     reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
-    component: Bool[Tensor, "n T"]  # whether a token is in the label's strongly connected component
+    component: Bool[Tensor, "n T"]  # True if the token is in the label's strongly connected component
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
 
@@ -133,11 +133,11 @@ class Corpus(NamedTuple):
     quick={"trials": 10},
 )
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ in it (Li et al. 2024).
+    """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
     softmax(X W z), z the last token. The loss −log f is convex, so descent is global. Off the cyclic subspace a step
-    has length lr. In it W stays finite, and descent is plain with rate 1. W_fin is the limit of descent if each label
+    has length lr. Within, W stays finite, and plain steps have rate 1. W_fin is the limit of descent if each label
     competes only within its own component. Published limits: correlation 1, distance 0.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
@@ -166,7 +166,7 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Return correlations and finite-part distances (steps, trials), steps, least weight of the label's component."""
+    """Return correlations and finite-part distances (steps, trials), steps, and least component weights (trials)."""
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))
     trials, n = features.shape[:2]
@@ -186,7 +186,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Descend, normalised off the cyclic subspace and plain in it; return W at `steps` and the final log-weights."""
+    """Run descent, normalised off the cyclic subspace and plain within; return W at `steps` and final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):

@@ -1,4 +1,4 @@
-"""The trainable parameters of a swapped model, and the distance of its predictions from their goal."""
+"""The trainable parameters of a swapped model, and the distance of its predictions from their target."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of the swapped sites' weights (two axes or more): 1 for the entries to train.
+    """Return masks of the swapped sites' weights with two or more axes, by name: 1 for the entries to train.
 
     An entry is trained if it affects the queries or keys of swapped heads and nothing else. This is found from
     gradients, so it works for any weight layout (fused, interleaved, shared by heads or sites).
@@ -73,7 +73,7 @@ def trainable(
 
 
 def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient of a random linear combination of `parts` per leaf, without leaves it does not depend on."""
+    """Return a random linear combination's gradient with respect to each leaf of `leaves` that affects `parts`."""
     generator = torch.Generator().manual_seed(0)
     sums = [(part * torch.randn(part.shape, generator=generator).to(part)).sum() for part in parts if part.numel()]
     total = sum((part.float() for part in sums), torch.zeros(()))
@@ -85,17 +85,17 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A trainable weight or kernel parameter; its change is float32, so that small steps of a bfloat16 one add up."""
+    """A trainable weight or kernel parameter, with a float32 change, so that small steps add up even for bfloat16."""
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
     mask: Tensor | None = None  # factor of the change: 1 for entries to train, or step sizes; None: all 1
-    rows: Tensor | None = None  # row of `start` of each head, if heads share rows; None: heads do not share rows
+    rows: Tensor | None = None  # row of `start` for each head; None if heads do not share rows
     right: Tensor | None = None  # V (columns, R) of a change mask ∘ (U Vᵀ), U = `change` (Hu et al. 2022, Eq. 3)
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
-        """Create an unconstrained change, initially 0; heads with equal numbers in `copies` share it."""
+        """Create an unconstrained change, initially 0; heads with equal numbers in `copies` share one change."""
         if copies is not None:
             first = [int((copies == number).nonzero()[0]) for number in range(int(copies.max()) + 1)]
             start, mask = start[first], None if mask is None else mask[first]
@@ -111,7 +111,7 @@ class Trained:
 
     @property
     def value(self) -> Tensor:
-        """Current value, one row per head."""
+        """Current value; kernel parameters have one row per head."""
         added = self.change if self.right is None else (self.change @ self.right.mT).view_as(self.start)
         added = added if self.mask is None else added * self.mask
         value = (self.start.float() + added).to(self.start.dtype)
@@ -124,7 +124,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries: of a low-rank change, those in rows of U and V that affect the masked weight."""
+        """Number of trained entries; for a low-rank change, those in rows of U and V that affect the masked weight."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -144,7 +144,7 @@ class Healer(SwapSetup):
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: texts.Batch) -> None:
-        """Create the changes of the weights that `trainable` selects, and of kernel parameters; ModelError if none."""
+        """Create changes of trainable weights and kernel parameters; raise ModelError if no weight is trainable."""
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError(
@@ -202,26 +202,26 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss, with J² of primal layers (Chen et al. 2023, section 3.3)."""
+        """Add `weight` times the gradient of the loss with J² of primal layers (Chen et al. 2023, section 3.3)."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), self.run_student(inputs, targets, penalties) as (losses, _):
             loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
             loss.backward()  # type: ignore[no-untyped-call]
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean distance of each sequence with compared tokens, and their number."""
+        """Return mean distance and number of compared tokens, for each sequence that has such tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
             return owned_means(losses, owners, texts.sequences_in(inputs))
 
     def penalty(self, penalties: list[Tensor]) -> Tensor | float:
-        """Return η times the sum of the layers' regularisers (their mean by convention `code`); 0 if there are none."""
+        """Return η times the sum of the layers' regularisers (their mean under convention `code`), or 0."""
         if not self.options.eta or not penalties:
             return 0.0
         squares = torch.stack(penalties)
         return self.options.eta * (squares.sum() if self.options.ksvd_convention == "paper" else squares.mean())
 
     def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None] | None:
-        """Return a function that appends J² of an attention call to `penalties`; None if it is not part of the loss."""
+        """Return a function that appends J² of an attention call to `penalties`; None if J² is not part of the loss."""
         if not self.options.eta:
             return None
 
@@ -236,7 +236,7 @@ class Healer(SwapSetup):
     def run_student(
         self, inputs: Mapping[str, Tensor], targets: Tensor | None, penalties: list[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the student; yield its loss at each compared token, and the number of the token's sequence.
+        """Run the student; yield the loss at each compared token, and the index of the token's sequence.
 
         The loss is KL(original ‖ swapped) at real tokens in nats, for headless models 1 − cosine of the states, for the
         goal `text` the cross-entropy of `targets` in nats. Swapped kernels and trained weights stay in place inside the
@@ -265,7 +265,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the distance of each real token's output, and the number of its sequence."""
+        """Compute the distance between the outputs at each real token, and the index of the token's sequence."""
         owners = owners_of(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -283,7 +283,7 @@ class Healer(SwapSetup):
 
 
 def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
-    """Return the step size per column of a map, since optimiser steps are equal in all columns; None: all 1.
+    """Return the step size per column of a map, since optimiser steps are equally large in all columns; None: all 1.
 
     For A and B of kernel `rank`: the column length divided by the root mean square, so that long and short columns turn
     by equal angles. For primal's maps: √σ, at most 1, σ of the mean over tokens: J has curvature C/σ in a column, and
@@ -319,7 +319,7 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
     The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, mean over sequences (Zhang et
-    al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), and the regulariser of primal attention.
+    al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal attention.
     The original model runs once, then each module alone on its recorded input: only one graph is in memory.
     """
     total = 0.0
@@ -329,17 +329,17 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
                 1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
             )
             loss = sum((error.mean() for error in errors), torch.zeros((), device=errors[0].device)) + penalty
-            if loss.requires_grad:  # a site that shares its weights can lack trainable ones
+            if loss.requires_grad:  # a site that shares its weights can lack trainable weights
                 (weight * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
     return total
 
 
 def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradient and regulariser."""
+    """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradients or regulariser."""
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
-    # add only sites with as many rows as the first: sites that attend within windows of an image have a row per window
+    # add only sites with as many rows as the first: attention within windows of an image has one row per window
     alike = [error for error in errors if len(error) == len(errors[0])]
     return torch.stack(alike).double().sum(0).cpu()
 
@@ -349,7 +349,7 @@ class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forwar
 
 
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield the relative errors of each sequence at the sites of each module, and the module's regularisers."""
+    """Yield for each module the relative errors of all sequences at each site, and the regularisers."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
     calls, original = list[ModuleCall](), dict[Site, Tensor]()
@@ -386,14 +386,14 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances of several sequences from their goal."""
+    """Distances of several sequences from their training target."""
 
     each: Tensor  # mean distance over the tokens of each sequence, float64
     counts: Tensor  # number of these tokens
 
     @property
     def mean(self) -> float:
-        """Mean over all tokens, ∞ if it is not finite; clamped to 0, since negative values are rounding errors."""
+        """Mean over all tokens, ∞ if it is not finite; at least 0, since negative values are rounding errors."""
         if not self.finite:
             return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
@@ -404,7 +404,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the paired 95 % interval lies below `before`; use the mean for fewer than FEWEST_DRAWS."""
+        """Return True if the paired difference is below 0 (95 % interval; its mean for fewer than FEWEST_DRAWS)."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -412,7 +412,7 @@ class Distances:
 
 
 def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
-    """Measure the stage's loss on each sequence of these batches, without gradients and regulariser."""
+    """Measure the stage's loss on each sequence of these batches, without gradients or regulariser."""
     if stage == "transfer":
         errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
         return Distances(errors, torch.ones_like(errors))
@@ -421,7 +421,7 @@ def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = 
     return Distances(means, counts)
 
 
-BETAS = 0.9, 0.95  # of AdamW; with few steps, the first, large gradients would dominate a β₂ of 0.999
+BETAS = 0.9, 0.95  # of AdamW; with few steps and β₂ = 0.999, the large first gradients would dominate
 LONGEST = 1.0  # maximum gradient norm, for clipping
 
 
@@ -460,14 +460,14 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
 }
 """Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
 SLOWER, LEAST = 0.1, 1e-7  # factor and bound of further rates, if no listed rate improves on the start
-STEPS = 8  # steps per tried rate, over which it rises and falls; at most a tenth of all planned steps
+STEPS = 8  # steps per tried rate, over which the rate rises and falls; at most a tenth of all planned steps
 ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more over more steps
 
 
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate with ENOUGH of the largest reduction of the held-out distance (or 0), and all tried."""
+    """Return the largest rate with ENOUGH of the best fall of the held-out distance (else 0), and all tried rates."""
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean
     half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others

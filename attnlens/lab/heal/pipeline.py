@@ -69,7 +69,7 @@ PATIENCE, FEWEST = 0.3, 3  # share of a stage's work, and checks, within which t
 STEPS_WANTED = 400
 """Number of steps to divide a token amount into, if batches are large enough. On `demo`, 200 k tokens gain more in 400
 steps than in 200, and little more in 800."""
-DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure has the evaluation loss
+DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
 
 
@@ -186,7 +186,7 @@ def run_training(
     state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
-    """Train for the requested amount, stage by stage, and end with the parameters of the smallest held-out distance.
+    """Train for the requested amount, stage by stage; keep the parameters with the smallest held-out distance.
 
     A stage restarts with smaller steps until a check improves on its start, and ends once checks no longer improve
     significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the state, from
@@ -217,7 +217,7 @@ def run_training(
 
 
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
-    """Split into training and held-out batches, spread over the texts; raise TextError for fewer than two batches."""
+    """Split off held-out batches, spread over the texts; raise TextError if there are fewer than two batches."""
     if len(batches) < 2:
         raise TextError(
             "Healing needs at least two batches of calibration text: one to train on, one to choose the best step.",
@@ -230,7 +230,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     if amount.unit == "tokens":
         trained = amount.number / max(1, size * batches.tokens)  # number of training batches
-    else:  # a time may suffice for MOST_CHECKS steps
+    else:  # assume that a time suffices for MOST_CHECKS steps
         steps = amount.number if amount.unit == "steps" else MOST_CHECKS
         trained = steps * max(1.0, (healer.options.batch or size) / size)
     count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
@@ -274,7 +274,7 @@ class Descent:
     values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
-    history: list[tuple[float, Distances]] = field(default_factory=list)  # of the stage, by share of work
+    history: list[tuple[float, Distances]] = field(default_factory=list)  # (share of work, distances) of this stage
     resumed: bool = False
     ended: bool = False  # True if the stage is over
     reported: int = 0  # amount reported to `progress` so far
@@ -286,7 +286,7 @@ class Descent:
         self.optimiser = adamw(self.healer.leaves, self.rate)
         step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
         self.one_step = {"steps": 1.0, "tokens": step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
-        self.planned = 1 / self.one_step if self.one_step else 1e9  # steps; a time does not bound them
+        self.planned = 1 / self.one_step if self.one_step else 1e9  # planned steps; not limited if the amount is a time
 
     @property
     def seconds(self) -> float:
@@ -338,7 +338,7 @@ class Descent:
         store.keep(name, value)
 
     def run_stage(self, stage: HealingStage) -> None:
-        """Run a stage to its end, with a check whenever one is due."""
+        """Run a stage to its end, and each check when it is due."""
         if not self.resumed:
             self.stage, self.begun = stage, self.share
             if self.over:
@@ -357,7 +357,7 @@ class Descent:
                 self._run_check()
 
     def _start_stage(self) -> None:
-        """Start the stage from the best parameters so far, with the learning rate that a range test chooses."""
+        """Start the stage from the best parameters so far, with the learning rate chosen by a range test."""
         set_values(self.healer.leaves, self.values)
         count = max(1, min(STEPS, round(self.planned / 10)))
         endless = cycle(self.train)  # batches in order, repeated, grouped by step
@@ -414,10 +414,10 @@ class Descent:
             self._store_state(*self.state)
 
     def check(self) -> Distances:
-        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
+        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if infinite at step 0."""
         distances = measure_distances(self.healer, self.held_out)
         if self.step == 0 and not distances.finite:
-            problem = "The training loss of the swapped model is not finite, so it cannot be healed."
+            problem = "The training loss of the swapped model is not finite, so the model cannot be healed."
             raise ModelError(problem, "Try --fit, or fewer layers.")
         if distances.mean < self.least:  # strict: keeps the first of equal steps
             self.best, self.least = self.step, distances.mean
@@ -435,7 +435,7 @@ class Descent:
         return distances
 
     def _is_due(self) -> bool:
-        """Check whether a check is due: in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
+        """Return True if a check is due: in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
         planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))

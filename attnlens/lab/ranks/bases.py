@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms to compare: latents shared or not, of keys after (first) or before rotation."""
+    """Return the forms of latents to compare: per key head or shared, and of keys after or before rotation."""
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
@@ -70,7 +70,7 @@ class Basis:
 
     @property
     def sizes(self) -> list[int]:
-        """Full rank of each latent: the summed size of its keys."""
+        """Full rank of each latent: the total size of its keys."""
         return self.latents.sizes
 
     @property
@@ -90,7 +90,7 @@ class Basis:
 
 
 def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) -> float:
-    """Return the rank per key head, mean over query heads, for the rank of each latent."""
+    """Return the rank per key head, averaged over query heads; `ranks` has the rank of each latent."""
     pairs = [
         (rank / len(group), len(basis.heads_of(latent)))
         for site, basis in bases.items()
@@ -100,7 +100,7 @@ def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) 
 
 
 Forms = dict[str, dict[str | None, dict[Site, Basis]]]
-"""Directions by form's spelling and site, fitted to all texts (None) or, if there are several, to all but one."""
+"""Latents by the form's spelling, the text left out of the fit (None: fitted to all texts), and the site."""
 
 
 def fit_forms(setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: Tell) -> Forms:
@@ -160,18 +160,18 @@ def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, 
     return kv_heads
 
 
-LEVELS = 16  # evenly spaced ranks from 0 to full rank whose loss is estimated; others are interpolated linearly
+LEVELS = 16  # evenly spaced ranks from 0 to full rank at which the loss is estimated; between them it is linear
 
 
 def sensitivities(
     setup: SwapSetup, bases: Mapping[Site, Basis], batches: Sequence[Fed], progress: Tell
 ) -> dict[Site, Float[Tensor, "latents ranks"]]:
-    """Estimate the rise of the loss, in nats per prediction, if one latent alone has rank 0 … its full rank.
+    """Estimate the rise of the loss, in nats per prediction, if one latent alone is cut to each smaller rank.
 
     The output of query i changes by δo_i, computed through the softmax, and the loss by ⟨g_i, δo_i⟩, g_i = ∂loss/∂o_i.
     With targets drawn from the model's own predictions, this change has mean 0, and its second moment is the Fisher
     information (Martens 2020, Eq. 7). The rise is ½ Σ_i ⟨g_i, δo_i⟩², with queries and heads taken as independent. With
-    respect to logits, the gradient of a saturated head would be 0, although it loses everything once they are cut.
+    respect to logits, the gradient of a saturated head would be 0, although cutting the logits destroys its attention.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank

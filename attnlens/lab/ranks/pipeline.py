@@ -34,9 +34,9 @@ from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 @public
 @takes(RanksRequest)
 def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: RanksRequest) -> Report:
-    """Find the smallest rank of each key head within a budget of loss, and measure the model with these ranks.
+    """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks.
 
-    The report's `plan` has the ranks, what they save, and the estimated rise. If `model` is a name, finished work is
+    The report's `plan` contains the ranks, the savings and the estimated rise. If `model` is a name, finished work is
     stored, and the same call resumes from it. Raises UsageError, ModelError, TextError, OutputError, IdentityError, and
     Interrupted, which holds the finished results.
     """
@@ -60,7 +60,7 @@ class RankSearch:
     plan: Plan | None  # plan whose ranks are used instead of a search
     intervals: Intervals | None
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
-    samples: tuple[Sample, ...] = ()  # to fit on, choose by and estimate the rise on; for a plan only the first
+    samples: tuple[Sample, ...] = ()  # to fit, to choose and to estimate the rise; for a plan, only the first
     choice: Choice | None = None
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
@@ -76,7 +76,7 @@ class RankSearch:
         return [sample.batches for sample in self.samples]
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
-        """Search the ranks, or fit the maps for those of a plan; return the swap with them."""
+        """Search for ranks, or fit the maps for the ranks of a plan; return the swaps with these ranks."""
         session, swaps = run.session, run.last.swaps
         start = partial(Budgeting, **vars(session.setup(swaps)), form_named=self.form_named, keep=run.keep)
         if self.plan is not None:
@@ -102,7 +102,7 @@ class RankSearch:
         return self.choice.swaps
 
     def record(self, run: KernelRun) -> Plan:
-        """Return the record of the choice, with the rises that the stages of the run have on the evaluated text."""
+        """Return the record of the choice, with the rise of the loss at each stage on the evaluated text."""
         choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
@@ -115,7 +115,7 @@ class RankSearch:
         saved, reasons = compute_saving(choice, by_site)
         reasons |= {} if choice.reason is None else {"mean_rank": choice.reason}
         if choice.estimated is None:
-            reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, so none was chosen")
+            reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, not chosen")
         elif choice.promised is None:
             reasons["promised"] = DIVERGED
         form = next(iter(choice.swaps.values())).kernel
@@ -155,7 +155,7 @@ class SiteSizes:
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
     folds: bool  # True if maps can be multiplied into W_Q and W_K: there is no rotation or norm between them
-    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: there is no norm between
+    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: no norm is between
     keys_seen: float  # keys that a query sees, mean over the sequence
     keys_a_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
@@ -188,15 +188,15 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of one latent's key heads and their query heads; at full rank, those of the original model.
 
     An m × n matrix takes 2mn operations, a score 2 per entry of its key. A cached token stores the latent and its
-    values. If maps fold, keys need one W_K B (d_model × r) per latent, and queries the cheaper of W_Q A (d_model × r)
-    and W_Q followed by A (head_dim × r per key head), which is better if a shared latent is wider than a head. Else A
-    and B are added to W_Q and W_K, and only scores and cache shrink. Rank 0 needs none of these matrices. For latents
-    of keys before the rotation, queries are unchanged, and keys are rebuilt from the latent.
+    values. If maps fold into W_Q and W_K, keys need one W_K B (d_model × r) per latent, and queries the cheaper of
+    W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head), which is better if a shared latent is wider
+    than a head. Otherwise A and B are extra, so only scores and cache shrink. Rank 0 needs none of these matrices. If
+    latents compress keys before the rotation, queries are unchanged, and keys are rebuilt from the latent.
     """
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Count for columns of W_Q per head and of W_K, products per score, entries of A, of key maps and vectors."""
+        """Count costs from columns of W_Q per head and W_K, products per score, and entries of A, key maps, offsets."""
         made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
@@ -220,14 +220,14 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     return min(options, key=lambda cost: (cost.flops, cost.parameters))
 
 
-NO_CACHE = "no decoder's self-attention is swapped; a cache of another sequence's tokens is not counted"
+NO_CACHE = "the self-attention of the decoder is not swapped; caches of other attention are not counted"
 NEVER = "operations do not fall, regardless of the number of keys per query"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")  # fields of a Plan that list the parts of the calibration text
 SHARED = "one module computes several sites, whose ranks differ"
 
 
 def sizes(loaded: loading.Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
-    """Return the sizes of each site at the length of `inputs`, or the reason if they are unknown."""
+    """Return the sizes of each site at the length of `inputs`, or the reason why they are unknown."""
     calls = {each.site: each.call for each in hooks.survey(loaded.model, inputs)}
     layers = {site.layer for site in sites}
     first, window = (
@@ -262,7 +262,7 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
 def compute_saving(
     choice: Choice, by_site: Mapping[Site, SiteSizes | str]
 ) -> tuple[dict[str, Pair | float | None], dict[str, str]]:
-    """Return the fields of a Plan about savings, and the reasons for unknown ones."""
+    """Return the fields of a Plan about savings, and the reasons for unknown values."""
     names = ("parameters", "flops_per_token", "cache_bytes_per_token")
     unknown = next((f"{site.name}: {size}" for site, size in by_site.items() if isinstance(size, str)), None)
     if unknown is not None:
@@ -320,18 +320,18 @@ def _list_ranks(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]
 
 
 def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
-    """Raise UsageError if a plan differs from the model's latents at full rank in more than the ranks."""
+    """Raise UsageError if the plan and the model's latents at full rank differ in anything but the ranks."""
     remaining, problems = {(key.site, key.kv_head): key for key in full}, list[str]()
     for key in plan.ranks:
         model, name = remaining.pop((key.site, key.kv_head), None), f"key head {key.kv_head} of {key.site}"
         if model is None:
-            problems.append(f"it has a rank for {name}, which the model lacks")
+            problems.append(f"there is a rank for {name}, which the model lacks")
             continue
         for field in ("kv_heads", "heads", "head_dim", "layer", "part"):
             theirs, ours = getattr(key, field), getattr(model, field)
             if theirs != ours:
                 problems.append(f"{name} has {field} {theirs} in the plan, but {ours} in the model")
-    problems += [f"it has no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
+    problems += [f"there is no rank for key head {kv_head} of {site}" for site, kv_head in remaining]
     if problems:
         raise UsageError(
             f"The plan does not fit this model: {problems[0]}.",
@@ -345,4 +345,4 @@ def _compare_models(planned: ModelInfo, model: ModelInfo) -> list[str]:
         return []
     same = bool(model.files) and [f.sha256 for f in planned.files] == [f.sha256 for f in model.files]
     at = f"@{planned.revision}" if planned.revision else ""
-    return [f"The ranks are those of a plan for {planned.id}{at}, which has {'the same' if same else 'other'} weights."]
+    return [f"The ranks are those of a plan for {planned.id}{at}, with {'the same' if same else 'different'} weights."]

@@ -1,4 +1,4 @@
-"""Find the smallest ranks within a budget: fit, choose and estimate the rise on separate windows, by nested plans."""
+"""Find the smallest ranks within a budget, using nested plans: fit, choose and estimate on separate windows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
     """A part of the calibration text."""
 
     batches: Batches  # its windows
-    design: Design  # text of each window, and what intervals are over
+    design: Design  # text of each window, and the units that intervals resample
 
 
 def count_windows(contents: Sequence[Content]) -> int:
@@ -63,10 +63,10 @@ def cut_samples(
     intervals: Intervals | None,
     count: int = PARTS,
 ) -> tuple[Sample, ...]:
-    """Return the first `count` parts of the calibration text, without evaluated windows.
+    """Return the first `count` parts of the calibration text, without windows used for evaluation.
 
-    Part i has windows i, i + 3, i + 6 … of those chosen of each text. Raises TextError if a text has too few windows
-    that are not evaluated, or if a part repeats tokens of earlier ones; UsageError for intervals over fewer than five
+    Part i has windows i, i + 3, i + 6 … of those chosen from each text. Raises TextError if a text has too few windows
+    that are not evaluated, or if a part repeats tokens of earlier parts; UsageError for intervals over fewer than five
     texts.
     """
     parts: list[Batches] = []
@@ -88,7 +88,7 @@ def cut_samples(
 
 
 def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batches, intervals: Intervals | None) -> None:
-    """Raise TextError or UsageError if there are too few windows or texts to choose ranks by."""
+    """Raise TextError or UsageError if there are too few windows or texts to choose ranks."""
     available = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
@@ -101,12 +101,12 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
         raise UsageError(
             f"Intervals over texts need at least {FEWEST_TEXTS} texts; only {len(contents)} are available for "
             "choosing ranks.",
-            "Give more --calibration, or leave out intervals='texts'.",
+            "Give more --calibration texts, or omit intervals='texts'.",
         )
 
 
 def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
-    """Split the batches of a part, so that each has windows of one text; return pairs of text name and batch."""
+    """Split the batches of a part so that each batch has windows of one text; return (text name, batch) pairs."""
     pairs, start = [], 0
     for batch in fed:
         names = part.batches.parts[start : start + texts.sequences_in(batch.inputs)]
@@ -117,7 +117,7 @@ def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
 
 
 UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambda mean: mean}
-"""Function f of a mean loss with f(after) − f(before) = log(after / before), of the loss or of perplexity."""
+"""Function f of the mean loss for which f(after) − f(before) is the log of the ratio of losses or perplexities."""
 
 
 class Losses(NamedTuple):
@@ -139,7 +139,7 @@ class Losses(NamedTuple):
 
 
 def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
-    """Compute the loss of each sequence with predictions in the current model; `design` covers all sequences."""
+    """Compute the loss of each sequence with predictions in the current model; `design` describes all sequences."""
     by_batch, predicted = [], []
     for fed in batches:
         logits = run(loaded.model, fed, task).logits
@@ -151,7 +151,7 @@ def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -
 
 
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
-    """Compute after / before − 1 of the mean loss over tokens (or its exponential, perplexity); None if it diverges.
+    """Compute after / before − 1 of the mean loss over tokens, or of perplexity; None if a loss is not finite.
 
     `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design; if there are
     several, the rise of each text is computed too.
@@ -186,7 +186,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
 MARGIN = 2
 """Half-widths of its interval by which a plan's estimated rise must lie below the budget. With 1, the rise over all
 windows meets the budget too, but the promise from an equal amount of other text exceeds it in a third of the runs;
-with 2 in 5 % of them (benchmarks/promises.py), at the cost of ranks larger by 0.4 to 0.6 of 16."""
+with 2, in 5 % of the runs (benchmarks/promises.py), with ranks that are larger by 0.4 to 0.6 of 16."""
 TRIES = 7  # maximum number of nested plans measured
 FORMS = 5  # maximum number of forms of latents compared
 
@@ -197,10 +197,10 @@ class Choice:
 
     bases: dict[Site, Basis]  # the directions of each site
     ranks: dict[Site, list[int]]  # the rank of each latent
-    swaps: hooks.Swaps  # the swap with these ranks
+    swaps: hooks.Swaps  # the swaps with these ranks
     estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
-    promised: Rise | None = None  # rise on text not used to fit or choose; None if it diverges
-    steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, by decreasing ranks
+    promised: Rise | None = None  # rise on text not used to fit or choose; None if a loss is not finite
+    steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, from large to small ranks
     reason: str | None = None  # why no rank could be reduced
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
     held_out: bool = False  # True if each text was measured with maps fitted to the other texts
@@ -214,15 +214,15 @@ class Budgeting(SwapSetup):
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
     margin: float = MARGIN  # see MARGIN
     bases: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
-    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)  # fitted without that text
+    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)  # fitted without the named text
     unit: Unit = "loss"  # rises are shares of the loss or of perplexity
     keep: Keep = keep_nothing  # stores the losses of measured plans, from which an interrupted search resumes
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
-        """Choose the smallest ranks among nested plans that keep the budget.
+        """Choose the smallest ranks among nested plans within the budget.
 
-        The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and within it on each
-        single text. `promising` is used only for the promised rise. If there are several texts, the rise on each
+        The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and within the
+        budget on each single text. `promising` is used only for the promised rise. With several texts, the rise on each
         is measured with maps fitted to the others, so that the promise covers texts not used for fitting.
         """
         self.unit = budget.unit
@@ -248,13 +248,13 @@ class Budgeting(SwapSetup):
             estimated=steps[best].rise,
             promised=Trial.of(self, promising).rise(ranks),
             steps=[steps[number] for number in sorted(steps) if number],
-            reason=None if best else "none of the plans tried with fewer dimensions stayed well within the budget",
+            reason=None if best else "none of the plans tried with smaller ranks stayed well within the budget",
             forms=forms,
             held_out=bool(self.bases_without),
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Fit each form, keep the best at half of full rank, try it weighted by the output too; return the trials."""
+        """Fit each form, also try the best at half rank weighted by the output, and use the best; return the trials."""
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
@@ -278,13 +278,13 @@ class Budgeting(SwapSetup):
         return fit_forms(self, forms, fed, self.progress)
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Use this form, fitted to all texts and, if there are several, also to all texts but one."""
+        """Use this form, fitted to all texts and, if there are several, also without each text in turn."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last step whose rise plus margin meets the budget, guided by the sensitivities; return all tried."""
+        """Find the last step whose rise plus margin meets the budget, using sensitivities; return it and all tried."""
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=no_rise)}
@@ -327,7 +327,7 @@ class Budgeting(SwapSetup):
         return float(self.table.gather(1, torch.tensor(ranks)[:, None]).sum())
 
     def mean_rank(self, ranks: Sequence[int]) -> float:
-        """Return the rank per key head, mean over query heads."""
+        """Return the rank per key head, averaged over query heads."""
         return mean_rank(self.bases, self.split_by_site(ranks))
 
     def split_by_site(self, ranks: Sequence[int]) -> dict[Site, list[int]]:
@@ -338,8 +338,8 @@ class Budgeting(SwapSetup):
     def build_swaps(
         self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None
     ) -> hooks.Swaps:
-        """Build the swaps with these ranks; the kernel's `rank` is the largest number per key head, rounded up."""
-        bases = bases or self.bases  # those fitted to all texts
+        """Build the swaps with these ranks; the kernel's `rank` is the largest rank per key head, rounded up."""
+        bases = bases or self.bases  # default: fitted to all texts
         per_key = [
             -(-rank // len(group))
             for site, of_site in ranks.items()
@@ -380,7 +380,7 @@ class Trial:
         return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it diverges."""
+        """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it is not finite."""
         search, means = self.search, []
         by_site = search.split_by_site(ranks)
         for name, pairs in groupby(by_text(self.fed, self.part), key=itemgetter(0)):

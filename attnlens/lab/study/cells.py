@@ -1,4 +1,4 @@
-"""Train and compare the cells of a table: learning-rate search, runs over seeds, and the records made from them."""
+"""Train and compare the cells of a table: learning-rate search, runs over seeds, and the records of the results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from attnlens.runs.store import Store
 from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.wording import join_items
 
-SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
+SEARCH_SEED = 1_000_003  # seed of the runs of the learning-rate search, which are not reported
 MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[str, ...]]] = {
     "language": ("perplexity", ("loss",)),
     "translation": ("BLEU", ("BLEU", "loss")),
     "classification": ("accuracy", ("accuracy",)),
 }
-"""Measure of the papers, and the scores that compare cells, the paper's first. Translation is also compared by the
-loss, because models that hardly translate yet all have a low BLEU."""
+"""The papers' measure, and the scores used to compare cells, the papers' score first. Translation is also compared by
+the loss, because all models that can hardly translate yet have a low BLEU."""
 
 
 def build_table(
@@ -56,7 +56,7 @@ def build_table(
     cells: Sequence[studies.StudyCell],
     not_trained: Sequence[TaskForm] = (),
 ) -> studies.StudyTable:
-    """Build the record of a table next to the paper's numbers; `not_trained`: forms of task without data."""
+    """Build the record of a table next to the paper's numbers; `not_trained`: task forms without data."""
     uncorrected = [pair for task in tasks for pair in _compare_pairs(cells, task)]
     # Holm's correction covers all comparisons of the table
     corrected = holm([math.nan if pair.p is None else pair.p for pair in uncorrected])
@@ -101,7 +101,7 @@ def build_cell(
     speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record from the unit chosen by the search, (rate, validation loss) of its form, and outcomes."""
+    """Build a cell's record from the unit that the search chose, its form's (rate, validation loss), and outcomes."""
     runs = [
         studies.StudyRun(
             seed=seed + number,
@@ -118,7 +118,7 @@ def build_cell(
         values = torch.tensor([run.scores[MEASURES[task.form][1][0]] for run in runs], dtype=torch.float64)
         mean = float(values.mean())
         se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
-        if task.form == "language":  # mean and standard error of the perplexity, from those of its logarithm
+        if task.form == "language":  # mean and standard error of the perplexity, from those of the loss, its logarithm
             mean, se = math.exp(mean), None if se is None else math.exp(mean) * se
     steps = [float(step) for step, _ in first.curve]
     heads = {
@@ -148,7 +148,7 @@ def build_cell(
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
-    """Yield each pair of converged cells by measure, with p over seeds and whether the paper has the same order."""
+    """Yield each pair of converged cells by measure, with p over seeds and agreement with the paper's order."""
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
         return
@@ -178,9 +178,9 @@ def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Itera
 def _correlate_orders(
     cells: Sequence[studies.StudyCell], task: StudyTask, pairs: Sequence[studies.StudyPair]
 ) -> Iterator[studies.StudyOrdering]:
-    """Yield Kendall's τ over the published cells by measure, if there are at least two.
+    """Yield Kendall's τ over the published cells for each measure, if there are at least two such cells.
 
-    Its interval keeps every decided pair as decided and lets every undecided one go either way. Holm's correction keeps
+    The interval of τ keeps every decided pair and lets every undecided pair have either order. Holm's correction keeps
     the probability of any false decision below 5 %, so the interval covers the true τ in at least 95 % of studies.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
@@ -215,8 +215,8 @@ def train_cells(
 ) -> list[studies.StudyCell]:
     """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
-    The test set is read once per run, at its end. The heads of the run of the first seed are measured during training,
-    and its model is saved to a new `folder`, if any, at every evaluation. Outcomes are kept in `store`.
+    The test set is read once per run, at its end. In the first seed's run, heads are measured during training, and
+    the model is saved to a new `folder`, if any, at every evaluation. Outcomes are kept in `store`.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
@@ -289,14 +289,14 @@ def prepare_training(
 ) -> tuple[Mapping[str, object], Compute]:
     """Return the store's facts, and the function that trains a unit given its name.
 
-    Another process rebuilds the tasks by `make`: their tensors, one per sentence, are too many to send.
+    Another process rebuilds the tasks with `make`: their tensors, one per sentence, are too many to send.
     """
     task_of = {task.name: task for task in make()}
     return store.facts, lambda name: train_unit(units[name], task_of[units[name].task], store)
 
 
 def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:
-    """Train the cells of a table, or of all tables, from several seeds, and compare them."""
+    """Train the cells of a table, or of all tables, with several seeds, and compare the cells."""
     jobs = request.jobs or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
     if request.engine == "local" and "-" in request.text:
         jobs = 1  # only this process can read stdin
@@ -306,7 +306,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     scales = {form: replace(scale, seeds=request.seeds or scale.seeds) for form, scale in defaults.items()}
     if request.save is not None:
         check_folder(Path(request.save))
-    # forms of task that have data: from the user's files or built in
+    # task forms with data: from the user's files or built in
     forms = {"language", "translation"} | {form for option, form in DATA.items() if getattr(request, option)}
     chosen = _select_cells(STUDIES if name == ALL else (name,), request, forms)
     start = time.perf_counter()
@@ -339,7 +339,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     )
 
 
-DATA: dict[str, TaskForm] = {  # Option → form of the task its files are for
+DATA: dict[str, TaskForm] = {  # Option → form of the task that uses the option's files
     "series": "classification",
     "labelled": "classification",
     "pairs": "translation",
@@ -348,7 +348,7 @@ DATA: dict[str, TaskForm] = {  # Option → form of the task its files are for
 
 
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:
-    """Return the cells of each table that have data and match `cells`. Raises UsageError for unmatched patterns."""
+    """Return the cells of each table that have data and match `cells`. Raises UsageError if a pattern matches none."""
 
     def matches(cell: PaperCell, pattern: str) -> bool:
         return any(fnmatchcase(row, pattern) for row in (cell.name, f"{cell.task}/{cell.name}"))
@@ -367,12 +367,12 @@ def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) 
     trained = {cell.task for cells in selected.values() for cell in cells}
     for option, form in DATA.items():
         if getattr(request, option) and form not in trained:
-            raise UsageError(f"None of the selected cells uses --{option}.", "Omit it, or select other cells.")
+            raise UsageError(f"None of the selected cells uses --{option}.", f"Omit --{option}, or select other cells.")
     return {name: cells for name, cells in selected.items() if cells}
 
 
 def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
-    """Load the tasks of the needed forms; the user's files are read first, so that bad files are refused early.
+    """Load the tasks of the needed forms, the user's files first, so that bad files are reported early.
 
     Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
     """

@@ -1,4 +1,4 @@
-"""A task's examples in batches, the built-in task of reversal, and a model's scores on a task."""
+"""A task's examples in batches, the built-in reversal task, and a model's scores on a task."""
 
 from __future__ import annotations
 
@@ -47,38 +47,38 @@ class Examples:
 class Cases(NamedTuple):
     """Examples of one part of a task, neither batched nor padded; a tensor has one row per example."""
 
-    inputs: Sequence[Tensor] | Tensor  # of each example: ids (tokens,), int64, or a series (steps, channels), float32
-    targets: Sequence[Tensor] | Tensor  # of each example: ids to predict (tokens,), or a class number ()
+    inputs: Sequence[Tensor] | Tensor  # per example: ids (tokens,), int64, or a series (steps, channels), float32
+    targets: Sequence[Tensor] | Tensor  # per example: ids to predict (tokens,), or a class number ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StudyTask:
-    """Examples for training (`training`, a function of the seed only) and for evaluation (`held_out`)."""
+    """Task with examples for training (`training`, depends only on the seed) and for evaluation (`held_out`)."""
 
     name: str  # names of its texts or files
     form: TaskForm
-    cases: Mapping[str, Cases]  # of each part; sentences are without BEGIN and END
-    length: int  # largest number of tokens of a sequence; for translation, of a side with END
+    cases: Mapping[str, Cases]  # by part; sentences lack BEGIN and END
+    length: int  # maximum number of tokens of a sequence; for translation, per side, including END
     vocabulary: int = 0  # number of ids; 0 for a series
     classes: int = 0  # number of classes; 0 if ids are predicted
     channels: int = 0  # numbers per step of a series; 0 for ids
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file by name; empty for built-in data
-    tokenizer: Tokenizer | None = None  # encoding of texts, trained on the training part only; None without one
-    left_out: Mapping[str, int] = field(default_factory=dict)  # examples that differ from the file, by part or reason
+    tokenizer: Tokenizer | None = None  # trained only on the training part; None: no tokenizer
+    left_out: Mapping[str, int] = field(default_factory=dict)  # numbers of omitted or cut examples, by part or reason
     repeated: int = 0  # number of examples removed from training because they are also held out
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield shuffled batches without end; examples of similar length share a batch."""
+        """Yield shuffled batches endlessly; examples of similar length share a batch."""
         return (self.batch("training", chosen) for chosen in endless(self.lengths("training"), size, seed))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Return the examples of a part once, shortest first, in batches of `size`; the last batch can be smaller."""
+        """Return each example of a part once, shortest first, in batches of `size`; the last batch can be smaller."""
         lengths = self.lengths(split)
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
 
     def lengths(self, part: str) -> list[int]:
-        """Return the number of input and target tokens of each example of a part, by which batches are sorted."""
+        """Return the number of input and target tokens of each example of a part, the sorting key of batches."""
         inputs, targets = self.cases[part]
         if self.form == "language":
             return [2 * self.length] * len(inputs)
@@ -108,7 +108,7 @@ def pair_sentences(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Exam
 
 
 def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"] | None]:
-    """Pad the rows on the right with `value` into one tensor; return it with its `Examples.mask`."""
+    """Pad the rows on the right with `value` into one tensor; return this with its `Examples.mask`."""
     sizes = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(sizes.max())) < sizes[:, None]
     batch = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
@@ -116,13 +116,13 @@ def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "bat
 
 
 POOL = 32  # maximum number of batches per pool of a shuffled epoch; a pool is sorted by length, which saves padding
-POOLS = 4  # minimum number of pools per epoch; sorting a whole epoch would batch the same examples together each time
+POOLS = 4  # minimum number of pools per epoch; if a whole epoch were sorted, batches would always be the same
 
 
 def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of indices of examples with these lengths forever, in a new order each epoch.
 
-    Examples beyond the last full batch are dropped before sorting by length: different examples in each epoch.
+    Examples beyond the last full batch are dropped before sorting by length; they differ in each epoch.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
@@ -136,17 +136,17 @@ def endless(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]
                 yield parts[number]
 
 
-HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
+HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, unlike any training seed
 
 
 class Reversal(StudyTask):
-    """Random letters written backwards; a letter becomes a capital if the letter before it in the source is odd.
+    """Task of reversing random letters; a letter becomes a capital if the letter before it in the source is odd.
 
     For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
     positions yields the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
-    cross-attention without positions ignores their order. The decoder's output then depends on the source only through
-    its bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not: given a
-    bag, sources and targets correspond one to one.
+    cross-attention without positions ignores the order of states. The decoder's output then depends only on the
+    source's bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not:
+    given a bag, sources and targets correspond one to one.
     """
 
     def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
@@ -161,13 +161,13 @@ class Reversal(StudyTask):
         )
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield batches of new pairs without end."""
+        """Yield batches of new pairs endlessly."""
         draws = torch.Generator().manual_seed(seed)
         while True:
             yield pair_sentences(*self._draw(size, draws))
 
     def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-        """Draw random sources with their targets; letters and numbers of letters are uniform."""
+        """Draw random sources with their targets; letters and lengths are uniform."""
         first = len(SPECIALS)
         sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
         sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
@@ -180,12 +180,12 @@ class Reversal(StudyTask):
 
 
 def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
-    """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
+    """Score `model` on a part of the task, in evaluation mode and in batches of `size` examples.
 
-    All forms: `loss`, the mean over all targets (tokens or classes) in nats; nothing else if `loss_only`, as for the
-    choice of settings. Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
-    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of
-    width 4 on each source; both are NaN if the loss is not finite. Raises UsageError if sacrebleu is missing.
+    All forms: `loss`, the mean over all targets (tokens or classes) in nats, and nothing else with `loss_only`.
+    Language: `perplexity` exp(loss), and `bits_per_byte`, which is comparable across vocabularies.
+    Classification: `accuracy` in [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] from sacrebleu, with a beam
+    search of width 4 per source; both are NaN if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0
@@ -242,7 +242,7 @@ def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, 
 
 
 class _Generator(PreTrainedModel, GenerationMixin):
-    """Adapter that lets transformers' `generate` call an encoder and a decoder."""
+    """Adapter with which transformers' `generate` calls the encoder and decoder of a study's model."""
 
     def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
         super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
@@ -263,11 +263,11 @@ class _Generator(PreTrainedModel, GenerationMixin):
 def beam_search(
     model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, *, most: int, width: int = 4
 ) -> list[list[int]]:
-    """Return for each source x the sentence y with the largest log p(y | x)/|y| that the search finds.
+    """Return for each source x the sentence y with the largest log p(y | x)/|y| found by beam search.
 
     A sentence has at most `most` tokens; `most` and |y| include END, but the result contains no BEGIN, END or padding.
-    The papers' translation tables use a `width` of 4 beams. A source is finished when `width` sentences have ended. At
-    token `most` a sentence must end, and END's log-probability counts.
+    The papers' translation tables use a `width` of 4 beams. A source is finished when `width` sentences have ended.
+    Token `most` must be END, whose log-probability counts.
     """
 
     def bar(written: Tensor, scores: Tensor) -> Tensor:

@@ -19,15 +19,15 @@ class Scale:
     d_model: int  # width of the features
     heads: int  # heads per layer
     d_forward: int  # hidden width of the pointwise networks
-    vocabulary: int  # ids of the byte-level BPE, bytes included
-    length: int  # largest number of tokens in a sequence
+    vocabulary: int  # number of ids of the byte-level BPE, including bytes
+    length: int  # maximum number of tokens in a sequence
     batch: int  # sequences per step
     steps: int  # steps of a training run
     search_steps: int  # steps of each learning-rate search run
     rates: tuple[float, ...]  # learning rates to choose from
     seeds: int  # training runs per cell
-    evaluated: int  # largest number of held-out sequences, spread evenly over the held-out data
-    dropout: float  # in residual branches
+    evaluated: int  # maximum number of held-out sequences, spread evenly over the held-out data
+    dropout: float  # dropout rate in residual branches
     warmup: float = 0.1  # share of the steps used for warm-up
     looks: int = 6  # number of validation-loss evaluations in a run
 
@@ -46,21 +46,21 @@ PAPER: dict[TaskForm, Scale] = {
 }
 
 
-PRODUCT = AttentionForm(positions="product")  # in the language models of Tsai et al. (Eq. 5, values without positions)
+PRODUCT = AttentionForm(positions="product")  # language models of Tsai et al. (Eq. 5, values without positions)
 SUM = AttentionForm(positions="sum", in_value=True)
-"""Positions in translation of Tsai et al. (Eq. 4, values with positions), and in all tasks of the other papers."""
+"""Positions in the translation models of Tsai et al. (Eq. 4, values with positions) and all models of other papers."""
 SCORES, ETAS = (8, 16), (0.0, 0.1)  # searched for primal layers: s (at most head_dim) and η (0, or as in their code)
 
 
 @dataclass(frozen=True)
 class PaperCell:
-    """Attention trained on one form of task."""
+    """Cell of a table: attention trained on one form of task."""
 
     name: str  # name of its row
     task: TaskForm  # task of its column
     forms: tuple[AttentionForm, ...]  # forms of attention; the best of several is chosen with the learning rate
     published: float | None = None  # published value; None if the paper did not train this cell or it did not converge
-    diverged: bool = False  # true if the paper reports that training did not converge
+    diverged: bool = False  # True if the paper reports that training did not converge
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PaperTable:
 
 
 def _pair(name: str, language: AttentionForm, translation: AttentionForm, *published: float | None) -> list[PaperCell]:
-    """Build the two cells of a row; `published`: perplexity and BLEU, none if they did not converge."""
+    """Build the two cells of a row; `published`: perplexity and BLEU, omitted if training did not converge."""
     perplexity, bleu = published or (None, None)
     first = PaperCell(name, "language", (language,), perplexity, not published)
     return [first, PaperCell(name, "translation", (translation,), bleu, not published)]

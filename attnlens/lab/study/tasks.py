@@ -1,4 +1,4 @@
-"""The study's tasks from texts, sentence pairs, labelled texts and series, and the papers' data."""
+"""Tasks of a study, built from texts, sentence pairs, labelled texts, series, or the papers' data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = list[tuple[str, ...]]  # Columns of each line of a file
 Series: TypeAlias = "Sequence[tuple[Tensor, str]]"  # ids (tokens,) or (steps, channels) of each example, and its label
-LARGEST_CONTENT = 2**30  # bytes of the largest file accepted, both packed and unpacked
+LARGEST_CONTENT = 2**30  # maximum size of a file in bytes, both packed and unpacked
 
 
 def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
@@ -51,13 +51,13 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
     try:
         return content.decode("utf-8-sig"), digest
     except UnicodeDecodeError as error:
-        raise TextError(f"{path} is not UTF-8: the byte at {error.start} can't be decoded.", remedy) from None
+        raise TextError(f"{path} is not UTF-8: the byte at offset {error.start} can't be decoded.", remedy) from None
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
     """Read the columns of each line of a file; the first line sets their number, which must be in `columns`.
 
-    Returns them stripped, with the file's name and SHA-256. Raises TextError with `remedy` for any other file.
+    Returns the stripped columns, and the SHA-256 by file name. Raises TextError with `remedy` for any other file.
     """
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
@@ -68,22 +68,22 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[
     width = len(rows[0]) if len(rows[0]) in columns else columns[0]
     bad = [number for number, row in enumerate(rows, 1) if len(row) != width or not all(row)]
     if bad:
-        others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise TextError(f"{path}: line {bad[0]}{others}: expected {width} non-empty columns separated by tabs.", remedy)
+        wrong = f"first wrong line: {bad[0]} ({len(bad)} in total)"
+        raise TextError(f"{path}: expected {width} non-empty tab-separated columns; {wrong}.", remedy)
     return rows, {Path(path).name: digest}
 
 
 PARTS = ("training", "validation", "test")
 STRETCHES = 10
-"""Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
-SHARE = 0.05  # share of validation examples, and of test examples
+"""Number of stretches of a long text. Each has a block of every part, since the end of a book is not representative."""
+SHARE = 0.05  # share of validation examples; test examples have the same share
 
 
 def blocks(count: int, *, stretches: int = STRETCHES, share: float = SHARE) -> dict[str, list[range]]:
-    """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
+    """Split the numbers below `count` into blocks for each part; a stretch begins with training and ends with test.
 
     Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn windows
-    would put two halves of a sentence into training and test.
+    would put one half of a sentence into training and the other half into test.
     """
     parts: dict[str, list[range]] = {part: [] for part in PARTS}
     for number in range(stretches):
@@ -103,9 +103,9 @@ def space_evenly(count: int, most: int) -> list[int]:
 
 
 def train_byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Train byte pairs with at most `vocabulary` ids on the texts; deterministic. `specials` have the first ids.
+    """Train a byte-pair tokenizer with at most `vocabulary` ids, deterministically; `specials` have the first ids.
 
-    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, 2.2).
+    Every byte has an id, so any text can be encoded without loss (Radford et al. 2019, section 2.2).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -126,12 +126,12 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
 
 
 BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"  # in a checkout, but not in an installed package
-BLOCK_CHARACTERS = 2000  # minimum characters per held-out block; a shorter text is cut into fewer stretches
-LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line is searched
+BLOCK_CHARACTERS = 2000  # minimum characters per held-out block; short texts are cut into fewer stretches
+LINE_CHARACTERS = 1000  # maximum distance after a cut within which an end of line is searched
 
 
 def language(contents: Sequence[tuple[str, str]], scale: Scale) -> StudyTask:
-    """Build a language task from (name, text) pairs; without any, from the King James text that ships with attnlens.
+    """Build a language task from (name, text) pairs or, if there are none, from attnlens' King James text.
 
     Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each). Raises
     TextError for a short text.
@@ -155,12 +155,12 @@ def load_default_text() -> tuple[str, str]:
 
 
 def split_text(text: str) -> dict[str, list[str]]:
-    """Split the text into blocks per part, cut at ends of lines if lines are short; the blocks cover the text."""
+    """Split the text into blocks for each part, at ends of lines if lines are short; the blocks cover the text."""
     held_out_blocks = int(SHARE * len(text) / BLOCK_CHARACTERS)
     parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
 
     def cut(near: int) -> int:
-        """Return the next end of line at or after a position; the position itself if the line is long."""
+        """Return the next end of line at or after position `near`; `near` itself if the line is long."""
         end = text.find("\n", near - 1, near + LINE_CHARACTERS)
         return near if end == -1 or near in (0, len(text)) else end + 1
 
@@ -201,7 +201,7 @@ def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[st
 
 
 HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
-"""Held-out books of the Bible, without parallels in other books; the gospels, or Kings and Chronicles, overlap."""
+"""Held-out books of the Bible: those without parallels, unlike the gospels or Kings and Chronicles."""
 VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
 PAIRS_REMEDY = (
     "Give a UTF-8 file with one pair per line: source and target, or id, source and target, separated by tabs."
@@ -209,7 +209,7 @@ PAIRS_REMEDY = (
 
 
 def translation(path: str | Path, scale: Scale) -> StudyTask:
-    """Read a translation task from lines `source TAB target` or `id TAB source TAB target`, gzipped or not.
+    """Read a translation task from lines `source TAB target` or `id TAB source TAB target`; the file can be gzipped.
 
     If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
     blocks. Raises TextError for data that cannot be used.
@@ -269,10 +269,10 @@ def pair_rows(
 
 
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
-    """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
+    """Read a classification task from lines `text TAB label`; the file can be gzipped and can have that header.
 
-    Repeated texts are omitted even if their labels differ, so no text is in two parts; texts longer than `length`
-    tokens are cut. The cases of each class are split in file order into 80 % training, 10 % validation and 10 % test.
+    Repeated texts are omitted even if their labels differ, so no text is in two parts. Texts are cut to
+    `scale.length` tokens. The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test.
     Raises TextError for data that cannot be used.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
@@ -298,7 +298,7 @@ def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
 def build_classification(
     name: str, parts: Mapping[str, Series], classes: Sequence[str], files: Mapping[str, str]
 ) -> StudyTask:
-    """Build a classification task from rows with their labels already split into parts."""
+    """Build a classification task from (ids or series, label) pairs that are already split into parts."""
     return StudyTask(
         name=name,
         form="classification",
@@ -335,7 +335,7 @@ REMEDY = "Give a file in the .ts format of the UEA archive, with class labels an
 
 
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
-    """Read a `.ts` file: channels separated by `:`, numbers by `,`, and the label last.
+    """Read a `.ts` file, in which `:` separates channels and the final label, and `,` separates numbers.
 
     Returns the header's words in lower case with their values, the cases, and the SHA-256 of the file's bytes. Raises
     TextError for time stamps, missing labels or values, and channels of unequal length or number.
@@ -356,7 +356,7 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     for number, line in enumerate((line for line in lines if line.strip() and not line.startswith("#")), 1):
         *channels, label = line.split(":")
         if not channels or not label.strip():
-            raise TextError(f"{path}: case {number} has no class label, or no channel.", REMEDY)
+            raise TextError(f"{path}: case {number} lacks a class label or channels.", REMEDY)
         try:
             values = [[float(part.strip().replace("?", "nan")) for part in channel.split(",")] for channel in channels]
             case = torch.tensor(values, dtype=torch.float64).T
@@ -366,7 +366,7 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
             raise TextError(f"{path}: case {number} has a missing value.", "Remove the case, or fill in the value.")
         if cases and case.shape[1] != (before := cases[0][0].shape[1]):
             raise TextError(
-                f"{path}: case {number} has {case.shape[1]} channels, but the cases before it have {before}.",
+                f"{path}: case {number} has {case.shape[1]} channels, but earlier cases have {before}.",
                 "Give all cases the same number of channels.",
             )
         cases.append((case, label.strip()))
@@ -376,11 +376,11 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 
 
 def series(train: str | Path, test: str | Path) -> StudyTask:
-    """Read a classification task from two `.ts` files of series; the second is the test set.
+    """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    Validation is every fifth case of each class of the first file, whatever the seed. Each channel is scaled to mean 0
-    and standard deviation 1 over the steps of the training part; a constant channel is only centred. Raises TextError
-    for files that cannot be read or do not belong together.
+    Every fifth case of each class of the first file is used for validation, regardless of the seed. Each
+    channel is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
+    centred. Raises TextError for files that cannot be read or do not belong together.
     """
     (header, first, digest), (_, second, test_digest) = read_series(train), read_series(test)
     first_name, second_name = Path(train).name, Path(test).name
@@ -421,7 +421,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
 
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
-"""WikiText-103 (Merity et al. 2017), the raw version: it keeps capitals and rare words, which byte pairs can spell."""
+"""Raw version of WikiText-103 (Merity et al. 2017), with capitals and rare words, which byte pairs can spell."""
 IWSLT = ("bbaaaa/iwslt14-de-en",)
 """German-English pairs from talks (Cettolo et al. 2014): 160,239 for training, 7,283 validation, 6,750 test."""
 LINES = 5_000  # lines per block; limits the length of the lists of ids
@@ -430,7 +430,7 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 def wikitext(scale: Scale) -> StudyTask:
     """Load language modelling on WikiText-103 with its published split.
 
-    Raises UsageError if datasets is missing, TextError if the data cannot be fetched or have changed their form.
+    Raises UsageError if datasets is missing, TextError if the data cannot be fetched or their format has changed.
     """
     parts = {}
     for part, rows in _load_splits("--text", *WIKITEXT).items():
@@ -440,7 +440,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load German-English translation on IWSLT'14 with its published split; raises the errors of `wikitext`."""
+    """Load German-English translation on IWSLT'14 with its published split. Raises the same errors as `wikitext`."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})
@@ -448,7 +448,7 @@ def iwslt(scale: Scale) -> StudyTask:
 
 
 def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
-    """Fetch the three parts of a dataset from the hub; `instead` is the option for the user's files."""
+    """Fetch the three parts of a dataset from the hub; errors suggest `instead`, the option for local files."""
     try:
         import datasets
     except ImportError:
@@ -463,7 +463,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(
-            f"{name[0]} can't be downloaded from the hub: {reason}", f"Go online or give {instead}."
+            f"{name[0]} can't be downloaded from the hub: {reason}", f"Connect to the internet, or give {instead}."
         ) from None
 
 

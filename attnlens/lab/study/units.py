@@ -1,4 +1,4 @@
-"""Training runs, resumed from their last state, as units of work; saved models, and measures of heads in training."""
+"""Resumable training runs as units of work, saved models, and measures of heads during training."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class RunOutcome:
     """Result of a training run, updated at each step."""
 
-    curve: list[tuple[int, float]]  # (step, validation loss in nats), the first before any step
-    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; without entries if not measured
+    curve: list[tuple[int, float]]  # (step, validation loss in nats), starting at step 0
+    watched: list[dict[str, float]]  # medians over heads by measure, at each of these steps; empty if not measured
     problem: str = ""  # reason for not converging; empty if the run converged
     scores: dict[str, float] = field(default_factory=dict)  # on the test set; empty if not tested or not converged
     parameters: int = 0  # number of parameters of the model
@@ -68,8 +68,8 @@ def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
-SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale on which no single run depends
-DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm to which gradients are clipped
+SEARCHED = ("rates", "seeds", "steps", "search_steps")  # fields of a scale that affect no single run
+DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the maximum gradient norm
 LAST = 0.05  # final share of the learning rate, at the end of the cosine
 
 
@@ -82,10 +82,10 @@ class TrainingUnit:
     scale: Scale
     rate: float  # peak learning rate
     steps: int
-    seed: int  # of weights, data order and dropout
-    tested: bool = False  # whether it is scored on the test set; learning-rate search runs are not
-    watched: bool = False  # whether its heads are measured during training
-    saved: bool = False  # whether its model is saved at every evaluation
+    seed: int  # seed of weights, data order and dropout
+    tested: bool = False  # True if the model is scored on the test set; False in the learning-rate search
+    watched: bool = False  # True if heads are measured during training
+    saved: bool = False  # True if the model is saved at every evaluation
 
     def name(self, digest: str) -> str:
         """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
@@ -103,11 +103,11 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss, deterministically on one CPU thread; keep the weights of least validation loss.
+    """Minimise the task's loss, deterministically on one CPU thread; keep the weights with the least validation loss.
 
     At every evaluation, `watch` measures the model, and all that the remaining steps need is saved to the store
-    `state`, from which the same call resumes. A run has not converged if its loss is not finite, which ends the run, or
-    never falls below the first.
+    `state`, from which the same call resumes. A run has not converged if a loss is not finite, which ends the run,
+    or if the validation loss never falls below its initial value.
     """
     accelerator, scale = build_accelerator(), unit.scale
     optimiser = torch.optim.AdamW(model.parameters(), lr=unit.rate, weight_decay=DECAY)
@@ -160,12 +160,12 @@ def train(
 
 
 def build_accelerator() -> Accelerator:
-    """Create the Accelerator that places models on their device; raises UsageError if accelerate is missing."""
+    """Create the Accelerator that places models on their device; raise UsageError if accelerate is missing."""
     try:
         from accelerate import Accelerator
     except ImportError:
         raise UsageError(
-            "Training a study requires accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
+            "Training models requires accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
         ) from None
     return Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
 
@@ -188,7 +188,7 @@ def take_step(
 
 
 def _rate_factor(step: int, steps: int, warmup: float) -> float:
-    """Compute the learning rate's factor at a step: linear warm-up, then half a cosine down to LAST."""
+    """Compute the learning rate's factor at a step: linear warm-up, then a half-cosine decay to LAST."""
     rise = max(1, round(warmup * steps))
     if step <= rise:
         return step / rise
@@ -197,7 +197,7 @@ def _rate_factor(step: int, steps: int, warmup: float) -> float:
 
 
 def count_tokens(batch: Examples) -> int:
-    """Count the tokens of a batch: targets of a sequence, or input tokens for classification."""
+    """Count the tokens of a batch: target tokens, or input tokens for classification."""
     if batch.targets.dim() > 1:
         return int((batch.targets != NOTHING).sum())
     return int(batch.mask.sum()) if batch.mask is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
@@ -206,7 +206,7 @@ def count_tokens(batch: Examples) -> int:
 def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[TrainingUnit, tuple[float, float]]:
     """Measure each unit's speed on one batch, alternating with steps of a standard transformer that uses SDPA.
 
-    Return the median number of tokens per second, and its ratio to the standard transformer's.
+    Return the median number of tokens per second, and the median ratio to the standard transformer's speed.
     """
     batch = next(iter(task.training(units[0].scale.batch, 0)))
 
@@ -229,7 +229,7 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
-    """Write the model after `step` steps to a subfolder, with its tokenizer if it has one."""
+    """Write the model after `step` steps to a subfolder, with the task's tokenizer if there is one."""
     from transformers import PreTrainedTokenizerFast
 
     step_folder = folder / f"step-{step:06d}"  # parsed by `converge --checkpoints`
@@ -256,11 +256,11 @@ SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> dict[str, float]:
-    """Compute the median over heads of each measure; primal layers, and shares of causal heads, have none.
+    """Compute the median of each measure over heads; primal layers are omitted, as are shares of causal heads.
 
-    tokens.* are averaged over the sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* are of
-    s W_Q W_Kᵀ, the only measures if a kernel can be negative. The SVM of the selection is posed for kernels that depend
-    on the inner product only and have no position bias.
+    tokens.* are averaged over the sequences, with log k of the model's kernel instead of s⟨q, k⟩. weights.* use
+    s W_Q W_Kᵀ, and are the only measures if a kernel can be negative. The selection's SVM is posed only for kernels
+    that depend on the inner product alone and have no position bias.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
@@ -288,7 +288,7 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """Compute, over all sequences, each head's share of decided queries and its cosine to the SVM of its choices."""
+    """Compute, over all sequences, each head's share of decided queries, and its cosine with the SVM of its choices."""
     decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
         selector = Selector(registry.GatheringPlace(query_keys[0].site))
@@ -314,7 +314,7 @@ def _read_weights(layer: int, module: KernelAttention) -> QueryKey:
 
 
 def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
-    """Compute log k of every module with a kernel on one sequence."""
+    """Run one sequence and return a QueryKey, with logits log k, for every module that has a kernel."""
     query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:
@@ -330,7 +330,7 @@ def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey
 
 
 def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, object]:
-    """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
+    """Train a unit, resuming from the last saved state, if any; return the fields of its RunOutcome."""
     name = unit.name(hash_task(task))
     model = build_model(unit, task)
     sequences = task.held_out("validation", 1)[:SEQUENCES] if unit.watched else None

@@ -2,9 +2,9 @@
 
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
 of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
-Each has a function that draws the overview, and one that lists the panels with their own files.
-Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`,
-`report.render` (encodes them) and `report.report`.
+Each of these has a function that draws the overview, and one that lists the panels with their own files.
+Inputs: a `Report`, its `Shapes` or its records. Outputs: matplotlib figures. Importers: `report.sections`,
+`report.render` (encodes figures) and `report.report`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS: dict[Kind, tuple[Callable[[Report], Figure], Callable[[Report], list[Pane
     "comparison": (
         series.comparison_overview,
         series.comparison_panels,
-        "which heads changed, and with what certainty",
+        "which heads changed, and how certain the changes are",
     ),
     "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
     "studies": (series.study_overview, series.study_panels, "results and learning curves"),
@@ -48,5 +48,5 @@ def list_pictures(shapes: Shapes) -> list[Picture]:
         shows = "maps of layers by heads, shares and curves"
         overview, panels = Picture("overview", partial(maps.overview_figure, shapes), shows), maps.head_panels(shapes)
     if not panels and report.kind == "experiments":
-        raise UsageError("The experiments have no curves to draw.", "Leave out --figure and --html.")
+        raise UsageError("The experiments have no curves to draw.", "Omit --figure and --html.")
     return [overview, *(Picture(panel.stem, partial(panel_figure, report, panel), panel.title) for panel in panels)]

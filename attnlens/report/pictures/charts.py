@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
-    """Return the values as an array, NaN for missing ones."""
+    """Return the values as an array, with NaN for missing values."""
     return np.array(list(values), dtype=float)
 
 
 MISSING = "#dddddd"
-CROWD = 400  # number of lines above which a vector picture rasterizes them, to keep the file small
+CROWD = 400  # above this number of lines, a vector picture contains them rasterized, to keep the file small
 Colours = tuple[Colormap, Normalize, str]
-"""Colour map, norm, and the ends of the colour bar (`min`, `max`, `both` or `neither`) that include values beyond."""
+"""Colour map, norm, and the ends (`min`, `max`, `both` or `neither`) at which the colour bar is open."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
 
 
@@ -67,7 +67,7 @@ def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid
 
 
 def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "") -> Colorbar:
-    """Draw a map, layer 0 at the top, with missing values hatched, and return its colour bar, with this label."""
+    """Draw a map, layer 0 at the top, with missing values hatched, and return its labelled colour bar."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(grid.values)
     image = axes.imshow(masked, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
@@ -91,7 +91,7 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, label: str, extend: str = 
 
 
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
-    """Hatch the cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
+    """Hatch these cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
     for row, hatched in enumerate(cells):
         runs = np.flatnonzero(np.diff(hatched, prepend=False, append=False)).reshape(-1, 2)
         for start, stop in runs.tolist():
@@ -99,13 +99,13 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:
-    """Hatch a rectangle that has no value."""
+    """Hatch a rectangle, to mark a missing value."""
     look: Style = {"facecolor": MISSING, "edgecolor": MUTED, "hatch": pattern, "linewidth": 0, "zorder": 0.9}
     axes.add_patch(Rectangle(corner, width, height, **look))
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each cell, a quarter as wide or high as the cell; smaller if the cells are large."""
+    """Draw a dot in each of these cells, a quarter of the cell's width or height, or less if cells are large."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
     offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
@@ -114,7 +114,7 @@ def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str,
 
 
 def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid, colours: Colours) -> None:
-    """Write a number into each cell, black on light colours and white on dark ones."""
+    """Write these texts into their cells, black on light colours and white on dark colours."""
     colour_map, norm, _ = colours
     for (row, column), text in texts.items():
         luma = np.dot(colour_map(norm(grid.values[row, column]))[:3], (0.299, 0.587, 0.114))
@@ -123,7 +123,7 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int]) -> None:
-    """Label as many of the rows or columns 0 … n − 1 with these numbers as there is room for."""
+    """Label rows or columns 0 … n − 1 with these numbers, as many as there is room for."""
     axis.set_major_locator(IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
@@ -152,9 +152,9 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head in the colour of its layer's row, one of `layers`.
+    """Draw one thin line per head in the colour of the layer's row, one of `layers` colours.
 
-    `opacity`: sum over all lines, and the least and largest of one line.
+    `opacity`: total over all lines, and the smallest and largest opacity of a line.
     """
     if not lines:
         return
@@ -188,7 +188,7 @@ def draw_over(
     label: str = "",
     marker: str = "",
 ) -> None:
-    """Draw a line with a white border, visible over many others; the border of a dashed line has no gaps."""
+    """Draw a line with a white border, visible on top of many lines; the border of a dashed line has no gaps."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
     look: Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
@@ -198,17 +198,17 @@ def draw_over(
 class Dot:
     """One estimate in a row of a dot plot."""
 
-    value: float | None  # None: only the text is written
-    ends: tuple[float, float] | None = None  # of its interval
+    value: float | None  # None: only `text` is written
+    ends: tuple[float, float] | None = None  # ends of its interval
     colour: str = CATEGORIES[0]
     marker: str = "o"
     size: float = 4.5
     hollow: bool = False
-    text: str = ""  # in place of a missing value
+    text: str = ""  # shown instead of a missing value
 
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
-    """Draw one row of dots per name, the first at the top; the dots' intervals are thick pale lines."""
+    """Draw one row of dots per name, the first at the top; intervals are thick pale lines."""
     for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
         if dot.value is None:
             place: Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
@@ -226,13 +226,13 @@ def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] |
 
 
 WIDTH, SIDE = 10.0, 0.3  # inches: width of an overview; margin on the left and on the right of a page
-HEAD, FOOT = 0.66, 0.26  # inches of an overview's title with the line of facts, and of its footer
-AROUND, HEADING = 0.98, 0.2  # inches above and below a panel's axes for its title and axis, and of the heading of a row
-TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit in an overview's title, line of facts and footer
+HEAD, FOOT = 0.66, 0.26  # inches: height of an overview's title with the line of facts; height of its footer
+AROUND, HEADING = 0.98, 0.2  # inches: height of a panel's title and axis labels; height of a row's heading
+TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit into an overview's title, line of facts and footer
 MARGIN = 0.08  # inches free above a single picture
-BESIDE = 0.3  # inches of a panel's width that its title and note leave free
+BESIDE = 0.3  # inches of a panel's width that its title and note do not use
 TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 18, 18.5
-"""Characters of a panel's title, of its note, and of a caption that fit in an inch."""
+"""Characters per inch in a panel's title, in its note, and in a caption."""
 LINE = 0.128  # inches per line of a caption
 
 
@@ -243,17 +243,17 @@ class Panel:
     stem: str  # file name without suffix
     title: str  # content of the picture
     note: str  # line under the title; empty if a legend takes its place
-    caption: str  # explanation for readers, shown if the picture has its own file
+    caption: str  # explanation for readers, shown if the panel has its own file
     draw: Callable[[Axes], None]
-    rows: int = 12  # number of lines of text that its height has room for
-    width: float = 4.6  # inches of its axes if it has its own file
-    layers: Sequence[int] = ()  # layers shown by colours; the last such panel of a row gets a colour bar
-    parts: Sequence[Panel] = ()  # panels that are drawn instead of it, three per row
+    rows: int = 12  # height, in lines of text
+    width: float = 4.6  # width of the axes in inches if the panel has its own file
+    layers: Sequence[int] = ()  # layers shown as colours; the last panel of a row with such layers gets a colour bar
+    parts: Sequence[Panel] = ()  # panels that are drawn instead of this panel, three per row
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of panels on a page; None leaves a place empty."""
+    """A row of panels on a page; None leaves a cell empty."""
 
     panels: Sequence[Panel | None]
     height: float  # of the axes, in inches
@@ -272,7 +272,7 @@ def model_facts(report: Report) -> list[str]:
 
 
 def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:
-    """Arrange panels in rows of `across`; the last row ends with empty places."""
+    """Arrange panels in rows of `across` panels; unused cells of the last row stay empty."""
     places = [*panels, *[None] * (-len(panels) % across)]
     return [Row(places[start : start + across], height) for start in range(0, len(places), across)]
 
@@ -306,7 +306,7 @@ def overview(
 
 
 def panel_figure(report: Report, panel: Panel) -> Figure:
-    """Draw one panel, or its parts, with its caption and the model's name, size and input below it."""
+    """Draw one panel, or its parts, above its caption and the model's name, size and input."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
@@ -324,7 +324,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
 
 
 def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float) -> None:
-    """Draw the rows between the head and the foot, whose heights are in inches."""
+    """Draw the rows between the head and the foot of a page; `above` and `below` are their heights in inches."""
     width, height = figure.get_size_inches()
     above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
     # consecutive rows of equally many panels form a block whose columns are aligned

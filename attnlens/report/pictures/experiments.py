@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
-WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the last colour
-NAME = 34  # largest number of characters in a cell's name
+WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the lowest
+NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
 WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
 DASHES = ("-", "--", ":", "-.")
@@ -70,8 +70,8 @@ def comparison_panels(report: Report) -> list[Panel]:
         draw = partial(draw_differences, comparison=comparison, name=name)
         panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
     caption = (
-        "One dot per head and measure; the size of a change is in interquartile ranges of the measure over the first "
-        "model's heads. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
+        "One dot per head and measure; changes are in units of the measure's interquartile range over the heads of the "
+        "first model. q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
     )
     draw = partial(draw_volcano, comparison=comparison)
     return [*panels, Panel("volcano", "size and significance of changes", "", caption, draw)]
@@ -93,7 +93,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
-    """Draw one dot per head and measure: how large the change is, and how certain."""
+    """Draw one dot per head and measure: size and significance of the change."""
     sizes = effect_sizes(comparison)
     sources = dict.fromkeys(source_of(name) for name in sizes)
     for source, colour in zip(sources, (style.CATEGORIES[0], style.CATEGORIES[2], *style.CATEGORIES[4:]), strict=False):
@@ -123,7 +123,7 @@ def study_overview(report: Report) -> Figure:
 
 
 def study_panels(report: Report) -> list[Panel]:
-    """Build two panels per task, results and validation loss during training, and one per measure of its heads."""
+    """Build panels for each task: results, validation loss during training, and one panel per measure of heads."""
     return [panel for study in report.studies for task in study.tasks for panel in _task_panels(study, task)]
 
 
@@ -136,7 +136,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
     draw = partial(draw_results, task=task, cells=cells)
     yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)
     losses = []
-    for cell in cells:  # up to the shortest of its runs
+    for cell in cells:  # up to the end of the cell's shortest run
         length = min(len(run.losses) for run in cell.runs)
         median = np.median([run.losses[:length] for run in cell.runs], axis=0)
         losses.append((cell.name, cell.runs[0].steps[:length], median))
@@ -147,7 +147,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
         curves = [(cell.name, cell.heads[name]) for cell in cells if name in cell.heads]
         draw = partial(draw_lines, lines=[(cell, curve.steps, as_array(curve.median)) for cell, curve in curves])
         note = "median over heads, first seed"
-        caption = f"{study.question} {name} while each cell is trained, {note}."
+        caption = f"{study.question} {name} during the training of each cell, {note}."
         yield Panel(f"{stem}-{name}", f"{task.name}: {name}", note, caption, draw, rows)
 
 
@@ -188,12 +188,12 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.
     axes.legend(loc="best", fontsize=6, handlelength=1.6)
 
 
-MOST = 12  # largest number of followed measures on one page
-MARKED = 12  # number of steps up to which each one gets a marker
+MOST = 12  # maximum number of followed measures on one page
+MARKED = 12  # maximum number of steps for which each step gets a marker
 COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
-COMPARED = "published"  # stem of the picture of our figures against published ones
-MOST_ROWS = 80  # maximum number of figures in it; if there are more, only those farthest off are drawn, with a note
-FARTHEST = 3.0  # tolerances from which a figure is drawn at the edge
+COMPARED = "published"  # stem of the picture that compares our figures with published figures
+MOST_ROWS = 80  # maximum number of figures in this picture: those farthest from the published value
+FARTHEST = 3.0  # deviation, in tolerances, at or above which a figure is drawn at the edge
 
 
 def experiment_overview(report: Report) -> Figure:
@@ -211,7 +211,7 @@ def experiment_overview(report: Report) -> Figure:
 
 
 def experiment_panels(report: Report) -> list[Panel]:
-    """Build panels of every experiment's curves or trajectories, then one of our figures against published ones."""
+    """Build panels of each experiment's curves or trajectories, then one that compares figures with published ones."""
     panels: list[Panel] = []
     for experiment in report.experiments:
         if experiment.trajectories:
@@ -225,7 +225,7 @@ def experiment_panels(report: Report) -> list[Panel]:
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     """Scale and label the x axis: logarithmic if the steps span a factor of 20 (with room for 0), else linear.
 
-    Few steps are all labelled, as far as there is room, many by round numbers; the ends always.
+    If there are few steps, each is labelled if there is room; if there are many, round numbers are. Ends always are.
     """
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]
@@ -268,7 +268,7 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
 
 
 def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
-    """Draw the null as a grey band, one thin line per head in its layer's colour, and their median thick and black."""
+    """Draw the null as a grey band, one thin line per head in its layer's colour, and a thick black median."""
     curve, lines, null = experiment.curves[name], _trajectories(experiment, name), experiment.null(name)
     steps = as_array(curve.steps)
     layers = 1 + max((line.layer for line in experiment.trajectories), default=0)
@@ -288,7 +288,7 @@ def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Return the least and largest value shown and whether the axis is logarithmic; None without values."""
+    """Return the least and largest value shown, and True if the axis is logarithmic; None if there are no values."""
     middle = as_array(experiment.curves[name].median)
     values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
@@ -299,12 +299,12 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
     if lowest > 0 and most >= 30 * least:  # the median spans a factor of 30
         return lowest, highest, True
     low, high = np.percentile(values, [0.5, 99.5])
-    low, high = min(float(low), least), max(float(high), most)  # all values are shown unless 1 % double the range
+    low, high = min(float(low), least), max(float(high), most)  # show all values unless the last 1 % double the range
     return (lowest, highest, False) if highest - lowest <= 2 * (high - low) else (low, high, False)
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves of one quantity by picture title ('' without one), which names the quantity if it is ambiguous."""
+    """Group curves by quantity and picture title ('' if none); a title that is ambiguous then names the quantity."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
@@ -355,7 +355,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
     values = _finite_values(curves)
     if values.size:
         least, most = float(values.min()), float(values.max())
-        bottom = min(0.0, least) if least < 0.5 * most else least  # the axis includes 0 if that is near
+        bottom = min(0.0, least) if least < 0.5 * most else least  # the axis includes 0 if 0 is near
         style.scale_values(axes, bottom if floor is None else floor, most, logarithmic=floor is not None)
     else:
         axes.set_yticks([])
@@ -365,7 +365,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
 
 
 def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
-    """Return the least value shown on a logarithmic axis, and whether it hides values; None if the axis is linear."""
+    """Return the least value on a logarithmic axis (None: linear), and True if smaller values are hidden."""
     values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves.values()) or 2 * above.size <= values.size or np.any(values < 0):
@@ -373,7 +373,7 @@ def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
     least, most = float(above.min()), float(above.max())
     if most < 100 * least:
         return None, False
-    floor = max(least, 1e-16 * most)  # float64 does not resolve smaller ones
+    floor = max(least, 1e-16 * most)  # float64 does not resolve smaller values
     return floor, bool(values.min() < floor)
 
 
@@ -385,7 +385,7 @@ def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
 
 
 def _compared_panels(report: Report) -> list[Panel]:
-    """Build the panel of the figures with a published counterpart; none if there are none."""
+    """Build the panel that compares figures with their published counterparts; empty list if there are none."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []
@@ -402,7 +402,7 @@ def _compared_panels(report: Report) -> list[Panel]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − published) / tolerance, cut at ±3; without tolerance 0 or ±3, a missing value −3."""
+    """Compute (ours − published) / tolerance, clipped to ±3; 0 or ±3 without a tolerance, −3 without a value."""
     ours = experiment.final.get(figure)
     if ours is None:
         return -FARTHEST

@@ -50,7 +50,7 @@ WIDE_RANGE = 20.0
 PART_LINES = ("-", "--", ":")  # line styles of the medians of encoder, decoder and cross on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
 SAME = 1e-6  # relative spread up to which all heads get one colour
-STEPS = 64  # samples of a colour map passed to pages that draw their own maps
+STEPS = 64  # number of samples of a colour map passed to pages that draw their own maps
 THIRDS = 3
 FURTHEST = 1e300
 """Largest absolute value that an axis can show: float64 ends at 1.8e308, and drawing computes differences."""
@@ -126,7 +126,7 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1, and whether one of them is not identified."""
+    """Format the name of a set of measures that sum to 1, with a remark if one is not identified."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
@@ -145,7 +145,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
             problem = f"{clean(name)} has values beyond {FURTHEST:g}, too large to draw."
-            raise UsageError(problem, "Write them with --csv.")
+            raise UsageError(problem, "Write the values to a file instead: --csv FILE.")
     panels = [map_panel(shapes, name, source_heading(shapes, name), numbers=True) for name in shapes.readings]
     panels += [fan_panel(shapes, name, source_heading(shapes, name), split=True) for name in shapes.curves]
     for selection in shapes.report.inspection.selections:
@@ -177,7 +177,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
     if reading.constant:
         bar.set_ticks([float(reading.present[0])])
     if reading.null is not None:
-        # mean as a horizontal line, ± sd as a vertical one, with a white border
+        # mean as a horizontal line, ± sd as a vertical line, with a white border
         (low, high), (mean, sd) = bar.ax.get_ylim(), reading.null
         ends = [max(low, mean - sd), min(high, mean + sd)]
         for colour, width in (("white", 2.2), ("black", 1.0)) if low <= mean <= high else ():
@@ -188,7 +188,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
 
 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
-    """Format the value of every cell, if cells have room for three decimals' digits or fewer; else none."""
+    """Format the value of every cell with as many decimals as fit; return {} if the texts do not fit."""
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
@@ -200,7 +200,7 @@ def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
 
 
 def scale(reading: MeasureMap) -> Colours:
-    """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative."""
+    """Choose colours, norm and open ends for a map; colours diverge from 0 if values can be negative."""
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
@@ -234,8 +234,8 @@ class CurveGroup:
     """Heads of one part, or of some neighbouring layers, with one curve each."""
 
     title: str  # encoder, decoder or cross; or `layers 0–3`
-    rows: Sequence[int]  # rows of their layers in `Shapes.layers`
-    curves: Sequence[tuple[int, Float[np.ndarray, " steps"]]]  # row of its layer, and curve, of each head
+    rows: Sequence[int]  # rows of the layers in `Shapes.layers`
+    curves: Sequence[tuple[int, Float[np.ndarray, " steps"]]]  # (row of the layer, curve) of each head
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
@@ -252,7 +252,7 @@ class CurveGroup:
 
     @property
     def note(self) -> str:
-        """Start of the median with its quartiles: Chen et al.'s number at index 0."""
+        """Text on the curves' first value (Chen et al.'s number): median, quartiles, number of heads."""
         low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
@@ -264,7 +264,7 @@ def groups_by_part(shapes: Shapes, name: str) -> list[CurveGroup]:
 
 
 def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
-    """Group a curve's heads by thirds of the layers, or by part if the model has several."""
+    """Group a curve's heads by thirds of the layers, or by part if the model has several parts."""
     parts = groups_by_part(shapes, name)
     if len(parts) > 1:
         return parts
@@ -328,7 +328,7 @@ def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Check whether these values with these medians need a logarithmic axis."""
+    """Return True if curves with these values and medians fall so far that they need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
@@ -344,7 +344,7 @@ def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGrou
         axes.legend(loc="lower right", handlelength=2.6)
 
 
-CROWDED = 24  # number of layers above which they touch, since gaps between thinner ones would dominate
+CROWDED = 24  # number of layers above which layers are drawn without gaps, which would dominate
 ACROSS = 3
 NOTE = 54  # characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
@@ -366,7 +366,7 @@ def overview_figure(shapes: Shapes) -> Figure:
     headings = []
     for row in rows:
         name = row[0].stem
-        by_depth = len({panel.stem for panel in row}) < len(row)  # a curve that is shown by depth: its meaning
+        by_depth = len({panel.stem for panel in row}) < len(row)  # then the heading is the curve's meaning
         meaning = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
         headings.append(meaning if by_depth else source_heading(shapes, name))
     page = [
@@ -378,13 +378,13 @@ def overview_figure(shapes: Shapes) -> Figure:
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
-    """Arrange the panels in rows: one row per source, or two rows for a single source if it has enough to show.
+    """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
 
-    If the single source has a curve to be shown by depth, its thirds form the first row and maps the second. If it has
-    measures of two spaces, each space forms a row.
+    If the single source has a curve to be shown by depth, the curve's thirds form the first row and maps the second.
+    If the source has measures of two spaces, each space forms a row.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
-    groups = []  # for each source, its names by space; those without a space join the first
+    groups = []  # for each source, its names by space; names without a space join the first space
     for names in by_source.values():
         spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
         groups.append([*group_pairs((shapes.info(name).space or spaces[0], name) for name in names).values()])
@@ -406,7 +406,7 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose up to `room` panels: the first shares, then maps (if few, also of parts of the shares), then curves."""
+    """Choose up to `room` panels: the first shares, then maps (last those of the shares' parts), then curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -427,7 +427,7 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
-    """Draw one line per head of its parts, which sum to 1, sorted by the first part per layer; hatch missing values."""
+    """Draw one line per head with parts that sum to 1, sorted by the first part per layer; hatch missing values."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
     # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
@@ -451,7 +451,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the label of each part, without the words shared by all, and its colour."""
+    """Return (label, colour) of each part; labels omit the words shared by all parts."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
     colours = zip(labels, cycle(style.CATEGORIES), strict=False)
@@ -459,13 +459,13 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
-    """Return for each layer the parts of the heads that have all of them."""
+    """Return for each layer the values of these measures in the heads that have all of them."""
     stack = np.stack([shapes.readings[name].values for name in names], axis=1)
     return [layer[:, ~np.isnan(layer).any(axis=0)] for layer in stack]
 
 
 def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
-    """Check whether every layer has a head with all of these parts."""
+    """Return True if every layer has a head with all of these measures."""
     return all(layer.size for layer in _complete_heads(shapes, names))
 
 

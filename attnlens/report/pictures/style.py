@@ -73,7 +73,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digit
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Apply attnlens' matplotlib settings inside the context; restore the caller's afterwards.
+    """Apply attnlens' matplotlib settings inside the context; restore the caller's settings afterwards.
 
     A character missing from the font, for example in a folder's name, is drawn as an empty box without a warning.
     """
@@ -83,21 +83,21 @@ def house_style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
-    """Create an empty figure of a size in inches, not registered with pyplot."""
+    """Create an empty figure of this size in inches, not registered with pyplot."""
     figure = Figure(figsize=(width, height), dpi=dpi)
     FigureCanvasAgg(figure)
     return figure
 
 
 def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figure") -> bytes:
-    """Encode the figure as .png, .svg or .pdf bytes without dates; `dpi` defaults to the figure's own."""
+    """Encode the figure as .png, .svg or .pdf bytes without dates; `dpi` defaults to the figure's resolution."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
 
 
 def shorten_label(text: str, width: int) -> str:
-    """Cut a text that has more than `width` characters, ending it with …."""
+    """Shorten a text of more than `width` characters, so that it ends with `…`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
@@ -124,7 +124,7 @@ class IndexTicks(Locator):
         self.count, self.first = count, first
 
     def __call__(self) -> list[int]:
-        """Return the ticks that the axis has room for in its present size."""
+        """Return the ticks that the axis has room for at its present size."""
         # matplotlib's estimate of the room is for longer labels than a layer's or head's number
         assert isinstance(self.axis, Axis)  # noqa: S101  # for the type checker: set_major_locator has set it
         room = int(1.4 * self.axis.get_tick_space())
@@ -138,14 +138,14 @@ class IndexTicks(Locator):
 
 
 def tick_positions(count: int, most: int) -> list[int]:
-    """Return at most `most` of 0 … count−1, evenly spaced from 0 in round steps."""
+    """Return at most `most` of the numbers 0 … count − 1, starting at 0 in equal, round steps."""
     steps = (1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 100, 200, 500, 1000)
     step = next((step for step in steps if count <= step * most), count)
     return list(range(0, count, step))
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and the last of ascending ticks, and those at least `gap` of the span from labelled ones."""
+    """Label the first and last of ascending ticks, and others at least `gap` of the span away from labelled ticks."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -157,7 +157,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and the powers of ten of at least `least`, on both sides, of an axis that is linear near 0."""
+    """Label an axis that is linear near 0: 0, and positive and negative powers of ten of at least `least`."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]
@@ -195,6 +195,6 @@ def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None
     columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 5)))  # 5 characters for handle and gap
     spaces: Style = {"handlelength": handlelength, "handletextpad": 0.4, "columnspacing": 0.9, "borderpad": 0.2}
     legend = axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=columns, **spaces)
-    legend.set_in_layout(False)  # the title's distance makes room for it
+    legend.set_in_layout(False)  # the title's padding makes room for the legend
     lines = -(-len(labels) // columns)
     axes.set_title(axes.get_title(loc="left"), pad=15 + LEGEND_LINE * (lines - 1), weight="bold", color=INK)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 OWN, GREY = style.CATEGORIES[0], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
-"""Quantity shown in a comparison of kernels."""
+"""Quantity shown in a comparison of kernels, by `judged_by`."""
 MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "same size": ("D", "◆", "sink-window of equal size"),
     "one key": ("v", "▼", "one key"),
@@ -56,22 +56,22 @@ MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "without filter": (">", "▶", "kernel (or far part) alone"),
     "far part, healed": ("^", "▲", "far part, healed"),
 }
-"""Marker of each kind of control, the same sign as text, and its description."""
+"""Marker of each kind of control, the marker as a text character, and a description."""
 CROWDED = 24  # number of layers above which bars touch
 WIDE = 30.0  # ratio of the largest to the smallest effect from which the axis is logarithmic
 FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
-KERNEL_NAME, CONTROL_NAME, LEGEND_NAME = 40, 30, 22  # characters of a name
+KERNEL_NAME, CONTROL_NAME, LEGEND_NAME = 40, 30, 22  # maximum numbers of characters of names
 LINES = {
     "color": [*(style.CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), style.INK, "#999999"],
     "marker": list("osD^vPX*"),
 }
 """Kernels differ in marker as well as in colour."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
-"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
+"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at the one in 1e+06."""
 OUTLYING = 3.0  # ratio to the 98th percentile above which a head's effect is drawn in the last colour
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Measures that are always drawn if the model has them."""
-PICTURES = 6  # number of drawn measures, filled up with the strongest others
+PICTURES = 6  # number of drawn measures: those in ALWAYS, then the strongest predictors
 SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis of effects is asinh
 MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
@@ -79,7 +79,7 @@ DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at th
 
 
 def swap_overview(report: Report) -> Figure:
-    """Draw all panels on a page; a comparison of kernels is placed above the others."""
+    """Draw all panels on a page; a comparison of kernels is placed above the other panels."""
     swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
@@ -111,7 +111,7 @@ def _overview_panels(report: Report) -> list[Panel]:
     panels = [_stages_panel(swap), sites]
     panels += [_ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
-    if swap.predictors:  # the measure with the largest |ρ| among those that hold, or among all if none holds
+    if swap.predictors:  # the measure with the largest |ρ| among predictors that hold, else among all
         holding = [predictor for predictor in swap.predictors if predictor.holds]
         strongest = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
         panels.append(replace(_scatter_panel(swap, strongest), stem="predictor", title="what predicts harm"))
@@ -175,7 +175,7 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise of the perplexity as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; else nothing."""
+    """Format the rise of the perplexity as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; '' if unknown."""
     if outcome.perplexity is None or outcome.loss is None:
         return ""
     rise, ends = format_rise(outcome.loss)
@@ -263,12 +263,12 @@ def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
 
 
 def _of_heads(swap: Swap) -> bool:
-    """Check whether single heads were swapped rather than whole layers."""
+    """Return True if single heads were swapped rather than whole layers."""
     return any(unit.head is not None for unit in swap.sweep)
 
 
 def _is_quiet(unit: Effect) -> bool:
-    """Check whether the effect was tested and is not significant; distances are not tested."""
+    """Return True if the effect was tested and is not significant; distances are not tested."""
     return unit.delta is not None and unit.p_value is not None and not unit.significant
 
 
@@ -315,7 +315,7 @@ def draw_sweep(axes: Axes, swap: Swap) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours saturate, so that outliers do not make others pale, and the cut ends."""
+    """Return the |effect| at which colours saturate, so that outliers do not make others pale, and the open ends."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -332,8 +332,8 @@ def _predictors_panel(swap: Swap, stem: str) -> Panel:
     caption = (
         f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
         "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman correlation with a "
-        "bootstrap 95 % interval over heads; it holds if p < 0.05 after correction for all measures and the interval "
-        f"over layers excludes 0.{f' Not drawn: {missing}.' if missing else ''}"
+        "bootstrap 95 % interval over heads; a measure holds if p < 0.05 after correction for all measures and the "
+        f"interval over layers excludes 0.{f' Not drawn: {missing}.' if missing else ''}"
     )
     by_name = {predictor.measure: predictor for predictor in swap.predictors}
     first = [by_name.pop(name) for name in ALWAYS if name in by_name]

@@ -20,11 +20,14 @@ from attnlens.report.pictures.style import DPI, FORMATS, encode_figure, house_st
 from attnlens.report.sections.section import Column, Document, Picture, sort_by_group
 from attnlens.wording import clean
 
-LARGEST_VECTOR = 400_000  # bytes of an SVG picture above which a page contains it as PNG
+LARGEST_VECTOR = 400_000  # size of an SVG picture in bytes above which a page contains a PNG instead
 
 
 def encode_picture(picture: Picture, suffix: str = ".png") -> bytes:
-    """Draw a picture and return the bytes of its file, of the kind in `suffix`. Equal pictures give equal bytes."""
+    """Draw a picture and return it as the bytes of an image file in the format given by `suffix`.
+
+    Equal pictures give equal bytes.
+    """
     with house_style():
         return encode_figure(picture.draw(), suffix)
 
@@ -48,13 +51,13 @@ def is_file(target: Path) -> bool:
     if suffix not in FORMATS:
         raise OutputError(
             f"Cannot draw to {target}: the suffix {suffix} is not supported.",
-            "Use .png, .svg or .pdf, or the name of a folder without a dot.",
+            "Use .png, .svg or .pdf, or a folder whose name has no dot.",
         )
     return True
 
 
 def file_names(stems: Iterable[str]) -> list[str]:
-    """Make a unique PNG file name of each stem; characters that are unsafe in file names become `_`."""
+    """Make a unique PNG file name from each stem; characters that are unsafe in file names become `_`."""
     taken: set[str] = set()
     names = []
     for name in stems:
@@ -70,7 +73,7 @@ SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "tabl
 
 
 def html(document: Document) -> str:
-    """Render the document as a self-contained HTML page, with all of its text cleaned and escaped.
+    """Render the document as a self-contained HTML page, with all text cleaned and escaped.
 
     The page's content security policy allows only its own script and style, by hash, and no network access. Raises
     UsageError if there is nothing to draw.

@@ -21,7 +21,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
 
 
 def spreadsheet(rows: Sequence[Row]) -> str:
-    """Format rows as CSV, with the columns of all rows in order of first occurrence; numbers have nine digits.
+    """Format rows as CSV, with the columns of all rows in order of first occurrence, and nine significant digits.
 
     Texts that a spreadsheet could run as a formula are preceded by an apostrophe.
     """
@@ -46,7 +46,7 @@ def _format_cell(cell: Cell) -> str:
     return "" if cell is None else harmless(cell) if isinstance(cell, str) else str(cell)
 
 
-MOST_HEADS = 100  # heads that a failure lists; more would hide the other results on a pipeline's page
+MOST_HEADS = 100  # maximum number of heads listed per failure; more would hide the other results on a pipeline's page
 
 
 def junit(report: Report) -> str:
@@ -69,7 +69,7 @@ def junit(report: Report) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
 
-MOST_ANNOTATIONS = 10  # largest number of annotations of one kind that GitHub shows per step
+MOST_ANNOTATIONS = 10  # maximum number of annotations of one kind that GitHub shows per step
 IN_MESSAGES = {ord("%"): "%25", ord("\r"): "%0D", ord("\n"): "%0A"}
 IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
@@ -88,7 +88,7 @@ def workflow_commands(report: Report) -> list[str]:
 
 
 def uri(file: str) -> str:
-    """Return the path of a file as GitHub expects it: quoted, relative to the workspace (else the current folder)."""
+    """Return a file's path as GitHub expects it: quoted, relative to the workspace (default: the current folder)."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     path = Path(clean(file)).resolve()
     if path.is_relative_to(root):
@@ -97,7 +97,7 @@ def uri(file: str) -> str:
 
 
 def step_summary(report: Report) -> str:
-    """Format the verdict as markdown, for the summary page of a GitHub step."""
+    """Format the report of a check as markdown, for the summary page of a GitHub step."""
     return markdown(document(report)) + "\n"
 
 

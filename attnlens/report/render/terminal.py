@@ -44,7 +44,7 @@ class _Page(Console):
 def console(*, stderr: bool = False) -> Console:
     """Return a console on stdout or stderr, as wide as the terminal or COLUMNS, or 100 columns in a pipe.
 
-    It respects NO_COLOR. COLUMNS=0, which some schedulers set, counts as not set.
+    The console respects NO_COLOR. COLUMNS=0, which some schedulers set, counts as not set.
     """
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
@@ -59,7 +59,7 @@ def console(*, stderr: bool = False) -> Console:
 
 GAP, BETWEEN = 2, 3  # blanks between columns, and between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
-"""Style of marked tokens; the signs in the text carry the meaning without colour."""
+"""Styles of marked tokens; signs in the text mark the same tokens without colour."""
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
@@ -106,12 +106,12 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """Table of folded cells, or of whole columns: the first that fit, or all in several blocks."""
+    """Table with folded cells, or with whole columns: the first columns that fit, or all in several blocks."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Choose the columns that fit on the page, or the widths of all, and print them."""
+        """Choose the columns that fit on the page, or the widths of all columns, and yield the lines."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
             shown, room = [*names, *columns], options.max_width - BETWEEN * len(columns)
@@ -164,7 +164,7 @@ def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Ren
 def _grid(columns: Sequence[Column], widths: Sequence[int], gap: int, *, folded: bool = False) -> Grid:
     """Build a table of columns with these widths and `gap` blanks between them.
 
-    `folded`: a cell takes as many lines as it needs; those after the first are dim, and the first column is bold.
+    `folded`: cells take as many lines as they need; lines after the first are dim, and the first column is bold.
     """
     table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), show_footer=False)
     table.show_footer = any(column.foot for column in columns)

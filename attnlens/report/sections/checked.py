@@ -1,4 +1,4 @@
-"""Checks as a table of rules, a list of the heads that break them, and a sheet; the table of sites of `doctor`."""
+"""Checks as a table of rules, a list of the heads that break rules, and spreadsheet rows; `doctor`'s table of sites."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _format_breach(breach: Breach) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with four significant digits, a whole number below 10⁶ with all of its digits."""
+    """Format a number with four significant digits, or a whole number below 10⁶ with all digits."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
@@ -86,14 +86,14 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
-    """List every head that breaks a rule: the worst of each rule, then the second worst of each, and so on."""
+    """List every head that breaks a rule: the worst head of each rule, then the second worst of each, and so on."""
     # measures have different units, so heads of different rules cannot be ordered by size
     ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
     return [pair for rank in ranks for pair in rank if pair is not None]
 
 
 def rows(report: Report) -> list[Row]:
-    """Build the rows of a check: one per head that breaks a rule, one row per rule without such heads."""
+    """Build spreadsheet rows of a check: one per head that breaks a rule, or one for a rule without such heads."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}

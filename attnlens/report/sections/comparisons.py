@@ -33,11 +33,11 @@ from attnlens.wording import (
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
 SPEED = "× SDPA: training speed relative to a standard transformer (Eq. 4) with torch's attention, in the same loop."
 ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
-PUBLISHED = "published: {}; on other data with far larger models: compare orders, not values."
+PUBLISHED = "published: {}; from far larger models and other data, so compare orders, not values."
 HEADS = (
-    "medians over heads, before training → as tested, of the first seed's run; tokens.* and selection.* of log k on 8 "
-    "held-out sequences, weights.* of s W_Q W_Kᵀ. – : no value, for shares of causal heads, the SVM of kernels that "
-    "are not functions of products or have a position bias, kernels that can be negative, and primal layers."
+    "Medians over heads, before training → as tested, in the first seed's run. tokens.* and selection.* use log k on 8 "
+    "held-out sequences, weights.* use s W_Q W_Kᵀ. –: no value, as in primal layers, for shares of causal heads, for "
+    "kernels that can be negative, and for SVMs if the kernel has a position bias or is not a function of ⟨q, k⟩."
 )
 FEW_WORDS = 5  # BLEU below which a translation shares only single words with its reference
 
@@ -83,12 +83,12 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
     yield from _best_cells(study, task, [cell for cell in cells if cell.mean is not None])
     edge = [cell.name for cell in cells if len(rates) > 1 and cell.rate in (min(rates), max(rates))]
     if edge:
-        yield f"Best at the lowest or highest rate tried, so others may be better: {join_items(edge, 6, '; ')}."
+        yield f"Best at the lowest or highest rate tried, so rates beyond may be better: {join_items(edge, 6, '; ')}."
     if seeds < 2:
-        yield "With one seed there are no errors and no comparisons."
+        yield "With one seed, there are no standard errors and no comparisons."
     if task.form == "translation" and task.left_out:
         counts = join_items(f"{count} of {part}" for part, count in task.left_out.items())
-        yield f"Left out because a side exceeds {task.length} tokens: pairs, {counts}."
+        yield f"Pairs left out because a side exceeds {task.length} tokens: {counts}."
     elif task.left_out:
         yield f"Texts: {join_items(f'{count} {what}' for what, count in task.left_out.items())}."
     if task.repeated:
@@ -107,7 +107,7 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
         better = []
         for pair in _significant_pairs(study, task, order.measure):
             if pair.agrees is False:
-                second_better = (pair.difference < 0) != (pair.measure == "loss")  # of losses, the smaller is better
+                second_better = (pair.difference < 0) != (pair.measure == "loss")  # a smaller loss is better
                 first, second = (pair.second, pair.first) if second_better else (pair.first, pair.second)
                 better.append(f"{first} better than {second} (p {pair.p_holm:.2g})")
         if better:
@@ -115,7 +115,7 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
 
 
 def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
-    """Yield the best cell by each measure, with the cells that do not differ from it significantly."""
+    """Yield one sentence per measure that names the best cell and those not significantly worse; a note on low BLEU."""
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         means = {cell.name: mean(run.scores[measure] for run in cell.runs) for cell in cells}
         best = min(means, key=lambda name: means[name] if measure == "loss" else -means[name])
@@ -127,7 +127,7 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
         verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
         yield f"Best by {measure}: {clean(best)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
-        yield f"At BLEU below {FEW_WORDS} hardly a phrase is translated: the loss is more reliable here."
+        yield f"With BLEU below {FEW_WORDS}, hardly a phrase is translated, so the loss is more reliable."
 
 
 def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
@@ -208,7 +208,7 @@ EXPLAINED = (
 
 
 def rank_distances(comparison: Comparison) -> list[str]:
-    """Return the distances that rank the heads, the most informative first, as far as the comparison has them."""
+    """Return the comparison's distances by which heads are ranked, the most informative first."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
@@ -286,7 +286,7 @@ def _predictions(comparison: Comparison) -> Iterator[str]:
         ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
         yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats per token: {loss.delta:+.4f}{ends}."
     if outcome.kl is not None and outcome.top1_agreement is not None:
-        same = f"the same first choice for {outcome.top1_agreement:.1%}"
+        same = f"the same top prediction for {outcome.top1_agreement:.1%}"
         yield f"KL of the predictions {short(outcome.kl)} nats per token; {same}."
     elif outcome.hidden_cosine is not None:
         yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
@@ -306,14 +306,14 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         note = "Medians over heads, with quartiles. The heads do not correspond, so nothing is tested."
         yield Section("Distributions over heads", table=build_table(rows, {"measure"}, {"measure"}), notes=[note])
         return
-    yield from _head_sections(comparison, 16 if view == "terminal" else None)  # as many as fit on a page of a terminal
+    yield from _head_sections(comparison, 16 if view == "terminal" else None)  # as many as fit on a terminal page
     least = tuple(_least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
 def _head_sections(comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of at most `most` heads with a significant change, largest first by `rank_distances`."""
+    """Yield a table of at most `most` heads with a significant change, sorted by `rank_distances`, largest first."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -351,7 +351,7 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the largest significant change relative to its interquartile range over the first model."""
+    """Format the largest significant change relative to the measure's interquartile range in the first model."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
@@ -391,14 +391,14 @@ def comparison_rows(report: Report) -> list[Row]:
 @section(30, ("inspection", "experiments"), ("markdown", "page"))
 @section(30, "inspection", ("terminal",))
 def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a section on the adapter, its change of M, and the heads with the largest change; nothing without one."""
+    """Yield a section on the adapter, its change of M, and the heads that changed most; nothing without an adapter."""
     report, record = shapes.report, shapes.report.model.adapter
     if record is None:
         return
     first, *others = (info.name for analyzer in select_adapter_analyzers("weights") for info in analyzer.measures)
     moves = [(value, head) for head in report.heads if (value := _value(head, first)) is not None]
     moves.sort(key=lambda move: -move[0])
-    replaced = f"; {format_count(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
+    replaced = f"; {format_count(len(record.replaced), 'parameter')} replaced entirely" if record.replaced else ""
     merged = (
         f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
         f"{format_count(record.modules, 'module')} of {report.model.id}{replaced}."
@@ -407,8 +407,8 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     if moves:
         sizes = [size for size, _ in moves]
         lines.append(
-            f"It changed M in {sum(size > 0 for size in sizes)} of {format_count(len(sizes), 'head')}; ‖M' − M‖/‖M‖: "
-            f"median {short(float(np.median(sizes)))}, largest {short(sizes[0])}."
+            f"The adapter changed M in {sum(size > 0 for size in sizes)} of {format_count(len(sizes), 'head')}; "
+            f"‖M' − M‖/‖M‖: median {short(float(np.median(sizes)))}, largest {short(sizes[0])}."
         )
     top = [head for size, head in moves[:12] if size]
     yield Section("Adapter", lines=lines, table=_adapter_table(shapes, top, (first, *others)) if top else None)

@@ -1,4 +1,4 @@
-"""Experiments as tables of our and the published figures, and series of checkpoints as measures by training step."""
+"""Experiments as tables of our figures and published ones, and series of checkpoints as measures by training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format
 
 
 def format_label(experiment: Experiment, name: str) -> str:
-    """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
+    """Return the label of a figure, setting or curve or, if it has none, its name with blanks for underscores."""
     return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
 
 
@@ -57,16 +57,16 @@ def changed_measures(experiment: Experiment) -> list[str]:
 
 
 def _place(name: str) -> float:
-    """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
+    """Return the position of a main measure of a series: 0 for the loss (not a measure of heads), ∞ for the rest."""
     return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
 MOST_STEPS = 8
-"""Largest number of checkpoints shown as columns; of a longer series, so many evenly spaced checkpoints are shown."""
+"""Maximum number of checkpoints shown as columns; of a longer series, evenly spaced checkpoints are shown."""
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
-    """Build the section of a series of checkpoints: its main measures, or, if `whole`, every one."""
+    """Build the section of a series of checkpoints: its main measures, or all measures if `whole`."""
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
@@ -80,7 +80,7 @@ def _series_section(experiment: Experiment, *, whole: bool) -> Section:
 
 
 def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
-    """Build a table with one row per measure: medians over heads by checkpoint (at most 8), last quartiles, null."""
+    """Build a table with one row per measure: medians by checkpoint (at most MOST_STEPS), final quartiles, null."""
     curves = [experiment.curves[name] for name in measures]
     decimals = [decimals_for([value for value in curve.median if value is not None]) for curve in curves]
     steps = curves[0].steps if curves else []
@@ -115,7 +115,7 @@ SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the experiments below the model, on a terminal with the main measures of a series; --verbose adds all."""
+    """Yield figures, questions and missing values; of a series, the terminal shows main measures, --verbose all."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:
@@ -143,7 +143,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
-    """Format a figure; `compared`: also what was published."""
+    """Format a figure; `compared`: with its published value, tolerance and verdict."""
     value, error = experiment.final[figure], experiment.errors.get(figure)
     decimals = _decimals(experiment, figure)
     known = value is not None and error is not None
@@ -163,7 +163,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Return the decimals for two significant digits of the tolerance, else of the error, or for four of the value."""
+    """Return the decimals for two significant digits of the tolerance or error, else for four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
@@ -188,7 +188,7 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 def _describe(experiment: Experiment, report: Report) -> str:
-    """Describe an experiment: name, question, model if it is not the report's, settings, seconds."""
+    """Describe an experiment: name, question, model if it is not the report's, settings, run time."""
     facts = [f"on {experiment.model}"] if experiment.model else []
     facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]
     if (seconds := report.timings.get(experiment.name)) is not None:

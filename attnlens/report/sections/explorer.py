@@ -27,7 +27,7 @@ LEGEND = "<query> [selected] {support}: support vectors among the other tokens; 
 
 @section(70, "inspection", ("terminal",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each selection some sentences of its head, with marked tokens: signs, and kinds for colours."""
+    """Yield for each selection some sentences in which the head's queries, keys and support vectors are marked."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         sentences = {sentence.sequence: sentence for sentence in selection.sentences}
@@ -50,7 +50,7 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
-    """Yield the pieces of a sentence with its marks; only the token positions if the model reads no text."""
+    """Yield the pieces of a sentence with their marks; only token positions if the model reads no text."""
     marks = [*((place, "selected") for place in pick.selected), *((place, "support") for place in pick.support)]
     if sentence is None:
         yield f"token {pick.query} selects {join_items(pick.selected)}; support: {join_items(pick.support, 20)}", ()
@@ -88,7 +88,7 @@ COMPARED = ("compare", "change")
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the interactive page, with lists in the order of `places`; None if no measure has a value."""
+    """Build the data of the interactive page, with heads in the order of `places`; None if no measure has a value."""
     from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
     report = shapes.report
@@ -139,7 +139,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "caution": clean(info.caution),
         "decimals": decimals_with_error(reading.present.tolist(), reading.error),  # −1: scientific notation
         "values": round_significant(reading.values[cells], VALUE_DIGITS),
-        "errors": pack(reading.errors, ERROR_DIGITS),  # empty if no head has any
+        "errors": pack(reading.errors, ERROR_DIGITS),  # empty if no head has an error
         "null_means": pack(reading.null_means, VALUE_DIGITS),
         "null_sds": pack(reading.null_sds, ERROR_DIGITS),
         "typical": typical_places(shapes.report, reading.name),  # percentiles among heads of other trained models
@@ -179,7 +179,7 @@ def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
 
 
 def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
-    """Round to `digits` significant digits; NaN becomes None, and whole numbers int, which is shorter in JSON."""
+    """Round to `digits` significant digits; NaN becomes None, and whole numbers become int (shorter in JSON)."""
     short_numbers = (None if number != number else float(f"{number:.{digits}g}") for number in numbers)
     return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]
 
@@ -194,6 +194,6 @@ def _rows(rows: AttentionRows) -> dict[str, object]:
         "queries": keys if queries is None else [clean(token) for token in queries],
         "keys": keys,
         "places": rows.keys,  # for each query, the indices of the keys with its largest weights
-        "weights": [[round(1000 * weight) for weight in row] for row in rows.weights],  # in thousandths, as the rest
+        "weights": [[round(1000 * weight) for weight in row] for row in rows.weights],  # in thousandths, like `rest`
         "rest": [round(1000 * weight) for weight in rows.rest],  # sum of the other weights
     }

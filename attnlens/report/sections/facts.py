@@ -22,14 +22,14 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return the coverage, or the verdict on studies or experiments, and whether it is good."""
+    """Return a sentence on the coverage or on studies or experiments, and True if nothing is missing or failed."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
         names = join_items((cell.name for cell in failed), between="; ")
         verdict = f"did not converge: {names}" if failed else "all converged"
         trained = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
-        # a cell that did not converge is acceptable if the paper's did not converge either
+        # a cell that did not converge is acceptable if the paper's cell did not converge either
         return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
     if report.coverage.heads or report.kind != "experiments":
         return clean(report.coverage.sentence), report.coverage.complete
@@ -57,20 +57,21 @@ def population(report: Report, counted: str = "") -> str:
     """Name the population that the errors refer to: windows of the texts, or similar texts; return "" without text."""
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
-        return f"errors are over the {len(settings.texts)} files and apply to similar files" if settings.texts else ""
+        return f"errors reflect {len(settings.texts)} files and apply to similar files" if settings.texts else ""
     first, names = settings.placement == "first", join_items([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
     if settings.intervals == "texts":
-        scope = f"over {len(texts)} texts and apply to {'beginnings of ' * first}similar texts"
+        scope = f"are computed over {len(texts)} texts and apply to {'beginnings of ' * first}similar texts"
     elif first:  # consecutive windows from the beginning do not represent the rest of their text
-        scope = f"over the first {sum(counts)} {unit}s and apply to similar {unit}s, not to all of {names}"
+        scope = f"are computed over the first {sum(counts)} {unit}s and apply to similar {unit}s, not to all of {names}"
     else:
-        scope = f"over {unit}s and apply to the {sum(text.available or 0 for text in texts)} {unit}s of {names}"
+        total = sum(text.available or 0 for text in texts)
+        scope = f"reflect which {sum(counts)} of the {total} {unit}s of {names} were read, and do not cover other texts"
     if len(texts) > 1:
         scope += f"; every {counted or unit} has equal weight; the texts have {join_items(counts)} {unit}s"
     if len(texts) < len(settings.texts) and settings.noise is None:
         scope += "; errors of heads that do not read the text reflect the other input only"
-    return f"errors are {scope}"
+    return f"errors {scope}"
 
 
 def _unit(report: Report) -> str:
@@ -127,7 +128,7 @@ def notes(report: Report) -> list[str]:
 
 
 def other_base(report: Report) -> list[str]:
-    """Return a warning if the adapter names another base than the model; compares only the last parts of the ids."""
+    """Return a warning if the adapter names another base model; only the last parts of the ids are compared."""
 
     def last(name: str) -> str:
         return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
@@ -139,7 +140,7 @@ def other_base(report: Report) -> list[str]:
 
 
 def state_unexpected(report: Report) -> list[str]:
-    """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
+    """Return the sentence on tensors in the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
     unused = f"{format_count(len(names), 'tensor')} in the files not used by {report.model.architecture}"
     return [f"{unused}: {join_items(names)}."] if names else []

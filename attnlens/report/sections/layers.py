@@ -39,16 +39,16 @@ MOST_CELLS = 16_000
 MOST_TEXTS = 6  # Number of texts that have a row at the foot of the table; further texts are left out
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 READ_AS = (
-    "Percentiles are descriptive, not tests. They are among the heads of a few other models; each lineage (a model and "
+    "Percentiles are descriptive, not tests. They refer to the heads of a few other models; each lineage (a model and "
     "its fine-tunings) counts once. Models are compared within one part (encoder, decoder), weights.* within one kind "
     "of form, and tokens.* at one window length, each model on its own text."
 )
 
 
 def typical_medians(shapes: Shapes) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (measure, part, its median and place among comparable heads of the atlas, the medians of their models).
+    """Yield (measure, part, median and its percentile among comparable atlas heads, medians of the atlas models).
 
-    Yield nothing unless the report is by `inspect` and covers all heads: the median of some is not the model's median.
+    Yield nothing unless the report is by `inspect` and covers all heads, because other medians cannot be compared.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -91,7 +91,7 @@ def _numbers(values: list[float]) -> list[str]:
 @section(20, "inspection", TEXTS)
 @section(20, "experiments", ("markdown",))
 def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
+    """Yield one line that compares one headline measure of each source with trained models, or nothing."""
     medians = group_pairs((source_of(median[0]), median) for median in typical_medians(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
     line = "; ".join(f"{part}median {title_of(name)} {text}" for name, part, text, _ in chosen)
@@ -100,7 +100,7 @@ def typical_line(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return for each head its percentile among the atlas heads of its part and depth; empty if none has one."""
+    """Return for each head its percentile among the atlas heads of its part and depth; empty if no head has one."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths = atlas.depths(report)
@@ -124,7 +124,7 @@ def finding_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         note = "above, below: heads that differ from chance (null, mean ± sd) by more than 3 sd."
         yield Section("What was found", table=table, notes=[note] * compared)
     items = [
-        (clean(name), f"{part}median {text}; their medians: {medians}")
+        (clean(name), f"{part}median {text}; medians of these models: {medians}")
         for name, part, text, medians in typical_medians(shapes)
     ]
     if items:
@@ -132,7 +132,7 @@ def finding_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _headlines(shapes: Shapes) -> Table | None:
-    """Build a table of the headline measures that vary between heads, or else of the first measure that does."""
+    """Build a table of the headline measures that vary between heads, or else of the first measure that varies."""
     varying = [reading for reading in shapes.readings.values() if not reading.constant]
     rows = []
     for reading in [reading for reading in varying if reading.info.headline] or varying[:1]:
@@ -166,7 +166,7 @@ def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(35, ("inspection", "experiments"), ("page",))
 @section(10, views=("table",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips give reasons."""
+    """Yield a table of `value±se` of every scalar measure of every head, with nulls; tooltips explain gaps."""
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
         line = "Too many heads for a table without scripts: --csv writes them all."
         yield Section("Every head", lines=(line,), instead=True)
@@ -193,7 +193,7 @@ def place_columns(heads: Sequence[Head]) -> list[Column]:
 
 
 def missing_reason(head: Head, name: str) -> str:
-    """Return why a head has no value of a measure; empty if it has one."""
+    """Return the reason why a head has no value of a measure; empty if the head has a value."""
     return head.measures[name].reason or "" if name in head.measures else "not measured"
 
 
@@ -215,7 +215,7 @@ def _head_column(shapes: Shapes, reading: MeasureMap, nulls: bool) -> Column:
 @section(10, "inspection", TEXTS)
 @section(10, "experiments", ("markdown",))
 def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield medians over heads, one row per layer: the measures that fit on a page; in markdown a table per source."""
+    """Yield medians over heads, one row per layer: measures that fit on a page; in markdown, one table per source."""
     if not shapes.readings:
         return
     summary = shapes.report.summary
@@ -225,7 +225,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
     foot += ["null", "± sd"] * bool(summary.median_nulls)
     names = [Column("layer", [*map(str, shapes.layers)], foot=foot)]
     names += [Column("part", shapes.parts, words=True)] if len(set(shapes.parts)) > 1 else []
-    # a foot ends with the last of its values that exists; renderers expect all of equal length
+    # pad the feet to equal length, which renderers expect
     names, columns = (
         [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
         for part in (names, measure_columns(shapes))
@@ -248,7 +248,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def measure_columns(shapes: Shapes) -> list[Column]:
-    """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
+    """Build a column per measure that varies (headlines first, sources taking turns), then one of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
@@ -270,7 +270,7 @@ def reading_help(shapes: Shapes) -> str:
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
     nulls = [reading.info for reading in readings if reading.null]
-    chance = f"null is {null_words(nulls)},{' for a median of as many heads,' * (not alone)} mean ± sd"
+    chance = f"null is {null_words(nulls)},{' for the median of the same number of heads,' * (not alone)} mean ± sd"
     parts = [
         "" if alone else "rows are medians over heads",
         error if summary.median_errors else no_errors(shapes.report),

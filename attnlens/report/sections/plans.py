@@ -18,7 +18,7 @@ SAVED = {  # Description of each cost that a plan saves or adds, by field
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
-RANK = "rank: one per key head, for all query heads that share it."
+RANK = "rank: one per key head, for all query heads that share the key head."
 LATENT = "Latents: numbers cached per token instead of a site's keys."
 ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
 PROMISED = (
@@ -26,8 +26,8 @@ PROMISED = (
     "interval in 95 % of such runs, and above it in 2.5 %."
 )
 MEASURED = (
-    "Measured: on the evaluation text. A rise is a ratio of two losses, Δ their difference in nats: near 0 only one of "
-    "the intervals may contain 0."
+    "Measured: on the evaluation text. A rise is a ratio of two losses, Δ their difference in nats; near 0, only one "
+    "of the two intervals may contain 0."
 )
 HELD_OUT = (
     "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text. The "
@@ -39,12 +39,12 @@ FURTHER = (
 LONE = "Fitted, chosen and promised on one text: the promise does not cover other kinds of text."
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Quantity that a budget is a share of, in words
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
-"""Population that an interval covers, by what it is over."""
+"""Population that an interval covers, by the units over which it is computed."""
 
 
 @section(20, "swap")
 def rank_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a plan of ranks: promised rise and savings, the ranks of each layer, and the terms used."""
+    """Yield the section on a plan of ranks: promised rise and savings, the ranks of each layer, and explanations."""
     plan = shapes.report.plan
     if plan is None:
         return
@@ -90,14 +90,14 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
     """Yield the form of the latents, and the other forms that were tried."""
     form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     group = form.get("group", "1")
-    keys = "each key head has a latent of its own" if group == "1" else f"{group} key heads share a latent"
+    keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
     turned = "before" if form.get("rotation") == "before" else "after"
     by = "by the output" if form.get("metric") == "output" else "by attention"
     yield f"Latents: {keys}, of keys {turned} the rotation, pairs weighted {by}"
     if plan.forms:
         ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
         texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
-        yield f"Forms compared at half of all numbers: {'; '.join(texts)}"
+        yield f"Forms compared at half of the full rank: {'; '.join(texts)}"
 
 
 def _promise(plan: Plan, promised: Rise) -> str:
@@ -170,7 +170,7 @@ def numbers_kept(keys: Sequence[KeyRank]) -> str:
 
 @section(40, "swap")
 def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on healing if there is one kernel."""
+    """Yield the section on healing if the report has a single kernel."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
         yield Section("Healing", items=healing_lines(swap.healing, UNITS[swap.task]))
@@ -246,7 +246,7 @@ def _losses(record: Healing, unit: str) -> Iterator[str]:
         yield (
             f"Control: the original trained on the same text for {_count(control.tokens, 'token')}; perplexity "
             f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed "
-            f"model's is {control.ratio:.3f} times the latter{ends}"
+            f"model's perplexity is {control.ratio:.3f} times that of the trained original{ends}"
         )
 
 
@@ -256,8 +256,8 @@ def _rate(value: float) -> str:
 
 
 MOST, FEW = 10, 3
-"""Number of most harmful units, and of least harmful ones, shown for a single kernel, and for each of several."""
-MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown for a single kernel, and for each of several kernels
+"""Number of most and of least harmful units shown: for a single kernel, and for each of several kernels."""
+MOST_PREDICTORS, FEW_PREDICTORS = 8, 3  # Number of measures shown: for a single kernel, for each of several
 
 
 @section(44, "swap")

@@ -27,7 +27,7 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
+    """List the name, range and meaning of every measure and curve; formula, caution and source follow the meaning."""
     rows = []
     for info in infos:
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
@@ -51,7 +51,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
 def kernel_list(
     infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
 ) -> list[Section]:
-    """List every kernel as it is typed, with its properties; a second table lists ties, filters and hybrids."""
+    """List every kernel in command-line syntax with its properties; a second table lists ties, filters and hybrids."""
     kernels = []
     for info in infos:
         facts = (info.meaning, *describe_parameters(info.parameters), describe_fit(info))
@@ -84,8 +84,8 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     titles = ("model type", "read", "through", "positions", "weights.*", "doctor", "swap")
     rows = [{title: getattr(entry, columns.get(title, title)) or NO_VALUE for title in titles} for entry in types]
     lines = (
-        f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
-        "A type is read in part if a part of it is not run, cannot be read or lacks weights.*, for the reason below.",
+        f"{len(types)} model types, each run as a tiny model with its own configuration ({measured}): {coverage}.",
+        "A type is read in part if part of the model is not run, cannot be read or lacks weights.*; reasons are below.",
     )
     reasons = [(entry.model_type, clean(entry.reason)) for entry in types if entry.reason]
     missing = [{"model type": name, "what is missing, and why": reason} for name, reason in reasons]
@@ -100,12 +100,12 @@ def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = 
 
 
 def _join_lines(first: str, *others: str) -> str:
-    """Join the first line and those of the others that are not empty."""
+    """Join the first line and all other lines that are not empty."""
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
 def describe_fit(info: KernelInfo) -> str:
-    """Describe what the kernel's fit chooses, and whether it is required; empty for a kernel without a fit."""
+    """Describe what the kernel's fit chooses, and whether the fit is required; empty for a kernel without a fit."""
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").splitlines()[0]
@@ -146,7 +146,7 @@ def range_of(info: MeasureInfo) -> str:
 
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are not sampled"
-SAMPLED = "standard error of the mean over windows; over texts with five or more (intervals)"
+SAMPLED = "standard error of the mean over windows, or over texts if there are at least five (intervals)"
 ONCE = "posed once over all windows: only means over windows have a standard error"
 IDENTIFIED = {
     "weights": "in every head: independent of the head's basis",
@@ -170,7 +170,7 @@ def kernel_pages() -> dict[str, Section]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure, whose source can be omitted, or kernel. Raise UsageError unless one fits."""
+    """Return the page of a measure (its source can be omitted) or kernel; raise UsageError unless one page matches."""
     pages = measure_pages() | kernel_pages()
     ends = [full for full in pages if full.endswith(f".{name}")]
     if name not in pages and len(ends) > 1:
@@ -206,14 +206,14 @@ def _distance(info: MeasureInfo, source: str) -> Section:
     paired = "over windows, which both models share (intervals='texts': over texts)"
     facts = {
         "error": paired if source == "tokens" else EXACT,
-        "null": "0 for equal heads; changes count beyond the rounding error of the stored number type",
+        "null": "0 for equal heads; changes count only beyond the rounding error of the stored number type",
         "runs": "in compare",
     }
     return _measure_page(info, source, facts)
 
 
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
-    """Build the page of a measure or distance; `facts`: those that the two kinds do not share."""
+    """Build the page of a measure or distance; `facts`: lines in which the two kinds differ."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     first = {
@@ -270,7 +270,7 @@ def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:
 
 
 def bounds(info: MeasureInfo) -> str:
-    """Return the least and the largest value of a measure in words; `any` if neither is known."""
+    """Format the least and largest possible value of a measure; `any` if neither is known."""
     if info.low is None and info.high is None:
         return "any"
     low = "−∞" if info.low is None else f"{info.low:g}"

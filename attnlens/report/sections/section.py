@@ -23,7 +23,7 @@ class Column:
     """Column of a table."""
 
     title: str
-    cells: Sequence[str]  # formatted texts, from top to bottom; the lines after the first one of a cell explain it
+    cells: Sequence[str]  # formatted texts, from top to bottom; lines after the first explain a cell
     group: str = ""  # heading shared with the neighbouring columns, such as a source
     foot: Sequence[str] = ()  # formatted texts of the rows below the rule
     words: bool = False  # True if the cells are words, which are aligned to the left; False for numbers
@@ -37,7 +37,7 @@ class Table:
     names: Sequence[Column]
     columns: Sequence[Column]
     fit: Literal["blocks", "first", "folded"] = "blocks"
-    """Layout for a limited width: all columns in several blocks, only the first ones that fit, or all, cells folded."""
+    """Layout for a limited width: all columns in several blocks, only the first that fit, or all with folded cells."""
 
 
 def build_columns(
@@ -102,9 +102,9 @@ class Section:
     items: Sequence[str | tuple[str, str]] = ()  # list items; a pair is a name and its description
     table: Table | None = None
     notes: Sequence[str] = ()  # explanations of the table
-    passages: Sequence[Passage] = ()  # texts with marked tokens; as a section, only the terminal shows them
+    passages: Sequence[Passage] = ()  # texts with marked tokens, shown in a section only on a terminal
     instead: bool = False
-    """True if the page shows it only without scripts; its script draws the same from `Document.explorer`."""
+    """True if a page shows the section only without scripts; its script draws the content of `Document.explorer`."""
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,17 @@ View = Literal["terminal", "markdown", "verbose", "table", "opening", "page"]
 above and below its interactive part."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views of the summary
 Builder = Callable[["Shapes", View], Iterable[Section]]
-"""Function that yields sections of a report, whose arrays are computed once, for a view; none if they do not apply."""
+"""Function that yields the sections of a report (given as Shapes) for a view; none if they do not apply."""
 _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}
 
 
 def section(
     order: int, kinds: Kind | Sequence[Kind] = KINDS, views: Sequence[View] = (*TEXTS, "page")
 ) -> Callable[[Builder], Builder]:
-    """Register a builder for some kinds of report in some views; a module of this package needs no other entry.
+    """Register a builder for some kinds of report in some views. Modules of this package need no other registration.
 
-    A view shows the sections of its builders by ascending `order`: 10 to 49 the subject of that kind of report, 50 to
-    79 rules, reasons for missing values and selections, 80 to 99 explanations and provenance.
+    A view shows sections by ascending `order`. Use 10 to 49 for the subject of that kind of report, 50 to 79 for rules,
+    reasons for missing values and selections, and 80 to 99 for explanations and provenance.
     """
 
     def register(builder: Builder) -> Builder:

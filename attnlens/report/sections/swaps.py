@@ -1,4 +1,4 @@
-"""Swaps as sentences, tables and rows of a sheet: effect in loss, perplexity and by text, controls, checks and cost."""
+"""Swaps as sentences, tables and spreadsheet rows: effects on the loss, controls, checks, cost and missing values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS = {  # Unit of loss and KL, by task
     "hidden": "nats",
 }
 EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
-"""Short name of the quantity that a swap is judged by, for axes."""
+"""Short name, for axes, of the quantity by which a swap is judged."""
 CONTROLS = {  # Explanation of the controls, by role
     "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
@@ -59,12 +59,12 @@ def figures(number: float | None, count: int = 3) -> str:
 
 
 def percent(share: float | None, decimals: int = 0) -> str:
-    """Format a share in per cent, `27.6 %`, or `–` for None."""
+    """Format a share as a percentage, `27.6 %`, or `–` for None."""
     return NO_VALUE if share is None else f"{format_number(100 * share, decimals)} %"
 
 
 def loss_decimals(changes: Sequence[Change]) -> int:
-    """Return the decimals for losses and differences, from two to four, by the median half-width of the intervals."""
+    """Return the decimals for losses and differences, two to four, using the median half-width of the intervals."""
     halves = [(change.ci95[1] - change.ci95[0]) / 2 for change in changes if change.ci95 is not None]
     middle = median([half for half in halves if half > 0] or [0.02])
     return min(4, max(2, decimals_for([middle], 2)))
@@ -76,7 +76,7 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change) -> tuple[str, str]:
-    """Format the rise of the perplexity, e^Δ − 1, `+5.6 %`, and its interval, `4.9 to 6.4 %`, empty if unknown."""
+    """Format the rise of the perplexity, e^Δ − 1 (`+5.6 %`), and its interval (`4.9 to 6.4 %`; empty if unknown)."""
     rise, *ends = (100 * math.expm1(delta) for delta in (loss.delta, *(loss.ci95 or ())))
     size = (ends[1] - ends[0]) / 2 if ends else abs(rise)  # the interval justifies at most two decimals
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
@@ -85,14 +85,14 @@ def format_rise(loss: Change) -> tuple[str, str]:
 
 
 def effect_name(swap: Swap) -> str:
-    """Name the quantity a swap is judged by, with its unit: `loss in nats per token`."""
+    """Name the quantity by which a swap is judged, with its unit: `loss in nats per token`."""
     return EFFECTS[swap.judged_by] + ("" if swap.judged_by == "hidden" else f" in {UNITS[swap.task]}")
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the effect that a swap is judged by, and its 95 % interval; None for a missing value.
+    """Return the effect by which a swap is judged, and its 95 % interval; None for a missing value.
 
-    It is Δ of the loss; without a loss KL(original ‖ changed), and without predictions 1 − hidden cosine.
+    The effect is Δ of the loss; without a loss, KL(original ‖ changed); without predictions, 1 − hidden cosine.
     """
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
@@ -103,7 +103,7 @@ def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, flo
 
 
 def ratio(pair: Pair) -> float | None:
-    """Compute after / before; None if one is missing or before is 0."""
+    """Compute after / before; None if either is missing or before is 0."""
     return pair.after / pair.before if pair.before and pair.after is not None else None
 
 
@@ -122,7 +122,7 @@ def measured_controls(swap: Swap) -> list[Control]:
 
 @section(10, "swap")
 def effect_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the kernel and the heads that have it, the effect, and the effect on each text."""
+    """Yield the kernel and the number of its heads, the effect, and the effect on each text."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     sites = min(len(each.sites) for each in swaps)
@@ -326,7 +326,7 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
         rows = [{title: text for title, text in cells.get(each.name, {}).items() if title != "loss"} for each in texts]
         columns += build_columns(rows, group=clean(swap.kernel) if len(swaps) > 1 else "")
     what = "Cosine of the last hidden states" if hidden else "Δ of the loss and rise of the perplexity"
-    note = f"{what} with a 95 % interval over that text's windows; it does not apply to other texts."
+    note = f"{what} with a 95 % interval over that text's windows, which does not cover other texts."
     note += " A single window has no interval." * any(each.sequences == 1 for each in texts)
     yield Section("Text by text", table=Table(names, columns), notes=(note,))
 
@@ -359,7 +359,7 @@ def format_cost(swap: Swap) -> str:
 
 
 def _off_simplex(swap: Swap) -> list[str]:
-    """State the share of the attention's mass that is negative; return no sentence if there is none."""
+    """State the share of the attention weight that is negative; return no sentence if the share is 0."""
     if not (share := swap.off_simplex):
         return []
     text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
@@ -368,7 +368,7 @@ def _off_simplex(swap: Swap) -> list[str]:
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes of the swaps, each with its kernels unless it applies to all, and the missing values."""
+    """Yield the notes of the swaps, each with its kernels unless the note applies to all, and the missing values."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))
@@ -385,14 +385,14 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
     for swap in swaps:
         kernel, stages = swap.kernel * (len(swaps) > 1), len(swap.stages) > 1
         places += [(f"{kernel} {stage.name * stages}".strip(), stage.reasons) for stage in swap.stages]
-        # the fields that only the swap has come after those of its stages
+        # fields that only the swap has come after the fields of its stages
         fields = type(swap.stages[0]).model_fields if swap.stages else {}
         places.append((kernel, {name: why for name, why in swap.reasons.items() if name.split(".")[0] not in fields}))
     entries = []  # ((fields, reason), kernel and stage)
     for place, reasons in places:
         by_reason = group_pairs(
             (reason, WORDS.get(name, name.replace("_", " ")))
-            for name, reason in reasons.items()  # without a number, its missing interval needs no mention
+            for name, reason in reasons.items()  # if a number is missing, its interval needs no mention
             if not (name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason)
         )
         entries += [((join_items(names, 8), clean(reason)), place) for reason, names in by_reason.items()]
@@ -434,7 +434,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format numbers, with consecutive ones as a range: `0–7`, `0, 3–5`."""
+    """Format numbers, with consecutive numbers as a range: `0–7`, `0, 3–5`."""
     # consecutive numbers have the same distance from their position in the sorted list
     runs = group_pairs((number - place, number) for place, number in enumerate(sorted(set(numbers))))
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs.values())
