@@ -78,7 +78,7 @@ def split_all_pairs(query_key: QueryKey) -> Readings:
 
 ERROR = 0.1  # ε: largest mean total variation, in [0, 1], between the two attentions of a query
 LARGEST = 64  # last order that the kernel taylor:N accepts
-WITHIN = f"within {ERROR} of the head's, in total variation"
+WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
 WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
@@ -108,7 +108,7 @@ def _by_chance(info: MeasureInfo) -> MeasureInfo:
 HEAD_MEASURES = (
     feature_count(
         "features.rank",
-        f"number of features per query and key for attention {WITHIN}; 1: attention depends on the key alone",
+        f"features per query and key that suffice for attention {WITHIN}; 1: attention depends on the key alone",
         RANK,
         headline=True,
         ends="both",
@@ -117,7 +117,7 @@ HEAD_MEASURES = (
     ),
     taylor_order(
         "features.taylor_order",
-        f"order of the truncated series for attention {WITHIN}; 0: uniform attention suffices (not identified)",
+        f"order at which the exponential series gives attention {WITHIN}; 0: uniform suffices (not identified)",
         f"{ORDER}, x_ij = s⟨q_i, k_j⟩",
         identified="nowhere",
         use="If 4, swap-kernel --kernel taylor:4 nearly preserves the head; compare models by features.centred_order.",

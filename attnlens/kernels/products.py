@@ -218,7 +218,7 @@ def _rbf_dot(
     trainable=("origin",),
 )
 def rbf(query: Query, key: Key, scale: float, gamma: float, origin: Origin = None) -> Matrix:
-    """The Gaussian kernel; at γ = ½ the exponential kernel times e^{−s‖k‖²/2}, with equal attention if ‖k‖ is constant.
+    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, equal to it if all ‖k‖ are equal.
 
     The fitted `origin` b changes a row's softmax by its key term 2γs⟨b, k⟩ alone; the query term −γs‖q + b‖² matters if
     rows are averaged or compared with a sink.
@@ -349,7 +349,7 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     ),
 )
 def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -> Features:
-    """Unbiased estimate of the exponential kernel with positive random features, shared by all heads.
+    """Unbiased estimate of the exponential kernel by positive random features, shared by all heads.
 
     The exponent is bounded, not shifted by a maximum over tokens, so that features do not depend on later tokens. In
     float32, k underflows below e^{−71} (s‖x‖² above about 130), and attention becomes uniform.
@@ -401,7 +401,7 @@ class LearnedStart:
 def learned_features(
     x: Tokens, scale: float, side: str, count: int, query_weight: Weight, key_weight: Weight
 ) -> Features:
-    """Linear attention with learned positive features; each head has its own maps of queries and of keys.
+    """Linear attention with learned positive features: maps of queries and of keys, each head its own.
 
     The features of each sign sum to 1, so that k lies between 0 and 2. `heal` trains the maps by attention transfer.
     """

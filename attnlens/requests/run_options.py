@@ -228,7 +228,7 @@ class Feeding(Loading):
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"
     )
     placement: Placement = input_option(
-        "Position of the windows in each text: evenly spaced (`spread`), at the start (`first`) or random (`random`).",
+        "Position of the windows in a text: evenly spaced (`spread`), at the start (`first`) or at random (`random`).",
         "spread",
         metavar="PLACE",
     )
