@@ -5,13 +5,13 @@
     >>> report.heads[0].measures["weights.symmetry"].value
 
 `inspect`, `compare`, `swap_kernel`, `find_ranks`, `heal`, `converge_synthetic`, `converge_head`,
-`converge_checkpoints`, `reproduce` and `doctor` return a `Report`; `check` checks one against rules. `read_report`
-reads a report from its file, and `read_plan` a plan of ranks. `load` loads a model for several calls, and
-`load_swapped` one that was saved with another kernel. `Lens` wraps a model and offers these analyses as methods.
-`capture` and `replaced` work on a model that is already in memory. `analyzer`, `kernel`, `MeasureInfo` and
-`KernelParameter` define measures and kernels of your own.
+`converge_checkpoints`, `reproduce` and `doctor` return a `Report`; `check` checks a report against rules. `read_report`
+reads a report from its file, and `read_plan` reads a plan of ranks. `load` loads a model for several calls, and
+`load_swapped` loads a model saved with another kernel. `Lens` wraps a model and offers these analyses as methods.
+`capture` and `replaced` work on a model that is already in memory. With `analyzer`, `kernel`, `MeasureInfo` and
+`KernelParameter`, you define your own measures and kernels.
 
-The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at their first use, as in
+The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at first use, as in
 `attnlens.maths.ksvd.dual`. Type checkers and editors read the types of all names from `__init__.pyi`.
 """
 

@@ -1,4 +1,4 @@
-"""Check the arguments of a call from Python, run calls from several threads one by one, and load plug-ins."""
+"""Check the arguments of calls from Python, serialise calls from several threads, and load plug-ins."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from attnlens.files import OPEN_FILES
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 10_000  # Maximum number of items in a list of layers, heads, names or texts; an iterable may be infinite
-MODEL_FILES = (".gguf", ".safetensors")  # File name endings of models
+MOST = 10_000  # Maximum number of items in a list of layers, heads, names or texts, because iterables can be infinite
+MODEL_FILES = (".gguf", ".safetensors")  # File name extensions of models
 LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 
-DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset instead of a file
+DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
-RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # Old names of options
-_ONE_AT_A_TIME = RLock()  # Attention is replaced in the model itself, and torch has one level of forward-mode
+RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # New names by old name
+_ONE_AT_A_TIME = RLock()  # Calls replace attention inside the model; torch allows one level of forward AD
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is known. Raise UsageError otherwise, with the nearest known name."""
+    """Return `name` if `known` contains it; otherwise raise UsageError, which suggests the nearest known name."""
     options = list(known)
     if name in options:
         return name
     import difflib
 
-    written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
+    written = name[:60] if isinstance(name, str) else ""
+    shown = repr(written) if isinstance(name, str) else f"of type {type(name).__name__}"
     near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"There is no {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
+    raise UsageError(f"There is no {what} {shown}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: invalid arguments raise UsageError, and only one thread at a time runs any of them."""
+    """Wrap a public function: invalid arguments raise UsageError; one thread at a time runs public functions."""
     expected = signature(function)
     request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -62,10 +63,10 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             expected.bind(*args, **options)
         except TypeError as error:
             positional = [name for name in names if expected.parameters[name].kind is Parameter.POSITIONAL_OR_KEYWORD]
-            remedy = f"Its positional arguments are: {', '.join(positional) or 'none'}. Pass all others by name."
+            remedy = f"Positional arguments: {', '.join(positional) or 'none'}. Pass all other arguments by name."
             raise UsageError(f"{function.__name__}(): {error}.", remedy) from None
         if not callable(keywords.get("progress", print)):
-            raise UsageError("progress is not a function.", "Give a function of (stage, steps done, total steps).")
+            raise UsageError("progress is not a function.", "Pass a function of (stage, steps done, total steps).")
         with _ONE_AT_A_TIME, _plain_torch():
             return function(*args, **keywords)
 
@@ -74,16 +75,16 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Restore torch's initial settings inside the block, so that no number depends on the caller's settings."""
+    """Use torch's default settings inside the block, so that results do not depend on the caller's settings."""
     torch = sys.modules.get("torch")
-    if torch is None:  # not imported yet, so nothing was set
+    if torch is None:  # torch is not imported yet, so the caller changed no setting
         yield
         return
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         for kind in ("cpu", "cuda", "mps"):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":  # the context slows down every call of torch
+        if torch.get_default_device().type != "cpu":  # this context slows down every torch call
             stack.enter_context(torch.device("cpu"))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
@@ -91,23 +92,23 @@ def _plain_torch() -> Iterator[None]:
 
 
 def word(what: str, value: object) -> str:
-    """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
+    """Return `value` if it is a non-empty string without NUL characters. Raise UsageError otherwise."""
     if isinstance(value, str) and "\0" not in value and value.strip():
         return value
-    kind = "a name" if isinstance(value, str) else "a string"
-    raise UsageError(f"{what}={format_argument(value)} is not {kind}.", f"Give {what} as a non-empty string.")
+    kind = "a valid name" if isinstance(value, str) else "a string"
+    raise UsageError(f"{what}={format_argument(value)} is not {kind}.", "Give a non-empty string without NULs.")
 
 
 def path(what: str, value: object) -> str:
-    """Return a string or a path object as a string. Raise UsageError if it can't be a path."""
+    """Return a string or path object as a string. Raise UsageError for anything else, and for an empty string."""
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
-        raise UsageError(f"{what}={format_argument(value)} is not a path.", "Give a string or a path.") from None
+        raise UsageError(f"{what}={format_argument(value)} is not a path.", "Give a string or a path object.") from None
 
 
 def names_report(name: str) -> bool:
-    """Return whether a name means a report: it ends in .json, or is an open file or a file that is not a model."""
+    """Return True if `name` refers to a report: it ends in .json, or is an open file or a file that is not a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -124,10 +125,10 @@ def selection_share(select: object) -> float | None:
     if select == "argmax":
         return None
     match = re.fullmatch(r"top-p:(\s*[0-9.e+-]{1,40}\s*)", select) if isinstance(select, str) else None
-    with suppress(ValueError):  # several points, or no digit
+    with suppress(ValueError):  # several decimal points, or no digit
         if match and 0 < float(match[1]) < 1:
             return float(match[1])
-    raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give argmax, or e.g. top-p:0.9 for 90 %.")
+    raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give argmax, or top-p:P with 0 < P < 1.")
 
 
 def listed_numbers(name: str, words: str) -> set[int]:
@@ -152,7 +153,7 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, such as a budget that is not positive."""
+    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, and for budgets that are not positive."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
@@ -168,12 +169,12 @@ class DatasetRows(NamedTuple):
 
     name: str  # Name on the hub, or a folder of data files
     config: str | None = None
-    split: str | None = None  # Split to read; None: `test`
+    split: str | None = None  # Split to read; if None, `test`
     column: str = "text"
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file name. Raise UsageError if invalid."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for file names. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
@@ -188,17 +189,17 @@ def several(what: str, values: Iterable[object]) -> list[object]:
     """Return the items of an iterable as a list. Raise UsageError if there are more than MOST."""
     items = list(islice(values, MOST + 1))
     if len(items) > MOST:
-        raise UsageError(f"{what} has more than {MOST} items.", f"Give at most {MOST}.")
+        raise UsageError(f"{what} has more than {MOST} items.", f"Give at most {MOST} items.")
     return items
 
 
 def format_argument(value: object) -> str:
     """Format a value as Python code, on one line of at most 60 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
-        return f"a number of {value.bit_length()} bits"  # Python refuses to write the digits of very large numbers
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to format very large integers
     try:
         line = " ".join(repr(value[:60] if isinstance(value, str | bytes | list | tuple) else value).split())
-    except ValueError:  # such a number is nested in another value
+    except ValueError:  # the value contains a very large integer
         line = f"a {type(value).__name__}"
     return line if len(line) <= 60 else f"{line[:57]}..."
 
@@ -217,7 +218,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if another module defined `present` under this name; a module may redefine its functions."""
+    """Raise UsageError if another module defined `present` under this name; a module may redefine its own functions."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

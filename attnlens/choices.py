@@ -1,33 +1,33 @@
-"""Values that options choose from, each defined once; imports nothing, so that every module can use them."""
+"""Allowed values of options, each defined once. Imports no module of attnlens, so that every module can use it."""
 
 from typing import Literal, get_args
 
 Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
-KINDS: tuple[Kind, ...] = get_args(Kind)  # Kinds of reports; a report's body is in the field of that name
-Sources = Literal["weights", "tokens", "both"]  # Source that a run reads
-Placement = Literal["spread", "first", "random"]  # Position of the windows in a text: evenly spread, first, or drawn
-Intervals = Literal["windows", "texts"]  # Population of errors and intervals: windows of these texts, or similar texts
+KINDS: tuple[Kind, ...] = get_args(Kind)  # Kinds of reports; the field named after the kind contains the report's body
+Sources = Literal["weights", "tokens", "both"]  # What a run analyses: weights, tokens of a text, or both
+Placement = Literal["spread", "first", "random"]  # Windows: evenly spaced, at the beginning, or random
+Intervals = Literal["windows", "texts"]  # Population that intervals describe: windows of these texts, or similar texts
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
 Sweep = Literal["heads", "layers"]  # Units that are swapped individually
 Unit = Literal["loss", "ppl"]  # Quantity that a budget limits: the loss in nats, or its exponential, the perplexity
-Route = Literal["auto", "eager", "fused"]  # Path that computes attention: the fastest exact one, row tiles, or fused
-Convention = Literal["paper", "code"]  # Chen et al. 2023, Eq. 6 and section 4; or their code: means and squared Λ
+Route = Literal["auto", "eager", "fused"]  # Implementation of attention: the fastest exact one, row tiles, or fused
+Convention = Literal["paper", "code"]  # KSVD objective of Chen et al. 2023, or of their code (means, squared Λ)
 Engine = Literal["local", "ray"]  # Where units are computed: processes on this machine, or nodes of a Ray cluster
 Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
-"""The spaces in words; the queries and keys are those after rotation."""
+"""Phrase for each space. Queries and keys are taken after rotation."""
 ETA = 0.1  # η of the published code for language modelling; 0.01 for Long Range Arena
 KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses
-SHOWN = "selection"  # Analyzer whose findings can be shown per head; a series of checkpoints runs it too
-ATTENTION = "attention"  # Name under which the attention rows of many heads on one sequence can be shown
+SHOWN = "selection"  # Analyzer whose results can be shown per head; a series of checkpoints runs this analyzer too
+ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
-"""Control of a swapped kernel: in a cache of its size (64 if unbounded), some first tokens and the nearest ones; the
-key with the largest score; the mean of the values; branches of a filtered kernel or a hybrid: the filter with the
-model's own kernel, and the kernel without the filter; the trained far part of a healed hybrid, applied to all keys."""
-HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of a healing's length
+"""Control of a swapped kernel. `same size`: first and nearest tokens in a cache of the kernel's size (64 if unbounded);
+`one key`: the key with the largest score; `floor`: the mean of the values; `filter alone`: the filter with the model's
+kernel; `without filter`: the kernel alone; `far part, healed`: a hybrid's trained far part, applied to all keys."""
+HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit of the length of a training
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
-HealingStage = Literal["transfer", "whole"]  # Compared outputs: each site's on the original's inputs, or whole models'
+HealingStage = Literal["transfer", "whole"]  # Compare sites on the original's inputs, or whole models
 CLAIMS = "claims"  # Name that selects the papers' small experiments instead of a table
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")  # Tables that a study trains, in order
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"  # Model type of the models that `reproduce` saves

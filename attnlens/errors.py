@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-REFUSALS = (  # Phrases that allocators, the operating system, its dynamic loader and Python report if memory runs out
+REFUSALS = (  # Phrases in errors of allocators, the operating system, its dynamic loader and Python if memory runs out
     *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
     "error return without exception set",
 )
 
 
 class AttnlensError(Exception):
-    """A problem and its remedy, one line each; the command line exits with 2."""
+    """A problem and its remedy, one line each; the command line exits with code 2."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}\n{remedy}")
@@ -56,11 +56,11 @@ class NotBilinearError(UnreadableError):
 
 
 class UnposedError(AttnlensError):
-    """An Att-SVM problem without constraints, so without a direction; callers turn it into a missing value."""
+    """An Att-SVM problem without constraints, which determines no direction; callers report a missing value."""
 
 
 class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
-    """A shard has computed its units; the same call without `shard` computes the others and writes the report."""
+    """Signal that a shard is finished; the same call without `shard` computes the other units and writes the report."""
 
     def __init__(self, finished: int, total: int, remaining: Sequence[str], failed: Mapping[str, str]) -> None:
         super().__init__()
@@ -75,16 +75,16 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""Exceptions that models raise in a forward pass they do not support."""
+"""Exceptions that a model raises if it does not support a forward pass."""
 
 
 def is_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; torch's CPU allocator reports that with a plain RuntimeError."""
+    """Return True if the error means that memory ran out; torch's CPU allocator raises a plain RuntimeError."""
     message = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
     return isinstance(error, MemoryError) or any(words in message for words in REFUSALS)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an exception on one line: its name and the first line of its message."""
+    """Format an exception on one line: its name and the first line of its message."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"

@@ -18,17 +18,17 @@ from typing import Any, BinaryIO
 
 from attnlens.errors import AttnlensError, OutputError, UsageError
 
-LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizers have a tenth of it
+LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizer files have a tenth of this size
 PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
 DEEPEST = 100  # Maximum nesting of JSON: configs have five levels, and parsers fail near 300
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Opens named pipes without blocking; 0 on Windows, which has none
-OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Files that are open already, such as a shell's `<(…)`
+OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Files that are already open, such as a shell's `<(…)`
 
 
 def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
-    """Read a regular file of at most `most` bytes; folders, devices and named pipes are refused, as they may never end.
+    """Read a regular file of at most `most` bytes, or a pipe that the shell has opened for this process.
 
-    A pipe that the shell has opened for this process is read. Raise `error` with `remedy` for anything else.
+    Raise `error` with `remedy` for anything else: larger files, folders, and devices or named pipes, which may not end.
     """
     name = shorten_text(str(path))
     try:
@@ -52,7 +52,7 @@ def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensEr
 
 
 def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error` with `remedy` unless `path` is a regular file that can be read, or is open already."""
+    """Raise `error` with `remedy` unless `path` is a readable regular file, or a file that is already open."""
     try:
         status = path.stat()
     except (OSError, ValueError) as problem:
@@ -76,15 +76,15 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
 def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
     """Read a JSON object from an untrusted file. Raise `error` with `remedy` for anything else."""
     content = read_bytes(path, error, remedy)
-    if content.startswith(BOM_UTF8):  # transformers can't parse it
-        raise error(f"{path} begins with a byte order mark.", "Save it as UTF-8 without one.")
+    if content.startswith(BOM_UTF8):  # transformers can't parse such a file
+        raise error(f"{path} begins with a byte order mark.", "Save the file as UTF-8 without a byte order mark.")
     try:
         value = json.loads(content.decode())
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
-    level: list[object] = [value]  # by level, since a recursive function has a limit
+    level: list[object] = [value]  # level by level, because recursion is limited
     for _ in range(DEEPEST + 1):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
         level = list(chain.from_iterable(inner))
@@ -94,7 +94,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 
 def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
-    """Return the first non-empty table of those named in an untrusted TOML file, or {}. Raise UsageError if invalid."""
+    """Return the first non-empty one of these tables of an untrusted TOML file, or {}. Raise UsageError if invalid."""
     import tomllib
 
     try:
@@ -107,7 +107,7 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
             inner = table.get(name, {})
             if not isinstance(inner, dict):
                 where = ".".join(names[:depth])
-                raise UsageError(f"{path}: {where} must be a table.", f"Write [{where}].")
+                raise UsageError(f"{path}: {where} must be a table.", f"Write the table's header as [{where}].")
             table = inner
         if table:
             return table
@@ -117,25 +117,25 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
 def local_path(path: object, name: str = "path") -> Path:
     """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or another object."""
     if not isinstance(path, str | Path):
-        raise UsageError(f"{reprlib.repr(path)} is not a path.", "Give a string or a path.")
+        raise UsageError(f"{reprlib.repr(path)} is not a path.", "Give a string or a path object.")
     if "://" in str(path):
         raise UsageError(f"{name} must be a path on this machine, not {path}.", "Give a local path.")
     return Path(path)
 
 
 def with_home(path: str) -> Path:
-    """Expand `~` to the home folder; like a shell, leave the path unchanged if there is no such user."""
+    """Expand `~` to the home folder; like a shell, leave the path unchanged if the user does not exist."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
 
 
 def shorten_text(text: str) -> str:
-    """Format a text on one line of at most 300 characters, with its middle left out."""
+    """Format a text on one line of at most 300 characters; omit the middle of a longer text."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 
 
 def format_value(value: object) -> str:
-    """Format a value from a file for a message, with bounded length."""
+    """Format a value from a file for a message; shorten a long value."""
     return reprlib.repr(value)
 
 
@@ -146,7 +146,7 @@ def sha256(path: Path) -> str:
 
 
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
-    """Raise OutputError before the work if `path`, or a file in the folder `path`, can't be written later."""
+    """Raise OutputError if `path` can't be written as a file or, with `may_be_folder`, as a folder of files."""
     with _as_output_error(path):
         status = _status(path)
     if status is not None and stat.S_ISDIR(status.st_mode) and not may_be_folder:
@@ -163,7 +163,7 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError if a model can't be saved in `folder`: it exists and is not empty, or can't be created."""
+    """Raise OutputError unless `folder` is an empty folder, or does not exist and can be created."""
     real = Path(os.path.realpath(folder))
     try:
         if real.exists() and (not real.is_dir() or any(real.iterdir())):
@@ -176,7 +176,7 @@ def check_folder(folder: Path) -> None:
 
 
 def unwritten_folder(folder: Path, why: str | None) -> OutputError:
-    """Build the error for a folder in which a model can't be saved."""
+    """Return the error for a folder in which a model can't be saved."""
     return OutputError(f"{folder} can't be written: {why}.", "Give a writable path with enough space for the model.")
 
 
@@ -189,16 +189,16 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary file in the same folder and rename it, so that a killed run leaves no partial one.
+    """Write `content` to a temporary file in the same folder and rename the file, so that no partial file is left.
 
-    A symbolic link is followed and kept. An existing file keeps its mode; a new file gets the umask's. A device, a pipe
-    or this process's stdout is written to, not replaced.
+    A symbolic link is followed and kept. An existing file keeps its mode; the umask determines that of a new file.
+    A device, a pipe, or this process's stdout or stderr is written to directly.
     Raise OutputError if the folder does not exist or can't be written.
     """
     with _as_output_error(path):
         status = _status(path)
         if status is not None and _is_stream(status):
-            descriptor = _own_stream(status)  # reopening a regular file behind it would write from its start
+            descriptor = _own_stream(status)  # reopening a redirected file would overwrite its start
             with path.open("wb") if descriptor is None else os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(content)
             return
@@ -206,7 +206,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
         try:
             with temporary.open("xb") as file:
-                if status is not None:  # before the content, which may be private, is written
+                if status is not None:  # first, because the content may be private
                     temporary.chmod(stat.S_IMODE(status.st_mode))
                 file.write(content)
             temporary.replace(target)
@@ -216,21 +216,21 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _is_stream(status: os.stat_result) -> bool:
-    """Return whether a file is written as a stream: a device, a pipe, or this process's stdout or stderr."""
+    """Return True if a file is written as a stream: a device, a pipe, or this process's stdout or stderr."""
     return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or _own_stream(status) is not None
 
 
 def _own_stream(status: os.stat_result) -> int | None:
-    """Return the descriptor of this process's stdout or stderr if it leads to that file, else None."""
+    """Return 1 or 2 if this process's stdout or stderr leads to the file with this status, else None."""
     for descriptor in (1, 2):
-        with suppress(OSError):  # it may be closed
+        with suppress(OSError):  # a closed descriptor
             if os.path.samestat(os.fstat(descriptor), status):
                 return descriptor
     return None
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the status of the file at a path, links followed, or None. Raise OSError if it can't be determined."""
+    """Return the status of a file, following links, or None if there is no file. Raise OSError for other failures."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return path.stat()
     return None
@@ -238,7 +238,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 @contextmanager
 def _as_output_error(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into an OutputError."""
+    """Turn an OSError or ValueError in the block into an OutputError."""
     try:
         yield
     except OSError as error:

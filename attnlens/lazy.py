@@ -5,13 +5,13 @@ from __future__ import annotations
 TYPE_CHECKING = False  # `attnlens` itself imports this file, and importing typing would double its time
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from typing import Any  # of attributes of modules that are not imported
+    from typing import Any  # type of the attributes of a module that is not yet imported
 
 
 def import_submodules(
     package: str, submodules: Collection[str], homes: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`: it imports submodules at first use, and other names from their `homes`."""
+    """Return a package's `__getattr__`, which imports submodules, and other names from their `homes`, at first use."""
 
     def import_name(name: str) -> Any:
         from importlib import import_module
@@ -28,7 +28,7 @@ def import_submodules(
 class LazyModule:
     """Placeholder for a module that is imported when one of its attributes is first read.
 
-    The module is kept, since torch cannot compile a function that imports.
+    The module is stored, because torch cannot compile a function that contains an import.
     """
 
     def __init__(self, name: str) -> None:

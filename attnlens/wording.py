@@ -14,52 +14,52 @@ SCIENTIFIC = -1  # Number of decimals that selects scientific notation, 1.2e-05
 
 
 def model_name(identity: str) -> str:
-    """Format a model's id as a title: keep the last two parts of a path of three or more, else the whole id."""
+    """Format a model's id as a title: the last two parts of a path of three or more parts, else the whole id."""
     parts = identity.replace("\\", "/").rstrip("/").split("/")
     return clean(identity if len(parts) <= 2 else "…/" + "/".join(parts[-2:]))
 
 
 def clean(text: str) -> str:
-    """Return `text` on one line, with � for invisible and control characters: it may come from an untrusted report."""
+    """Return `text`, which may be untrusted, on one line, with � in place of invisible and control characters."""
     return visible(" ".join(text.split()))
 
 
 def visible(text: str) -> str:
-    """Replace every character of `text` that is not printable, except line ends, by �."""
+    """Replace by � every character of `text` that is neither printable nor a line end."""
     return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
 def shorten_line(line: str, most: int) -> str:
-    """Return the line; if it is longer than `most` characters, keep its beginning and end with … between them."""
+    """Return the line; replace the middle of a line of more than `most` characters by …."""
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
 
 
 def source_of(name: str) -> str:
-    """Return the source of a qualified name: `weights` for `weights.symmetry`; empty if there is none."""
+    """Return the source of a qualified name: `weights` for `weights.symmetry`; an empty string if there is none."""
     return clean(name.rpartition(".")[0])
 
 
 def title_of(name: str) -> str:
-    """Return the name without its source, as words: `effective rank` for `weights.effective_rank`."""
+    """Return a qualified name without its source, in words: `effective rank` for `weights.effective_rank`."""
     return clean(name.rpartition(".")[2]).replace("_", " ")
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return the decimals that show `figures` significant digits of the largest number; SCIENTIFIC for extreme ones."""
+    """Return how many decimals show `figures` digits of the largest number: 0 for integers, SCIENTIFIC if extreme."""
     numbers = list(values)
     largest = max((abs(number) for number in numbers), default=0.0)
     if largest == 0 or (largest < 1e6 and all(number == round(number) for number in numbers)):
         return 0
     if largest < 1e-4 or largest >= 1e6:
         return SCIENTIFIC
-    # a measure within [−1, 1] also keeps its decimals at 1, because its null is near 0.001
+    # a measure within [−1, 1] has as many decimals at 1 as below, because its null is near 0.001
     before = 0 if largest == 1 else math.floor(math.log10(largest)) + 1
     return max(0, figures - before)
 
 
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
-    """Return the decimals for numbers with an error: to its second digit at most, to its first if 3 suffice."""
+    """Return the decimals of numbers with an error: up to the error's second digit, or its first beyond 3 decimals."""
     decimals = decimals_for(values)
     if not error or SCIENTIFIC in (decimals, decimals_for([error], 2)):
         return decimals
@@ -68,7 +68,7 @@ def decimals_with_error(values: Iterable[float], error: float | None) -> int:
 
 
 def format_number(number: float | None, decimals: int) -> str:
-    """Format a number with a fixed number of decimals, never −0; `–` if it is missing."""
+    """Format a number with a fixed number of decimals, with 0 for −0 and `–` for a missing number."""
     if number is None or math.isnan(number):
         return NO_VALUE
     if decimals == SCIENTIFIC:
@@ -78,7 +78,7 @@ def format_number(number: float | None, decimals: int) -> str:
 
 
 def format_error(number: float, decimals: int) -> str:
-    """Format an error with a fixed number of decimals; one that rounds to 0 becomes `<0.0005`, and 0 stays 0."""
+    """Format an error with a fixed number of decimals; one that rounds to 0 becomes, e.g., `<0.0005`; 0 stays 0."""
     shown = format_number(number, decimals)
     if decimals == SCIENTIFIC or math.isnan(number) or float(shown) != 0:
         return shown
@@ -86,7 +86,7 @@ def format_error(number: float, decimals: int) -> str:
 
 
 def short(number: float) -> str:
-    """Format a single number with two significant digits, like an error."""
+    """Format a single number with two significant digits."""
     return format_number(number, decimals_for([number], figures=2))
 
 
@@ -96,7 +96,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def join_items(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
-    """Join items to `a, b, c`; beyond `limit`, append how many more there are."""
+    """Join items to `a, b, c`; beyond `limit` items, append how many more there are."""
     names = [clean(str(item)) for item in items]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return between.join(names[:limit]) + more
@@ -111,7 +111,7 @@ def big(number: int) -> str:
 
 
 def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Group pairs by their first element, with the second elements in their order."""
+    """Return the second elements of pairs, in order, by first element."""
     groups: dict[K, list[V]] = {}
     for first, second in pairs:
         groups.setdefault(first, []).append(second)

@@ -84,7 +84,7 @@ def test_reports_of_the_same_words_are_the_same_bytes():
         (("--head", "3.x"), "LAYER.HEAD"),
         (("--head", "0.1", "--layers", "1"), "--layers applies to checkpoints"),
         (("--checkpoints", "--trials", "3"), "--trials applies to the synthetic experiments"),
-        (("--length", "16"), "--length applies to a head and checkpoints"),
+        (("--length", "16"), "--length applies to a single head and checkpoints"),
         (("demo",), "needs --head, --checkpoints or --revisions"),
         (("--checkpoints", "demo", "no/such/folder"), "no/such/folder"),
         (("--revisions", "step1,step2"), "one hub model"),

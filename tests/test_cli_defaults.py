@@ -49,12 +49,12 @@ def test_broken_configuration_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("layers = [1]", "layers must be a text in quotes"),
+        ("layers = [1]", "layers must be a string in quotes"),
         ('length = "x"', "length must be a whole number"),
         ("windows = true", "windows must be a whole number"),
         ('no-pack = "x"', "no-pack must be true or false"),
-        ("analyzer = [5]", "analyzer must be a text in quotes, or a list of them"),
-        ("placement = 5", "placement must be a text in quotes"),
+        ("analyzer = [5]", "analyzer must be a string in quotes, or a list of such values"),
+        ("placement = 5", "placement must be a string in quotes"),
         ("seed = -1", "--seed"),
     ],
 )

@@ -900,7 +900,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             refused(UsageError, lambda c=call, o=options | more: c(demo, **o), "in memory", next(iter(more)))
     for more in ({"jobs": 2}, {"shard": "1/2"}, {"engine": "ray"}):
         call = lambda more=more: attnlens.swap_kernel("demo", "rbf", save=tmp_path / "m", **more)  # noqa: E731
-        refused(UsageError, call, f"--save writes the model of the current process, but with --{next(iter(more))}")
+        refused(UsageError, call, f"--save writes the model of the current process, but --{next(iter(more))}")
 
 
 def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):

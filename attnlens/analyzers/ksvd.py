@@ -58,7 +58,7 @@ ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P"
 TOKENS = (
     share(
         "ksvd.first_share",
-        "share of P's largest singular value in the sum of all",
+        "P's largest singular value as a share of the sum of all",
         "σ₁/Σσ of the attention matrix P",
         missing=NO_ATTENTION,
         headline=True,

@@ -50,7 +50,7 @@ DECIDED = selection_share(
 POSED = (  # measures of what was posed, which is chosen once for all spaces
     posed_measure(
         "selection.queries",
-        "queries posed: the most decided ones, over all sequences",
+        "number of posed queries: the most decided ones of all sequences",
         "|{i: p_max largest}|",
         high=MOST_QUERIES,
         use="The sample size of the head's other selection measures; compare heads with similar counts.",

@@ -70,7 +70,7 @@ UNIFORM = "attention is uniform, so its centred matrix is zero"
 TOKENS = (
     attention_share(
         "tokens.entropy",
-        "normalised entropy of attention: 0 on one key, 1 uniform over all allowed keys (a sink counts as a key)",
+        "normalised entropy of attention: 0 if on one key, 1 if uniform over the allowed keys (a sink counts as a key)",
         "mean over queries of −Σ p log p/log(allowed keys)",
         missing="no query sees two keys",
         headline=True,
@@ -118,10 +118,10 @@ TOKENS = (
         use="Below head_dim, queries and keys of fewer dimensions would give nearly the same scores.",
         sized_by="head_dim",
     ),
-    share_in_largest("tokens.singular_values", "share of P's singular values in its k largest", "(σ₁ + … + σₖ)/Σσ"),
+    share_in_largest("tokens.singular_values", "share of P's k largest singular values in the sum", "(σ₁ + … + σₖ)/Σσ"),
     share_in_largest(
         "tokens.singular_values_energy",
-        "share of P's squared singular values in its k largest",
+        "share of P's k largest squared singular values in the sum",
         "(σ₁² + … + σₖ²)/Σσ²",
         use="The step k at which it passes 0.9 is tokens.rank90.",
         paper="",

@@ -41,7 +41,7 @@ WEIGHTS = (
     ),
     signed(
         "weights.directionality",
-        "whether a few input directions dominate the queries (rows, > 0) or the keys (columns, < 0); its null is wide",
+        "dominance of a few input directions in the queries (rows, > 0) or the keys (columns, < 0); its null is wide",
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
         use="Call a head directional only beyond 2 sd of its null. The sign is the paper's, opposite to its code's.",
         paper="Saponati et al. 2025, directionality score",
@@ -64,8 +64,8 @@ WEIGHTS = (
         ends="both",
         use="Near 1, a positive definite form could replace the symmetric part; see tokens.share_positive on text.",
     ),
-    inertia("weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}"),
-    inertia("weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}"),
+    inertia("weights.inertia_positive", "number of positive eigenvalues of S = (M + Mᵀ)/2", "#{μ > eps·size·max|μ|}"),
+    inertia("weights.inertia_negative", "number of negative eigenvalues of S = (M + Mᵀ)/2", "#{μ < −eps·size·max|μ|}"),
     signed(
         "weights.symmetry_by_distance",
         "symmetry of M at each distance Δ under RoPE",

@@ -1,4 +1,4 @@
-"""Command line: parse the arguments, make a report, and deliver it; start the program.
+"""Command line: start the program, parse its arguments, make a report, and deliver the report.
 
 Contents: `entry` (one command line and its exit code), `commands/` (one function per command), `parameters` (options,
 generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
@@ -6,7 +6,7 @@ delivery), `show` (messages, interruptions, failures). This file defines the exi
 Inputs: the arguments, ATTNLENS_ variables and attnlens.toml. Outputs: tables on stdout, messages on stderr, files, exit
 code. Importers: only `attnlens.__main__` and the installed script; no other package.
 
-This file imports nothing heavy: from its first line on, even during imports, an interruption ends the program with 130.
+This file imports only light modules, so that an interruption while others are imported ends the program with code 130.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ UNUSABLE = 2  # Exit code for invalid arguments or input
 PARTLY = 3  # Exit code if a part could not be done, with --strict
 BUG = 70  # Exit code for an internal error
 INTERRUPTED = 130  # Exit code of an interrupted command
-READER_LEFT = 141  # Exit code if the reader of stdout closes it early, as `head` does: that of SIGPIPE
+READER_LEFT = 141  # Exit code, as of SIGPIPE, if the reader of stdout closes the pipe early, as `head` does
 
 
 def main() -> None:
     """Run the program, and exit with the documented exit code."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller ignores or handles it
         signal.signal(signal.SIGINT, leave)
     gc.disable()  # until the work begins: imported objects stay alive
     from attnlens.cli.entry import run
@@ -34,6 +34,6 @@ def main() -> None:
 
 
 def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
-    """Exit immediately: nothing has started that needs cleaning up."""
+    """Exit immediately, because nothing needs cleaning up yet."""
     os.write(2, b"Interrupted.\n")
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Run one command line, and turn remaining errors into messages and exit codes."""
+"""Run one command line, and turn uncaught errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from attnlens.cli.show import complain, interrupt, report_failure
 from attnlens.errors import UsageError
 from attnlens.requests import Request, details
 
-TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # its class in click
-"""Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
+TypedWrong: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]  # click's class
+"""Exception that click raises for arguments it can't parse; some versions of typer vendor click, others import it."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
-WIDEST = 1000  # Maximum number of columns or lines of a terminal; tables are filled up to the width
-REMOVED = {  # Options and commands of earlier versions or of Python, with their replacements
+WIDEST = 1000  # Maximum width and height of a terminal; tables fill the width
+REMOVED = {  # Remedies for options and commands of earlier versions, and for options of Python
     **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
     **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
     "--heal-control": "Use attnlens heal --control.",
-    **{f"--heal-{name}": f"Use {name}= of heal in Python." for name in ("batch", "rank", "checkpointing")},
+    **{f"--heal-{name}": f"Use the keyword {name} of heal in Python." for name in ("batch", "rank", "checkpointing")},
     **{"verify": "Use: attnlens reproduce claims", "study": "Use: attnlens reproduce TABLE"},
-    **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets their position."},
+    **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets the position of windows."},
     **{"--all-heads": "Use --table.", "--png": "Use --figure.", "--pairs": "Use --text with a file that ends in .tsv."},
     **{"--device-map": "Use --device spread.", "--from-files": "Use --device files.", "--address": "Set RAY_ADDRESS."},
-    "--revision": "Append it to the model's name: org/name@revision.",
+    "--revision": "Append the revision to the model's name: org/name@revision.",
     **dict.fromkeys(("--models", "--reports"), "Run the command once per model in a shell loop."),
     "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
     "--sarif": "Use --junit or --annotations.",
-    "--allow-other-model": "Omit it: baselines are compared by content.",
-    "merge": "Run the shards' command again without --shard: it uses the shards' units and writes the report.",
+    "--allow-other-model": "Omit this option: baselines are compared by content.",
+    "merge": "Run the shards' command again without --shard: this combines their units and writes the report.",
 }
-UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")  # Suffix that click adds even if the variable is not set
+UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")  # Suffix that click adds even for an unset variable
 
 
 def run() -> None:
@@ -67,7 +67,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         with guard_stdout():
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
-        # for an option without its value, the context is missing; that only happens within a command
+        # the error has no context if an option lacks its value, which only happens within a command
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
         problem = UNSET_VARIABLE.sub(lambda match: match[0] * (match[1] in os.environ), error.format_message())
@@ -75,27 +75,27 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
-    except SystemExit:  # typer itself exits like this if the reader of its help has left
+    except SystemExit:  # raised by typer if the reader of its help closes the pipe early
         return READER_LEFT
     except BaseException as error:
         return report_failure(error)
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return a remedy for a removed name or an option that only Python offers; None for other problems."""
+    """Return a remedy for a removed name or an option available only in Python; None for other problems."""
     if "'--windows'" in problem and "integer" in problem:
-        return "Give the number of windows; --placement sets their position."
+        return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
     if unknown is None or unknown[1] in REMOVED:
         return None if unknown is None else REMOVED[unknown[1]]
     name = parameter_of(unknown[1])
     if not unknown[1].startswith("--") or name.removeprefix("no_") not in _keywords(Request):
         return None
-    return f"Use {name[3:]}=False in Python." if name.startswith("no_") else f"Use {name}= in Python."
+    return f"Use {name[3:]}=False in Python." if name.startswith("no_") else f"Use the keyword {name} in Python."
 
 
 def _keywords(kind: type[Request]) -> set[str]:
-    """Return the options of these requests that only Python offers."""
+    """Return the options of this kind of request, and of its subclasses, that are available only in Python."""
     names = {name for name, field in kind.model_fields.items() if details(field).get("python_only")}
     return names.union(*map(_keywords, kind.__subclasses__()))
 
@@ -108,15 +108,15 @@ def _prepare() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it stays open until the program exits
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII-only terminal still gets its numbers
+            stream.reconfigure(errors="replace")  # an ASCII-only terminal still shows the numbers
     for name in WIDTHS:
         size = os.environ.pop(name, "")
         if size.isascii() and size.isdecimal() and size.strip("0"):  # typer's help would use a width of 0
             os.environ[name] = size if len(size) <= 3 else str(WIDEST)
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own backend to child processes
-    warnings.simplefilter("ignore")  # of other libraries; PYTHONWARNINGS=error would turn them into failures
+    warnings.simplefilter("ignore")  # other libraries' warnings, which PYTHONWARNINGS=error would turn into failures
     if sys.stdout is None:
-        raise UsageError("stdout is closed.", "Redirect it to a file: attnlens list > FILE")
+        raise UsageError("stdout is closed.", "Redirect stdout to a file: attnlens list > FILE")
     if sys.flags.optimize > 1:
         problem = "Python was started with -OO, under which transformers can't be imported."
         raise UsageError(problem, "Start Python without -OO, and unset PYTHONOPTIMIZE.")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attnlens.requests.run_options import SeriesRequest
 
 Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Callable[[], None]]"]
-"""Function of `cli.analyses` and progress; with the report, it may return a function that removes the stored units."""
+"""Function of `cli.analyses` and a progress function; returns a report, or a report and a clean-up function."""
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -47,10 +47,10 @@ def named_model(params: Mapping[str, str | None]) -> str:
 
 
 def checked_model(name: str) -> str:
-    """Return the model's name. Raise UsageError if the name is empty, or `-` for stdin."""
+    """Return the model's name. Raise UsageError if the name is empty, contains a NUL, or is `-` for stdin."""
     if not name.strip() or "\0" in name or name == "-":
-        problem = "A model can't be read from stdin." if name == "-" else "The model's name is empty."
-        raise UsageError(problem, "Name a folder, a file, a hub id, or `demo`.")
+        problem = "A model can't be read from stdin." if name == "-" else "The model's name is empty or contains a NUL."
+        raise UsageError(problem, "Give a folder, a file, a hub id or `demo`.")
     return name
 
 
@@ -70,16 +70,16 @@ def working(outputs: Outputs) -> Iterator[tuple[ModuleType, ReportProgress]]:
         from attnlens.cli import analyses
         from attnlens.models.loading.building import silence_logging
 
-    gc.freeze()  # imported objects stay alive: the collector needn't scan them
+    gc.freeze()  # imported objects stay alive, so the collector needn't scan them
     gc.enable()
     with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
         yield analyses, tell
 
 
 def run_command(params: Mapping[str, Any], models: Sequence[str], request: Request, work: Work) -> Report:
-    """Check the outputs, run the work, and deliver its report; after an interruption, that of the finished part.
+    """Check the outputs, run the work, and deliver its report; after an interruption, the report of the finished part.
 
-    Then raise OutputError if a changed model was not saved. With --strict, exit with PARTLY for missing parts.
+    Then raise OutputError if a changed model was not saved. With --strict, exit with PARTLY if parts are missing.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -120,15 +120,15 @@ def start_workers(engine: str, jobs: int) -> None:
         start_server(jobs, "attnlens.cli.analyses")
 
 
-DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Options on files
+DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Files to write
 STDIN = STDOUT = "-"
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub model, unless it ends like a file or is a local folder
-TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also rows of a dataset
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Hub id, unless a local folder or a file's name
+TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: also datasets
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
-    """Describe the files and folders that will be read, by real path. Raise AttnlensError if one is missing."""
+    """Return a description of each file and folder to be read, by real path. Raise AttnlensError if one is missing."""
     inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
@@ -159,14 +159,14 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
 
 
 def describe_input(inputs: dict[str, str], output: Path) -> str:
-    """Return the description of the input that `output` would replace; empty if there is none."""
+    """Return the description of the input that `output` would replace; empty if `output` is not an input."""
     real = Path(os.path.realpath(output))
     inside = (what for folder, what in inputs.items() if real.is_file() and real.is_relative_to(folder))
     return inputs.get(str(real)) or next(inside, "")
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return a local model's folder with its files (links may lead elsewhere), or its single file."""
+    """Return a local model's folder and the files in this folder, or its single file; [] for a hub model."""
     path = with_home(name)  # tested with os.path, which never raises, whatever the name
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
@@ -181,7 +181,7 @@ def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
 
 @contextmanager
 def guard_stdout() -> Iterator[None]:
-    """Raise OutputError if writing to stdout fails inside the block, and Exit if the reader of stdout has left."""
+    """Raise OutputError if writing to stdout fails inside the block, or Exit if its reader has closed the pipe."""
     try:
         yield
         sys.stdout.flush()
@@ -214,7 +214,7 @@ class Outputs:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Outputs:
-        """Select the outputs among a command's parameters."""
+        """Return the output options among a command's parameters."""
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
@@ -224,16 +224,16 @@ class Outputs:
         return {option: _path(option, name) for option, name in written}
 
     def check(self, inputs: dict[str, str]) -> None:
-        """Check before the work that every file can be written or drawn, and that none is an input."""
+        """Raise UsageError or OutputError if a file can't be written or drawn, or would replace an input."""
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
-            if option != "save":  # the run checks this one
+            if option != "save":  # the run checks this folder
                 check_writable(path, may_be_folder=option == "figure")
             other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
                 problem = f"{option_name(other)} and {flag} name the same file, {path}."
-                raise UsageError(problem, "Give each its own file.")
+                raise UsageError(problem, "Give each option its own file.")
             for file in path.glob("*.png") if option == "figure" and path.is_dir() else [path]:
                 if what := describe_input(inputs, file):
                     raise UsageError(f"{flag} would replace {file}, {what}.", "Choose another path.")
@@ -253,12 +253,12 @@ def _path(option: str, name: str) -> Path:
     """Return the path that an option names. Raise UsageError if the option can't write there."""
     typed, is_file = option_name(option), option not in ("figure", "save")
     if not name.strip() or "\0" in name or (is_file and name.endswith(("/", os.sep))):
-        raise UsageError(f"{typed} does not name a file.", f"Give a path after {typed}, or leave it out.")
+        raise UsageError(f"{typed} does not name a file.", f"Give a path after {typed}, or leave out {typed}.")
     if name.startswith("--"):
-        raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
+        raise UsageError(f"{typed} needs a path, but is followed by the option {name}.", f"Give a path after {typed}.")
     if name == STDOUT:
         remedy = "Give a path, e.g. /dev/stdout." if is_file else "Give the path of a folder."
-        raise UsageError(f"{typed} does not write to stdout; --json does.", remedy)
+        raise UsageError(f"{typed} can't write to stdout; only --json can.", remedy)
     return local_path(name, typed)
 
 
@@ -272,11 +272,11 @@ def deliver(
     interrupted: bool = False,
     saved: Sequence[str] = (),
 ) -> None:
-    """Write the data, show the tables, draw the plots, and print which files exist.
+    """Write the data, show the tables, draw the pictures, and print the names of the written files.
 
-    `writers` (by option) and `summary` default to those of any report. `annotate` runs after the summary; `saved` is
-    printed as written too. Raise failures after all other work: AttnlensError, or Exit if the reader of stdout left or
-    the run was `interrupted`.
+    `writers` (by option) and `summary` default to those for all kinds of reports. `annotate` runs after the summary;
+    `saved` lists other outputs to print as written. Failures are raised after all other work: AttnlensError, or Exit
+    if the reader of stdout closed the pipe or the run was `interrupted`.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
@@ -296,7 +296,7 @@ def deliver(
         if annotate is not None:
             with _collect(failures):
                 annotate()
-        made += _draw_figures(outputs, report, failures)  # one by one: an interruption leaves those drawn so far
+        made += _draw_figures(outputs, report, failures)  # one by one: an interruption keeps those drawn so far
         written += [f"{len(made)} pictures to {outputs.figure}"] if len(made) > 1 else map(str, made)
         if outputs.html is not None:
             with _collect(failures):
@@ -320,7 +320,7 @@ def deliver(
 
 @contextmanager
 def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
-    """Record a failure that ends the block instead of raising it."""
+    """Append an error that ends the block to `failures` instead of raising the error."""
     try:
         yield
     except (AttnlensError, typer.Exit) as failure:
@@ -341,7 +341,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print the summary, and JSON if it goes to stdout."""
+    """Print the summary, and with `--json -` the report as JSON."""
     from attnlens.report.render import terminal
 
     with guard_stdout():

@@ -23,13 +23,13 @@ from attnlens.requests.fields import CallOnly, Details
 from attnlens.requests.run_options import OUTPUT, ModelRequest
 
 R = TypeVar("R", bound=Request)
-FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files with options, and their tables
+FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}  # Files that set options, and their tables
 RULES = "check"  # Table in these files with the rules of `check` instead of options
 NEGATED = {"no_pack": "pack"}  # Negative flags of switches, for which typer reads no environment variable
 REMEDY = "Correct the file, or run in another folder."
 WANTED = {  # Description and example of the values of each type in a file
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
-    **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
+    **{float: ("a number", "0.1"), str: ("a string in quotes", '"…"')},
 }
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -53,7 +53,7 @@ def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
             options = dict(_parse_entry(name, key, value, known) for key, value in table.items() if key != RULES)
     word = os.environ.get("ATTNLENS_NO_PACK", "").lower()
     if word not in (*YES, *NO, ""):
-        raise UsageError(f"ATTNLENS_NO_PACK={word} is neither yes nor no.", "Set it to 1 or 0.")
+        raise UsageError(f"ATTNLENS_NO_PACK={word} is neither yes nor no.", "Set ATTNLENS_NO_PACK to 1 or 0.")
     return options | ({"pack": word in NO} if word else {})
 
 
@@ -62,12 +62,13 @@ def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
-    why: CallOnly = getattr(declared, "call_only", "read")  # an argument names what is read, and has no variable
+    why: CallOnly = getattr(declared, "call_only", "read")  # an argument names an input, and has no variable
     if why == "dangerous":
-        raise UsageError(f"{file} must not enable {key}.", "Pass it on the command line if this is intended.")
+        remedy = f"Pass {option_name(name)} on the command line if this is intended."
+        raise UsageError(f"{file} must not enable {key}.", remedy)
     if why:
         variable = f" or in ATTNLENS_{name.upper()}" if hasattr(declared, "call_only") else ""
-        problem = f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source."
+        problem = f"{file} must not set {key}: an untrusted file must not determine what is {why}."
         raise UsageError(problem, f"Remove {key} from {file}, and set it on the command line{variable}.")
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(each) is list for each in kinds)
@@ -76,12 +77,12 @@ def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]
     allowed = (int, float) if plain is float else plain
     if not all(isinstance(item, allowed) and (plain is bool) == isinstance(item, bool) for item in items):
         wanted, example = WANTED[plain]
-        wanted += ", or a list of them" * several
+        wanted += ", or a list of such values" * several
         raise UsageError(f"{file}: {key} must be {wanted}.", f"Correct that line, e.g. {key} = {example}.")
     return (NEGATED[name], not value) if name in NEGATED else (name, items if several else value)
 
 
-Parameters = dict[str, Parameter]  # Options of a command by the name of its parameter, annotated for typer
+Parameters = dict[str, Parameter]  # Options of a command by parameter name, annotated for typer
 
 
 def _parameter(name: str, kind: object, declared: object, default: object) -> Parameters:
@@ -114,7 +115,7 @@ def option(
     default: object = None,
     **about: Unpack[Details],
 ) -> Parameters:
-    """Create an option from its flags (`-q --quiet`) and details; it also reads ATTNLENS_<OPTION>."""
+    """Create an option from its flags (`-q --quiet`) and details; ATTNLENS_<OPTION> sets it too."""
     name = parameter_of(flags)
     declared = typer.Option(
         *flags.split(),
@@ -160,7 +161,7 @@ def _flag(name: str, field: FieldInfo) -> str:
 
 
 def parameter_of(flag: str) -> str:
-    """Return the parameter name of a flag: `analyzer` for --analyzer, although it sets `analyzers`."""
+    """Return the parameter name of a flag: `analyzer` for --analyzer, which sets the field `analyzers`."""
     return flag.split()[-1].split("/")[0].removeprefix("--").replace("-", "_")
 
 
@@ -173,25 +174,25 @@ MODEL = argument(
     "model", "Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
 WINDOWS_CSV = output(
-    "--windows-csv", "Write the values of every window as CSV, one row per window and head (or kernel)."
+    "--windows-csv", "Write each window's values as CSV, one row per head; for swaps, one row per kernel and stage."
 )
 TABLE = option("--table", bool, "Show every head instead of a summary by layer.", panel=OUTPUT)
-STRICT = option("--strict", bool, "Exit with code 3 if a part could not be analysed.")
+STRICT = option("--strict", bool, "Exit with code 3 if a part of the model could not be analysed.")
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
-JSON = output("--json", "Write the report as JSON (`-`: stdout).")
+JSON = output("--json", "Write the report as JSON; `-` writes to stdout.")
 QUIET = option("-q --quiet", bool, "Do not print tables or progress.", panel=OUTPUT)
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command with a report."""
 FIGURE = "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder."
-VERBOSE = "Also show timings and the model's positions, biases and norms."
-OUTPUT_OPTIONS = JSON | output("--csv", "Write one row per head as CSV.") | output("--figure", FIGURE, "FILE|DIR")
+VERBOSE = "Also show settings, versions, timings, memory use and notes; in swaps and experiments, more tables."
+OUTPUT_OPTIONS = JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET
 OUTPUT_OPTIONS |= option("-v --verbose", bool, VERBOSE, panel=OUTPUT) | REPORT_OPTIONS
 _printed = typer.Option("--markdown", help="Print Markdown.")
 _printed.call_only = "written"  # like the option of that name that writes a file
 PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
-"""Switch of the commands that print a reference; it reads no variable, since ATTNLENS_MARKDOWN names a file."""
+"""Switch of the commands that print a reference; no variable sets it, because ATTNLENS_MARKDOWN names a file."""
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
@@ -223,7 +224,7 @@ def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
                 problem = f"--{name} does not name a file: the path is empty or a folder."
                 raise UsageError(problem, "Give the path of a file.")
             if "-" in value and sys.stdin is None:
-                raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or name a file.")
+                raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or give a file.")
         if name not in options and value not in (None, [], field.default):
             options[name] = value
     return kind(**options)

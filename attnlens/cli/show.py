@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
-LONGEST_LINE = 600  # Maximum length of a message line; untrusted files may fill it with megabytes
+LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -61,7 +61,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: on an error, print a message (with --debug after a traceback) and exit with its code."""
+    """Wrap a command: on an error, print a message (with --debug after a traceback) and exit with the error's code."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -81,17 +81,17 @@ def guard(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_struck: list[int] = []  # Interruptions during this run
+_struck: list[int] = []  # Signals that interrupted this run
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Raise KeyboardInterrupt and record it, because pydantic turns it into another error while it builds a class."""
+    """Record the signal and raise KeyboardInterrupt, which pydantic turns into another error while building a class."""
     _struck.append(number)
     raise KeyboardInterrupt
 
 
 def report_failure(error: BaseException) -> int:
-    """Print why a command failed and return the exit code; also handles Rust panics, which are not Exceptions."""
+    """Print why a command failed and return the exit code; `error` may be a Rust panic, which is not an Exception."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)
         return UNUSABLE
@@ -112,7 +112,7 @@ def report_failure(error: BaseException) -> int:
 
 @contextmanager
 def progress(*, shown: bool) -> Iterator[ReportProgress]:
-    """Show a progress bar with ETA on a terminal, else occasional plain lines; print the library's warnings."""
+    """Show a progress bar with ETA on a terminal, else occasional plain lines; print attnlens' warnings."""
     import logging  # late, like everything that only the work needs
 
     handler, log = logging.Handler(), logging.getLogger("attnlens")
@@ -149,7 +149,7 @@ def _bars(talk: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every ten seconds, with the time left at its recent rate."""
+    """Return a function that prints a stage's progress every ten seconds, with the time left at the recent rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}
 

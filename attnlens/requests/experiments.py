@@ -1,4 +1,4 @@
-"""Options of `converge` and `reproduce` besides those of models, and checks for contradictions."""
+"""Options of `converge` and `reproduce` that do not concern models, and checks for contradictions."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ class StudyRequest(EngineRequest):
         metavar="SCALE",
     )
     text: Words = several_files(
-        "Text file for language modelling; repeatable. Default: King James text (with `--scale paper`: WikiText-103)."
+        "Text file for language modelling; repeatable. Default: built-in text (with `--scale paper`: WikiText-103)."
     )
     pairs: FilePlace = one_file(
         "Sentence pairs for translation, one per line: `source TAB target` or `id TAB source TAB target`. Default: "
-        "a built-in reversal task whose solution provably needs positions (with `--scale paper`: IWSLT'14)."
+        "a built-in reversal task, which provably cannot be solved without positions (with `--scale paper`: IWSLT'14)."
     )
     series: Annotated[tuple[str, str], checks(_series)] | None = option(
-        "Time series to classify, in the UEA archive's `.ts` format: a training file and a test file.",
+        "A training file and a test file of time series to classify, in the UEA archive's `.ts` format.",
         panel=INPUT,
         metavar="TRAIN TEST",
         typed=tuple[str, str] | None,
         call_only="read",
     )
-    labelled: FilePlace = one_file("Texts to classify, one per line: `text TAB label`.")
+    labelled: FilePlace = one_file("File of texts to classify, one per line: `text TAB label`.")
     cells: Words = option(
-        "Train only these cells of the table, written ROW or TASK/ROW; `*` matches any characters. Repeatable.",
+        "Train only the cells ROW or TASK/ROW of the table; `*` matches any characters. Repeatable.",
         (),
         metavar="PATTERN",
         shown="all",
     )
-    seeds: Whole | None = option("Number of seeds (runs) per cell.", least=1, most=100, shown="3; small and paper: 5")
+    seeds: Whole | None = option("Number of runs (seeds) per cell.", least=1, most=100, shown="3 with tiny, else 5")
     seed: Whole = option("Seed of the first run.", 0, least=0, most=LARGEST - 100)
     jobs: Whole | None = option("Models to train in parallel.", least=1, most=256, shown="one per core; 1 on a GPU")
     save: FolderPlace = new_folder(
-        "New folder for checkpoints: each cell's first-seed model is saved at each evaluation."
+        "Save the model of each cell's first run at each evaluation, in this new or empty folder."
     )
     work: FolderPlace = new_folder(
-        "Folder that stores finished runs; repeat the command to resume.", shown="in the user's cache"
+        "Folder that stores finished runs. Repeat the command to resume.", shown="in the user's cache"
     )
 
 
-MOST = 4096  # Largest size of an instance: a larger one is a typo, and would fill the memory or never end
+MOST = 4096  # Largest size of an instance: a larger size would fill the memory or take forever
 DRAWN = frozenset({"trials", "seed", "n", "t", "d"})
 TRAINED = DRAWN | {"lr", "loss", "iterations", "attention", "start"}
 USES = {  # Synthetic experiments, with the options that each one uses
@@ -97,19 +97,19 @@ class DescentRequest(Request):
 
 
 class SizesRequest(DescentRequest):
-    """Sizes and settings of the synthetic experiments; None: the paper's value."""
+    """Sizes and settings of the synthetic experiments; None stands for the paper's value."""
 
-    n: Whole | None = keyword("Inputs of an instance.", least=1, most=MOST)
-    t: Whole | None = keyword("Tokens of an input (T).", least=2, most=MOST)
-    d: Whole | None = keyword("Dimensions of a token.", least=1, most=MOST)
-    m: Whole | None = keyword("Columns of K and Q (default: d).", least=1, most=MOST)
-    head_function: Literal["linear", "relu"] | None = keyword("h: `linear` or `relu`.")
+    n: Whole | None = keyword("Number of inputs per instance.", least=1, most=MOST)
+    t: Whole | None = keyword("Number of tokens per input (T).", least=2, most=MOST)
+    d: Whole | None = keyword("Number of dimensions of a token.", least=1, most=MOST)
+    m: Whole | None = keyword("Number of columns of K and Q (default: d).", least=1, most=MOST)
+    head_function: Literal["linear", "relu"] | None = keyword("Function h: `linear` or `relu`.")
     attention: Literal["cross", "self"] | None = keyword(
-        "Query z: independent (`cross`), or one of the tokens (`self`)."
+        "Query z: independent of the tokens (`cross`), or one of the tokens (`self`)."
     )
     start: Literal["random", "zero"] | None = keyword("Initial W: `random` or `zero`.")
     trials: Whole | None = synthetic_option("Number of random instances per experiment.", least=1, most=10_000)
-    # trial i draws from seed + i
+    # trial i uses the seed `seed + i`
     seed: Whole = option("Random seed.", 0, least=0, most=LARGEST - 10_000)
 
 
@@ -137,5 +137,5 @@ class SyntheticRequest(SizesRequest):
         return self
 
     def overrides(self) -> dict[str, object]:
-        """Return the settings that replace the paper's; the seed is always one of them."""
+        """Return the settings that replace the paper's values, including the seed."""
         return self.model_dump(exclude={"experiments"}, exclude_none=True)

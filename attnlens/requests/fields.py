@@ -24,7 +24,7 @@ from attnlens.errors import UsageError
 from attnlens.files import local_path
 
 R = TypeVar("R")
-INDENT = " " * 8  # Of an option's help in a docstring
+INDENT = " " * 8  # Indentation of an option's help in a docstring
 CallOnly = Literal["", "dangerous", "read", "written"]
 
 
@@ -47,13 +47,13 @@ class Request(BaseModel):
         """Return a copy of the request with these options changed and checked."""
         return type(self)(**self.explicit() | options)
 
-    def explicit(self) -> dict[str, Any]:  # keywords of functions with options of any type
+    def explicit(self) -> dict[str, Any]:  # passed as keywords of any type
         """Return the options that were set, without those left at their defaults."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid option; raise it for an unknown option or word."""
+    """Return a UsageError for the first invalid option. Raise UsageError if an option or a word is unknown."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -76,12 +76,12 @@ class Details(TypedDict, total=False):
     panel: str
     metavar: str  # Placeholder of the value; by default its type
     flag: str  # Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`
-    shown: str  # Default as the help shows it, if it differs from the default
+    shown: str  # Default shown in the help, if it differs from the field's default
     least: int  # smallest allowed number
     most: int  # largest allowed number
     call_only: CallOnly
-    """Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
-    dangerous, or names what is `read` or `written`."""
+    """Reason why a defaults file, which may belong to an untrusted model, must not set the option: the option is
+    `dangerous`, or names what is `read` or `written`."""
     noun: str  # Noun for the allowed words in messages, if it is not the option's name
     typed: object  # Type that typer parses, if it differs from the one that follows from the annotation
     python_only: bool  # True for a keyword of the Python function that no command offers
@@ -99,12 +99,12 @@ switch = partial(option, default=False)  # Create the field of an option that is
 
 
 def details(field: FieldInfo) -> Details:
-    """Return the details of a field that `option` recorded, other than help and default."""
+    """Return the details that `option` recorded in a field."""
     return cast("Details", field.json_schema_extra)
 
 
 def alternatives(hint: object) -> tuple[type, ...]:
-    """Return the members of a union type without their validators; a tuple of the type itself for any other."""
+    """Return the members of a union type without their validators; for another type, a tuple that contains it."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
 
@@ -153,7 +153,7 @@ def _accepted_type(field: FieldInfo) -> str:
 
 
 def checks(check: Callable[[str, object], object]) -> BeforeValidator:
-    """Create a validator from a function (name, value) → value; None passes."""
+    """Create a validator from a function (name, value) → value; None is not checked."""
     return BeforeValidator(
         lambda value, info: value if value is None else check(cast("ValidationInfo", info).field_name or "", value)
     )
@@ -165,8 +165,8 @@ def words(what: str, value: object) -> tuple[str, ...]:
     items = [value] if alone else several(what, cast("Iterable[object]", value))
     for item in items:
         if not isinstance(item, str | os.PathLike):
-            problem = f"{what}={format_argument(value)} contains {format_argument(item)}."
-            raise UsageError(problem, "Give strings or paths.")
+            problem = f"{what}={format_argument(value)} contains {format_argument(item)}, which is not a name or path."
+            raise UsageError(problem, "Give strings or path objects.")
     return tuple(path(what, item) for item in items)
 
 
@@ -211,7 +211,7 @@ def _integers(what: str, value: object) -> list[int]:
 
 
 def _integer(value: object) -> int | None:
-    """Return the integer value (numpy's integers too), or None; a bool is not an integer here."""
+    """Return an integer of Python or numpy as an int; None for anything else, including a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -238,7 +238,7 @@ def folder(name: str, value: object) -> str:
 def _place(name: str, value: object, what: str = "file") -> str:
     """Return the path of a file or folder as a string. Raise UsageError for anything else."""
     if isinstance(value, str) and (not value.strip() or "\0" in value):
-        raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave it out.")
+        raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave out --{name}.")
     return path(name, value)
 
 
@@ -253,7 +253,7 @@ def _valid(check: Callable[..., object]) -> BeforeValidator:
 
 
 def spelled(pattern: str, problem: str, remedy: str) -> BeforeValidator:
-    """Create a validator of strings that match a pattern; `problem` contains {} for the value."""
+    """Create a validator for strings that must match a pattern; the value replaces {} in `problem`."""
 
     def check(value: object) -> None:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
@@ -270,7 +270,7 @@ def positive(name: str, value: object, below: float = LARGEST) -> float:
     raise UsageError(f"{name}={format_argument(value)} is not a positive number{limit}.", "Give a number such as 0.05.")
 
 
-Words = Annotated[tuple[str, ...], checks(words)]  # Names or paths; callers may give a single one
+Words = Annotated[tuple[str, ...], checks(words)]  # Names or paths; a single name or path is accepted too
 AnalyzerNames = Annotated[tuple[str, ...], checks(_analyzers)]
 Numbers = Annotated[list[int], checks(numbers)]  # Numbers of layers or heads
 Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]

@@ -14,7 +14,7 @@ from attnlens.requests.run_options import Feeding, is_recorded
 
 def settings(request: Feeding) -> Settings:
     """Return a report's settings; options without a field in `Settings` are stored by name in `options`."""
-    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
+    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known after the model is loaded
     fields = type(request).model_fields
     known = {name: getattr(request, name) for name in Settings.model_fields if name in fields and name not in later}
     others = {
@@ -52,7 +52,7 @@ def choose_analyzers(
 
 
 def files(request: Feeding) -> list[str]:
-    """Return the named text files. Raise UsageError if both texts and pairs are set."""
+    """Return the names of the text files. Raise UsageError if both `text` and `pairs` are set."""
     if request.pairs is None:
         return list(request.text)
     if request.text:
@@ -61,10 +61,10 @@ def files(request: Feeding) -> list[str]:
 
 
 def refuse_unread(request: Feeding, source: str) -> None:
-    """Raise UsageError for inputs that `source` does not read, and for from_files unless it is `weights`."""
+    """Raise UsageError for inputs that `source` does not read, and for from_files unless `source` is `weights`."""
     if getattr(request, "from_files", False) and source != "weights":
         problem = "With --device files the weights are read from disk, so the model cannot run on a text."
         raise UsageError(problem, "Add --source weights, or leave out --device files.")
     named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
-        raise UsageError(f"With source=weights, {named} would be ignored.", f"Leave out {named} or --source.")
+        raise UsageError(f"With source=weights, {named} would be ignored.", f"Leave out {named}, or --source weights.")

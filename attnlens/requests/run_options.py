@@ -30,7 +30,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return whether reports record an option: all except those that name files, outputs or how units are computed."""
+    """Return False if an option names files or outputs, or determines how units are computed; reports omit it."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -51,7 +51,7 @@ def _shard(name: str, value: object) -> str:
 
 
 def _of_environment() -> str:
-    """Return the shard of a task in an even Slurm array, or of a torchrun process. Raise UsageError if there's none."""
+    """Return the shard of this Slurm array task or torchrun process. Raise UsageError if there is none."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
     numbers = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
     if "ID" in numbers and "COUNT" in numbers:
@@ -64,7 +64,7 @@ def _of_environment() -> str:
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
         return _shard("shard", f"{int(rank) + 1}/{count}")
-    raise UsageError(f"shard=auto requires {ARRAY}ID and {ARRAY}COUNT, or RANK and WORLD_SIZE.", SAY_SHARD)
+    raise UsageError(f"shard=auto requires {ARRAY}ID and {ARRAY}COUNT, or RANK and WORLD_SIZE, to be set.", SAY_SHARD)
 
 
 Shard = Annotated[str, checks(_shard)]
@@ -90,16 +90,16 @@ class SpreadRequest(Request):
     """Options for loading a model larger than the available memory."""
 
     from_files: bool = keyword(
-        "Read the weights of queries and keys from their files, one layer at a time, with source='weights'. A model "
+        "With source='weights': read the query and key weights from the model's files, one layer at a time. A model "
         "that does not fit into memory is always read this way.",
         False,
     )
     device_map: Literal["auto"] | None = keyword(
-        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate); weights.* are computed from files."
+        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate), and compute weights.* from files."
     )
     max_cpu_memory: MemorySize | None = keyword(
         "Maximum CPU memory for the weights with device_map, e.g. `8GB` (default: 3/4 of the free memory); the "
-        "remaining weights are read from disk in each pass."
+        "remaining weights are read from disk in each forward pass."
     )
 
 
@@ -128,20 +128,20 @@ class SharedRequest(KeptRequest, EngineRequest):
 
 
 class WorkRequest(SharedRequest, SpreadRequest):
-    """Work options of a run over one model that can be loaded in parts."""
+    """Options of a run that analyses one model, which may be loaded in parts."""
 
 
 class CheckRequest(Request):
-    """Options of `check` besides those for reading a model."""
+    """Options of `check` that do not concern how a model is read."""
 
     rules: fields.FilePlace = option(
-        'TOML file with a table `[check]`, e.g. `"tokens.entropy" = ["min > 0.05"]`.',
+        'TOML file with rules in a table `[check]`, e.g. `"tokens.entropy" = ["min > 0.05"]`.',
         metavar="FILE",
         shown="attnlens.toml, or [tool.attnlens.check] of pyproject.toml",
         call_only="read",
     )
     rule: Words = option(
-        "A rule, e.g. `tokens.entropy: min > 0.05`; repeatable. Replaces the default rule files.",
+        "Check this rule, e.g. `tokens.entropy: min > 0.05`; repeatable. Default rule files are then ignored.",
         (),
         metavar="RULE",
         call_only="read",
@@ -150,32 +150,34 @@ class CheckRequest(Request):
         "Baseline file with the expected values of the heads.", metavar="FILE", call_only="read"
     )
     update_baseline: bool = switch(
-        "Accept this report as the new baseline: write it to --baseline.", panel=BASELINE, call_only="written"
+        "Write the values of this report to --baseline, as the new baseline.", panel=BASELINE, call_only="written"
     )
-    recompute: Whole | None = option("Recompute this many heads from MODEL, and compare.", metavar="NUMBER", least=1)
+    recompute: Whole | None = option("Recompute this many heads from MODEL to verify them.", metavar="NUMBER", least=1)
     annotations: bool = switch(
-        "Print GitHub annotations for the ten worst heads, and write the step summary. Enabled by default in GitHub "
-        "Actions.",
+        "Print at most ten GitHub annotations (failed rules and the worst heads), and write the step summary. Enabled "
+        "by default in GitHub Actions.",
         panel=OUTPUT,
     )
     allow_partial: bool = switch("Accept a report that covers only part of the model.")
     relative: float = baseline_option(
-        "Largest allowed relative deviation of a head from the baseline.", RELATIVE, metavar="NUMBER"
+        "Largest allowed relative deviation of a head's value from the baseline.", RELATIVE, metavar="NUMBER"
     )
     absolute: float | None = baseline_option(
-        "Largest allowed absolute deviation; the larger of the two tolerances applies.",
+        "Largest allowed absolute deviation of a head's value. The larger of --relative and --absolute applies.",
         metavar="NUMBER",
         shown="--relative times the measure's range",
     )
     fdr: float = baseline_option(
-        "Expected share of false alarms among the heads reported by p-value (Benjamini–Hochberg).", FDR, metavar="SHARE"
+        "Maximum expected share of false alarms among heads that fail by their p-value (Benjamini–Hochberg).",
+        FDR,
+        metavar="SHARE",
     )
 
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 dtype_option = partial(
     option,
-    "Floating-point type of the model's weights: `auto`, `float32`, `bfloat16`, … Measures always use float64.",
+    "Data type of the model's weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures use float64.",
     metavar="TYPE",
 )
 device_option = partial(option, default="auto", metavar="DEVICE")
@@ -185,7 +187,7 @@ windows_option = partial(input_option, "Number of windows (or lines) to read, in
 class Loading(Request):
     """Options for loading a model."""
 
-    device: fields.Device = device_option("`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
+    device: fields.Device = device_option("Device for the model: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
     dtype: DType = dtype_option("auto")
     offline: bool = switch("Use local files only.", panel=INPUT)
     revision: fields.Word | None = keyword("Commit, tag or branch of a hub model.")
@@ -195,19 +197,19 @@ class Loading(Request):
         call_only="read",
     )
     trust_remote_code: bool = dangerous_switch("Run Python code from the model's repository.")
-    allow_pickle: bool = dangerous_switch("Load `.bin` weights (pickles; tensors only).")
+    allow_pickle: bool = dangerous_switch("Load `.bin` weights, which are pickles; only tensors are unpickled.")
 
 
-PAIRS = ".tsv"  # Ending of a text with a pair of texts per line
+PAIRS = ".tsv"  # File extension of a text with one pair of texts per line
 
 
 class Feeding(Loading):
     """Options for the input of a model, and for loading it."""
 
     text: Words = several_files(
-        "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or `datasets:NAME`, optionally followed "
-        f"by `,config=C`, `,split=S` and `,column=T`. Repeatable (ATTNLENS_TEXT separates files by `{os.pathsep}`). "
-        "Default: built-in texts."
+        "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
+        "`datasets:NAME[,config=C][,split=S][,column=T]`. Repeatable (ATTNLENS_TEXT separates files by "
+        f"`{os.pathsep}`). Default: built-in texts."
     )
     pairs: fields.FilePlace = one_file(
         "File with one pair of texts per line, separated by a tab; replaces `text`.", python_only=True
@@ -219,20 +221,20 @@ class Feeding(Loading):
         "Sound file (`.wav`) for an audio model; repeatable, one per sequence. Default: random sounds.",
         python_only=True,
     )
-    length: Whole | None = input_option("Tokens per window.", least=2, shown="128, or the model's limit")
+    length: Whole | None = input_option("Tokens per window.", least=2, shown="128, or the model's limit if lower")
     windows: Whole = windows_option(32)
-    batch_size: Whole = work_option("Sequences per forward pass.", 8, least=1)
+    batch_size: Whole = work_option("Number of sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"
     )
     placement: Placement = input_option(
-        "Position of the windows in each text: evenly spaced (`spread`), at the beginning (`first`), or `random`.",
+        "Position of the windows in a text: evenly spaced (`spread`), at the start (`first`) or at random (`random`).",
         "spread",
         metavar="PLACE",
     )
     intervals: Intervals | None = keyword(
-        "What errors and intervals cover: other `windows` of these texts, or other `texts` of the same kind (default: "
-        "texts if there are at least five, else windows).",
+        "Population that errors and intervals describe: other `windows` of these texts, or other `texts` of the same "
+        "kind (default: texts if there are at least five, else windows).",
         noun="unit of intervals",
     )
     allow_foreign_text: bool = switch(
@@ -248,15 +250,15 @@ class Feeding(Loading):
         if not any(isinstance(name, str | os.PathLike) and str(name).endswith(PAIRS) for name in names):
             return options
         if len(names) > 1 or options.get("pairs") is not None:
-            raise UsageError("A file of text pairs cannot be combined with other texts.", "Give this file alone.")
+            raise UsageError("A file of text pairs cannot be combined with other texts.", "Give only this file.")
         return {name: value for name, value in options.items() if name != "text"} | {"pairs": names[0]}
 
 
 class ModelRequest(Feeding):
     """Additional options that select layers and heads."""
 
-    layers: fields.Numbers | None = option("Only these layers, e.g. `0-3,7`.", metavar="NUMBERS")
-    heads: fields.Numbers | None = option("Only these heads, e.g. `0,5`.", metavar="NUMBERS")
+    layers: fields.Numbers | None = option("Restrict to these layers, e.g. `0-3,7`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option("Restrict to these heads, e.g. `0,5`.", metavar="NUMBERS")
 
 
 class SeriesRequest(ModelRequest):
@@ -281,19 +283,19 @@ class CheckpointsRequest(SharedRequest, SeriesRequest):
 
 
 PLACES: dict[object, dict[str, object]] = {"spread": {"device_map": "auto"}, "files": {"from_files": True}}
-"""Values of `device` that place the weights elsewhere than on one device, and the options that they stand for."""
+"""Values of `device` other than a single device, with the options that they stand for."""
 
 
 class InspectRequest(WorkRequest, SeriesRequest):
     """Options of `inspect`."""
 
     device: fields.Device = device_option(
-        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread`: all GPUs, CPU memory and disk; `files`: one layer "
-        "at a time (--source weights)."
+        "Device for the model: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`; `spread`: distribute the model over all GPUs, "
+        "CPU memory and disk; `files`: read one layer at a time (with --source weights)."
     )
     show: Literal["selection", "attention"] | None = option(
-        "`selection`: print selected tokens and support vectors (with --head). `attention`: draw the attention of "
-        "the first window in the HTML page.",
+        "`selection`: print selected tokens and support vectors (with --head). `attention`: draw the first "
+        "window's attention in the HTML page (with --html).",
         metavar="WHAT",
     )
 

@@ -18,6 +18,7 @@ from attnlens.arguments import LARGEST, format_argument, path
 from attnlens.choices import BUDGETED, ETA, KERNEL, Convention, HealingGoal, HealingUnit, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
+from attnlens.requests import fields
 from attnlens.requests.fields import (
     BudgetText,
     FilePlace,
@@ -43,8 +44,8 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {  # Counted quantity and size of 
     **{"tok": ("tokens", 1), "ktok": ("tokens", 1e3), "Mtok": ("tokens", 1e6)},
     **{"s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600)},
 }
-STEPS = 200  # Training steps of a healing by default
-MOST_DIRECTIONS = 65536  # Rank above every head_dim, so that it removes nothing
+STEPS = 200  # Default number of training steps
+MOST_DIRECTIONS = 65536  # Rank larger than any head_dim, which removes nothing
 LATENTS = "([a-z]+=[a-z0-9]+(,|$))+"  # Form of latents, as in `group=all,rotation=before`
 LatentForm = Annotated[
     str,
@@ -84,21 +85,23 @@ class Amount:
 
 
 class KernelRequest(ModelRequest):
-    """Options shared by all three commands: where to replace the kernel, and what to measure."""
+    """Options of the three commands that replace a kernel: where to replace it, and what to measure."""
 
     part: Part | None = option(
-        "Replace the kernel only in this part: `encoder`, `decoder`, `cross`; in models with several towers also "
-        "`vision`, `audio`, `text`.",
+        "Replace the kernel only in this part: `encoder`, `decoder` or `cross` (cross-attention); in models with "
+        "several towers also `vision`, `audio` or `text`.",
         metavar="PART",
     )
+    layers: fields.Numbers | None = option("Replace the kernel only in these layers, e.g. `0-3,7`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option("Replace the kernel only in these heads, e.g. `0,5`.", metavar="NUMBERS")
     controls: bool = keyword(
         "Also measure trivial alternatives to each kernel: a sink-window of the same size, `hard`, `uniform`, and the "
         "branches of filtered kernels and hybrids.",
         True,
     )
     generate: Whole = option(
-        "Generate up to this many tokens greedily, and count how many agree before the output first differs from the "
-        "original model's.",
+        "Generate up to this many tokens greedily, and count the tokens before the first one that differs from the "
+        "original model's output.",
         64,
         least=0,
         most=65536,
@@ -111,17 +114,17 @@ class KernelRequest(ModelRequest):
         "Calibration text for fitting, choosing ranks and training; repeatable. Default: windows of --text that are "
         "not used for evaluation."
     )
-    save: FolderPlace = new_folder("Folder for the changed model.")
+    save: FolderPlace = new_folder("Save the changed model to this new or empty folder.")
 
 
-fit_option = partial(switch, "Fit the kernel's free parameters to calibration text, per head, in closed form.")
+fit_option = partial(switch, "Fit the kernel's free parameters to calibration text, in closed form for each head.")
 
 
 class SwapRequest(SharedRequest, KernelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
     sweep: Sweep | None = option(
-        "Also swap `heads` or `layers` one at a time, and rank them by the harm to the model.", metavar="WHAT"
+        "Also swap `heads` or `layers` one at a time, and rank them by their harm to the model.", metavar="WHAT"
     )
     predictors: bool = keyword(
         "Correlate each head's harm with the measures of `inspect` (in a sweep of at least eight heads).", True
@@ -141,10 +144,11 @@ class RanksRequest(KeptRequest, KernelRequest):
         shown="loss:1%",
     )
     latents: LatentForm | None = option(
-        "Form of the latents: `group=N|all` (key heads per latent), `rotation=before|after`, "
-        "`metric=attention|output`, joined by commas.",
+        "Form of the low-rank key latents: `group=N|all` (key heads per latent), `rotation=before|after` (compress "
+        "keys before or after RoPE), `metric=attention|output` (errors weighted by attention, or half by their effect "
+        "on the output); join with commas.",
         metavar="FORM",
-        shown="the best on calibration text",
+        shown="the best form on calibration text",
     )
     ranks: object = one_file("Take the rank of each key head from this plan (written by --plan) instead of searching.")
 
@@ -161,7 +165,7 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Training target: the predictions of the original model (`teacher`), or the next tokens of the `text`.",
+        "Training target: `teacher` (predictions of the original model) or `text` (next tokens of the text).",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -171,7 +175,7 @@ class HealRequest(KeptRequest, KernelRequest):
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "With `--learn text`: also train the same weights of the original model for as many steps, and compare."
+        "With `--learn text`: also train the original model, with the same weights and steps, and compare both models."
     )
     checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
     eta: float | None = keyword(
@@ -193,7 +197,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
         for name in ("shard", "jobs", "engine"):
             if getattr(request, name) not in (None, 1, "local"):
                 raise UsageError(
-                    f"--save writes the model of the current process, but with --{name} other processes modify it.",
+                    f"--save writes the model of the current process, but --{name} changes it in other processes.",
                     f"Leave out --{name}, or --save.",
                 )
     for kernel in kernels if request.sweep == "heads" else ():
@@ -203,7 +207,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
                 "Use --sweep layers, or rank:group=1.",
             )
     if request.calibration and not reads_calibration(kernels, request.fit):
-        raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave it out.")
+        raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave out --calibration.")
     return kernels
 
 
@@ -228,7 +232,7 @@ def heal_kernels(
     (new,) = kernels = _parse_kernels(spellings, request)
     if new.oracle:
         raise UsageError(
-            f"{new.spelling} can't be healed: it decomposes the evaluated text's own logits.",
+            f"{new.spelling} can't be healed: this kernel decomposes the evaluated text's own logits.",
             "Omit oracle: only the fitted form can be trained.",
         )
     if not new.has_gradient:
@@ -240,12 +244,12 @@ def heal_kernels(
         )
     if new.info.form != "output" and (request.eta is not None or request.ksvd_convention != "paper"):
         name = "ksvd_convention" if request.eta is None else "eta"
-        raise UsageError(f"{name} applies only to the kernel primal.", "Leave it out, or heal primal:8.")
+        raise UsageError(f"{name} applies only to the kernel primal.", f"Leave out {name}, or use --kernel primal:8.")
     return kernels, plan, request
 
 
 def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:
-    """Return True if a kernel is fitted to calibration text."""
+    """Return True if at least one kernel is fitted to calibration text."""
     return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or fit) for kernel in kernels)
 
 
@@ -258,7 +262,7 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
     if len(reading) > 1:
         raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Read one of them from a file.")
     if request.prompts is not None and not request.generate:
-        raise UsageError("prompts have no effect with generate=0.", "Omit one of them.")
+        raise UsageError("prompts have no effect with generate=0.", "Omit prompts, or set generate to at least 1.")
     if request.save is not None:
         check_folder(Path(request.save))
     for spelling in spellings:
@@ -266,7 +270,7 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
         if name == BUDGETED and (not form or re.fullmatch(LATENTS, form)) and "rank=" not in form:
             more = f",{form}" if form else ""
             raise UsageError(
-                f"Kernel `{BUDGETED}` needs a rank, the dimensions kept per head.",
+                f"Kernel `{BUDGETED}` needs a rank, the number of dimensions kept per head.",
                 f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%.",
             )
     allow_signed, fit = (getattr(request, name, False) for name in ("allow_signed", "fit"))
@@ -279,9 +283,9 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
                 "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
             )
         if kernel.oracle or kernel.tie is not None:
-            reason = f"with {kernel.tie}, its logits are not those of the head"
+            reason = f"with {kernel.tie}, the kernel's logits are not those of the head"
             if kernel.oracle:
-                reason = "it decomposes the evaluated text's own logits"
+                reason = "this kernel decomposes the evaluated text's own logits"
             remedy = f"Leave out --fit, or {'oracle' if kernel.oracle else kernel.tie}."
             raise UsageError(f"{kernel.spelling} can't be fitted: {reason}.", remedy)
     return kernels
@@ -291,9 +295,9 @@ R = TypeVar("R", RanksRequest, HealRequest)
 
 
 def _read_plan(request: R) -> tuple[Plan | None, R]:
-    """Return the plan of --ranks, and the options with the plan itself, its layers, heads and part.
+    """Return the plan of --ranks, and the options completed by the plan and its layers, heads and part.
 
-    Without --ranks, return None and the same options. Raise UsageError if the plan cannot be read or contradicts them.
+    Without --ranks, return None and the same options. Raise UsageError if the plan is unreadable or sets them too.
     """
     from attnlens.records import Plan, read_plan
 
@@ -312,5 +316,5 @@ def _read_plan(request: R) -> tuple[Plan | None, R]:
 
 
 def _unlimited(form: str | None) -> str:
-    """Return the spelling of the kernel `rank` until ranks are chosen: its rank removes nothing."""
+    """Return the spelling of the kernel `rank` with a rank that removes nothing, used until ranks are chosen."""
     return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")

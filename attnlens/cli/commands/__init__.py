@@ -21,8 +21,8 @@ from attnlens.errors import UsageError
 app = typer.Typer(
     name="attnlens",
     help="Analyse the attention of pretrained transformers as kernel machines.",
-    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input · 3 incomplete, with --strict · "
-    "130 interrupted; finished work is kept · 141 output pipe closed.",
+    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input · 3 incomplete (with --strict) · "
+    "70 internal error · 130 interrupted (finished work is kept) · 141 output pipe closed.",
     invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -50,10 +50,10 @@ def root(
         typer.echo(context.get_help())
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
-        return  # neither reads defaults, and an error in a file must not prevent help
+        return  # `list` and `explain` read no defaults, and an error in a file must not prevent help
     try:
         Path.cwd()  # if the current folder was removed, no path can be resolved, and torch's MKL ends the process
     except OSError as error:
-        raise UsageError(f"The current folder can't be read: {error.strerror}.", "cd to another folder.") from None
+        raise UsageError(f"The current folder can't be read: {error.strerror}.", "Change to another folder.") from None
     options = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
     context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), options)

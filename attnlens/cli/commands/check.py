@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # For reading a model
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
-"""Those of them that a report can't contain, and that --recompute takes."""
+"""Options in READING that a report can't contain; they apply to --recompute."""
 
-SUBJECT = opt.argument("subject", "A report from --json, or a model to inspect first.", str, "REPORT|MODEL")
-MODEL = opt.argument("model", "With --recompute: the report's model.", metavar="MODEL")
-JUNIT = opt.output("--junit", "Write one test case per rule as JUnit XML.")
-CSV = opt.output("--csv", "Write one row per head that breaks a rule as CSV.")
+SUBJECT = opt.argument("subject", "A report written by --json, or a model to inspect first.", str, "REPORT|MODEL")
+MODEL = opt.argument("model", "With --recompute: the model from which the report was computed.", metavar="MODEL")
+JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per rule.")
+CSV = opt.output("--csv", "Write a CSV file: one row per head that breaks a rule, and one per rule without such heads.")
 
 
 @opt.with_options(
@@ -62,7 +62,7 @@ def check(context: typer.Context) -> None:
     report = _load_report(subject, reading, outputs)
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.verdict(report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
-    if request.update_baseline and request.baseline is not None:  # first, before anything can fail
+    if request.update_baseline and request.baseline is not None:  # first, before anything else can fail
         judging.baseline_of(report).write_json(request.baseline)
         if not outputs.quiet:
             say(f"Wrote {request.baseline}")
@@ -89,7 +89,7 @@ def check(context: typer.Context) -> None:
 
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
-    """Raise UsageError for options without effect: model options with a report, or options whose partner is missing."""
+    """Raise UsageError for options without effect: options for models with a report, or options that need another."""
     for first, second, missing in (
         ("MODEL", "--recompute", model and not request.recompute),
         ("--recompute", "MODEL", request.recompute and not model),
@@ -99,15 +99,16 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
             raise UsageError(f"{first} needs {second}.", f"Add {second}, or omit {first}.")
     if not names_report(subject):
         if model:
-            raise UsageError(f"{subject} is not a report that can be recomputed.", "Give a report, then its model.")
+            problem = f"With two arguments, the first must be a report, but {subject} is not one."
+            raise UsageError(problem, "Give a report (.json), followed by the model it was computed from.")
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
     for flag in (opt.option_name(name) for name in names if name in ignored):
-        raise UsageError(f"{flag} applies to models, but {subject} is a report.", f"Omit {flag}, or name a model.")
+        raise UsageError(f"{flag} applies to models, but {subject} is a report.", f"Omit {flag}, or give a model.")
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules from the command line, or else those of the first default file that has any."""
+    """Return the rules of --rules and --rule, or else those of the first default file that contains rules."""
     from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))
@@ -121,7 +122,7 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
 
 
 def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
-    """Return the baseline to compare with; None without --baseline, and with --update-baseline, which writes it."""
+    """Return the baseline to compare with; None without --baseline, or with --update-baseline."""
     from attnlens.records import read_baseline
 
     if request.baseline is None:
@@ -147,7 +148,7 @@ def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rul
 
 
 def _load_report(subject: str, reading: requests.InspectRequest, outputs: Outputs) -> Report:
-    """Read the report from its file, or inspect the model."""
+    """Read the report `subject` from its file, or inspect the model `subject`."""
     if names_report(subject):
         from attnlens.report.report import read_report
 
@@ -158,7 +159,7 @@ def _load_report(subject: str, reading: requests.InspectRequest, outputs: Output
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:
-    """Print GitHub workflow commands, and append the verdict to the step summary if GitHub requests it."""
+    """Print GitHub workflow commands, and append the verdict to the file GITHUB_STEP_SUMMARY, if set."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
     with guard_stdout():
@@ -170,4 +171,4 @@ def _annotate(report: Report, *, stderr: bool) -> None:
                 file.write(step_summary(report))
         except (OSError, ValueError) as error:
             problem = f"The step summary {place} can't be written: {error}."
-            raise OutputError(problem, "Unset GITHUB_STEP_SUMMARY, or make it writable.") from None
+            raise OutputError(problem, "Unset GITHUB_STEP_SUMMARY, or make the file writable.") from None

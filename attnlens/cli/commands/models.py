@@ -20,17 +20,17 @@ from attnlens.wording import format_count, join_items
 if TYPE_CHECKING:
     from attnlens.records import Report
 
-HEAD = opt.option("--head", str | None, "Only this head, e.g. `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
+HEAD = opt.option("--head", str | None, "Restrict to this head, e.g. `3.7` (layer 3, head 7).", metavar="LAYER.HEAD")
 
 
 @opt.with_options(
     opt.MODEL | HEAD | opt.WINDOWS_CSV | opt.TABLE | opt.STRICT,
     opt.parameters(requests.InspectRequest),
-    opt.OUTPUT_OPTIONS,
+    opt.OUTPUT_OPTIONS | opt.output("--csv", "Write a CSV file with one row per head."),
 )
 def inspect(context: typer.Context) -> None:
-    """Measure the symmetry, definiteness and spectrum of each head. `--analyzer selection` compares the tokens
-    that the head selects with a max-margin SVM."""
+    """Measure the symmetry, definiteness and spectrum of each head. With `--analyzer selection`, compare the tokens
+    that each head selects with those of a max-margin SVM."""
     params = context.params
     if params["head"] is None and params["show"] == SHOWN:
         raise UsageError("--show selection requires a single head.", "Add --head, e.g. --head 3.7.")
@@ -45,12 +45,12 @@ def inspect(context: typer.Context) -> None:
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
 FIRST = opt.argument("first", f"The reference model: {NAMES}.", str, "FIRST")
-SECOND = opt.argument("second", f"The model to compare with FIRST (--adapter applies here): {NAMES}.", str, "SECOND")
+SECOND = opt.argument("second", f"The second model: {NAMES}. --adapter applies to this model.", str, "SECOND")
 
 
 @opt.with_options(FIRST | SECOND | opt.TABLE | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
 def compare(context: typer.Context) -> None:
-    """Find the heads that differ between two models, with standard errors, p values and a false-discovery rate."""
+    """Find the heads that differ between two models, with standard errors, p-values and a false-discovery rate."""
     params = context.params
     request = opt.build(CompareRequest, params)
     check_reading(request)
@@ -66,7 +66,7 @@ UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Optio
 
 @opt.with_options(opt.MODEL | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.REPORT_OPTIONS)
 def doctor(context: typer.Context) -> None:
-    """Verify that attnlens computes attention exactly as this model does; exit 2 if it does not."""
+    """Verify that attnlens computes attention exactly as this model does; exit 2 if the results differ."""
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(
@@ -79,7 +79,7 @@ def doctor(context: typer.Context) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Return the error of a failed `doctor`: the sites that failed, and the largest error."""
+    """Return the error of a failed `doctor`, which names the failed sites and the largest error."""
     failed = [check for check in report.doctor if not check.passed]
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
     if failed:
@@ -100,7 +100,7 @@ def _kernel_option(more: str) -> opt.Parameters:
 
 
 @opt.with_options(
-    opt.MODEL | _kernel_option(" Repeat the option to compare several.") | opt.WINDOWS_CSV | opt.STRICT,
+    opt.MODEL | _kernel_option(" Repeat the option to compare several kernels.") | opt.WINDOWS_CSV | opt.STRICT,
     opt.parameters(SwapRequest, without=("engine", "shard")),
     opt.OUTPUT_OPTIONS,
 )
@@ -113,7 +113,7 @@ def swap_kernel(context: typer.Context) -> None:
     run_command(params, [name], request, lambda analyses, tell: analyses.swap_work(name, kernels, request, tell).run())
 
 
-PLAN = opt.output("--plan", "Write the ranks as JSON, for --ranks.")
+PLAN = opt.output("--plan", "Write the ranks as a JSON file that --ranks reads.")
 
 
 @opt.with_options(opt.MODEL | PLAN | opt.WINDOWS_CSV | opt.STRICT, opt.parameters(RanksRequest), opt.OUTPUT_OPTIONS)
@@ -129,7 +129,7 @@ def ranks(context: typer.Context) -> None:
     opt.MODEL | _kernel_option("") | opt.STRICT, opt.parameters(HealRequest, without=("generate",)), opt.OUTPUT_OPTIONS
 )
 def heal(context: typer.Context) -> None:
-    """Replace the kernel, then train the swapped heads to match the original model, or on text."""
+    """Replace the kernel, then train the swapped heads on the original model's predictions or on text."""
     params = context.params
     request, kernel = opt.build(HealRequest, params), params["kernel"] or None
     request = request.with_options(ranks=heal_kernels(kernel, request)[1])

@@ -28,7 +28,7 @@ COMMON = {*opt.OUTPUT_OPTIONS, "seed", "strict"}
 INPUT = set(requests.Feeding.model_fields) - {"revision", "seed"}
 SYNTHETIC = opt.parameters(SyntheticRequest)
 FOLLOWED = opt.parameters(requests.CheckpointsRequest, without=("adapter", "engine"))
-SYNTHETIC_RUN, HEAD_RUN, SERIES_RUN = "the synthetic experiments", "a head", "checkpoints"
+SYNTHETIC_RUN, HEAD_RUN, SERIES_RUN = "the synthetic experiments", "a single head", "checkpoints"
 SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
 CONVERGE_KINDS: dict[str, set[str]] = {  # Options of each kind of run, in addition to the common ones
     SYNTHETIC_RUN: {*SYNTHETIC},
@@ -38,17 +38,17 @@ CONVERGE_KINDS: dict[str, set[str]] = {  # Options of each kind of run, in addit
 TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",
-    "With --head or --revisions: a model. With --checkpoints: folders, files or hub ids, or `demo`. "
-    "If omitted: the synthetic experiments.",
+    "With --head or --revisions: one model. With --checkpoints: folders, files, hub ids or `demo`. "
+    "Without a model and these options, run the synthetic experiments.",
     list[str] | None,
-    "[MODEL]...",
+    "MODEL",
     shown=False,
 )
 CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`; if none are named, through demo's.",
+        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`. Default: those of `demo`.",
         panel=TRAINED,
     ),
     **opt.option(
@@ -62,8 +62,9 @@ CHOICES = {
     **opt.option(
         "--head",
         str | None,
-        "Run gradient descent on the token-selection problem of this head, e.g. `3.7`; its tokens are the module's "
-        "inputs if scores are bilinear in them, else queries and keys.",
+        "Run gradient descent on the token-selection problem of this head, e.g. `3.7`. The problem uses the module's "
+        "inputs as tokens if the scores are bilinear in the inputs, and queries and keys otherwise. With --checkpoints "
+        "or --revisions: follow only this head.",
         panel=TRAINED,
         metavar="LAYER.HEAD",
     ),
@@ -103,12 +104,12 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
     check_reading(request)
     revisions = [] if names is None else [name.strip() for name in names.split(",")]
     if not all(revisions):
-        raise UsageError(f"--revisions {names!r} contains an empty name.", "Write e.g. step10,step20.")
+        raise UsageError(f"--revisions {names!r} contains an empty name.", "Write, e.g., --revisions step10,step20.")
     return request, lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
-    """Return the kind of run that the parameters request. Raise UsageError if a model is named that no option uses."""
+    """Return the kind of run that the parameters request. Raise UsageError for a model that no option uses."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN
     if params["head"] is not None:
@@ -120,7 +121,7 @@ def kind_of(params: Mapping[str, Sequence[str]]) -> str:
 
 
 def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]]) -> None:
-    """Raise UsageError for an option on the command line that only other kinds of run use."""
+    """Raise UsageError for an option on the command line that this kind of run does not use."""
     for name in opt.command_line_options(context):
         others = [other for other, names in kinds.items() if name in names]
         if name not in kinds[kind] | COMMON:
@@ -130,16 +131,18 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
 
 TABLE = opt.argument(
     "table",
-    f"`{CLAIMS}` (small experiments with published values), {', '.join(f'`{name}`' for name in STUDIES)} or `all`.",
+    f"`{CLAIMS}`: small experiments with published values. {', '.join(f'`{name}`' for name in STUDIES)}: a table of "
+    "models to train. `all`: all these tables.",
     default=CLAIMS,
     metavar="TABLE",
 )
-QUICK = opt.option("--quick", bool, "Run fewer trials with wider tolerances (under half a minute).")
+QUICK = opt.option("--quick", bool, "For `claims`: run fewer trials with wider tolerances (under half a minute).")
 
 
 @opt.with_options(TABLE | QUICK, opt.parameters(StudyRequest), opt.OUTPUT_OPTIONS)
 def reproduce(context: typer.Context) -> None:
-    """Reproduce the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
+    """Reproduce small experiments from the papers behind attnlens (exit 1 if a claim fails), or train the models of one
+    of their tables."""
     params = context.params
     request, table = opt.build(StudyRequest, params), checked_table(params["table"])
     if table == CLAIMS:

@@ -20,12 +20,12 @@ WHAT = opt.argument("what", "`kernels`, `analyzers`, `measures`, `architectures`
 EXPLAINED = opt.argument(
     "name", "Name of a measure, curve, distance or kernel, as shown by `attnlens list`.", str, "MEASURE"
 )
-SAVED = opt.argument("saved", "A report from --json.", str, "REPORT")
+SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 
 
 @opt.with_options(WHAT | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def list_(context: typer.Context) -> None:
-    """List kernels, analyzers, measures or supported model types, or print the report's JSON Schema."""
+    """List kernels, analyzers, measures or supported model types, or print the JSON Schema of reports."""
     what = context.params["what"]
     kind = None if what is None else checked_name("list", what, LISTED)
     if kind == "schema":
@@ -78,7 +78,7 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
 
 @opt.with_options(SAVED | opt.TABLE, opt.OUTPUT_OPTIONS)
 def report(context: typer.Context) -> None:
-    """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""
+    """Show the tables of a saved report, or export the report with --html, --figure, --csv or --markdown."""
     outputs, saved = Outputs.of(context.params), context.params["saved"]
     from attnlens.report.report import read_report  # late, because building the records takes time
 
