@@ -30,7 +30,7 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
     **{f"--{name}": f"Use attnlens ranks --{name}." for name in ("budget", "plan", "ranks")},
     **{f"--heal{old}": f"Use attnlens heal --{new}." for old, new in (("", "train"), ("-on", "learn"))},
     "--heal-control": "Use attnlens heal --control.",
-    **{f"--heal-{name}": f"Use the keyword {name} of heal in Python." for name in ("batch", "rank", "checkpointing")},
+    **{f"--heal-{name}": f"Use {name}, a keyword of the function heal." for name in ("batch", "rank", "checkpointing")},
     **{"verify": "Use: attnlens reproduce claims", "study": "Use: attnlens reproduce TABLE"},
     **{"--tokens": "Use --length.", "--sequences": "Use --windows; --placement sets the position of windows."},
     **{"--all-heads": "Use --table.", "--png": "Use --figure.", "--pairs": "Use --text with a file that ends in .tsv."},
@@ -91,7 +91,9 @@ def _find_replacement(problem: str) -> str | None:
     name = parameter_of(unknown[1])
     if not unknown[1].startswith("--") or name.removeprefix("no_") not in _keywords(Request):
         return None
-    return f"Use {name[3:]}=False in Python." if name.startswith("no_") else f"Use the keyword {name} in Python."
+    if name.startswith("no_"):
+        return f"Use {name[3:]}=False in Python."
+    return f"Use {name} in Python: it is a keyword of the function."
 
 
 def _keywords(kind: type[Request]) -> set[str]:

@@ -29,10 +29,6 @@ Function = Callable[..., object]
 Keywords = Mapping[str, object] | None
 
 
-Function = Callable[..., object]
-Keywords = Mapping[str, object] | None
-
-
 class FewTokens(TorchFunctionMode):
     """Torch function mode: F.linear of a repeated token (an expanded axis) multiplies weights by it only once."""
 
