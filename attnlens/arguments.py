@@ -48,7 +48,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: invalid arguments raise UsageError; one thread at a time runs public functions."""
+    """Wrap a public function: invalid arguments raise UsageError; a lock serialises calls from several threads."""
     expected = signature(function)
     request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]

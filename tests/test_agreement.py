@@ -191,7 +191,7 @@ def test_a_prompt_as_long_as_the_context_is_refused(demo: loading.Loaded, tmp_pa
     assert tokens == limit - 1, "the control: one token fits"
     assert of_file(demo, Content(path.read_text(), "long.txt")).ids.shape == (2, limit - 1)
     path.write_text("short\n" + word * limit + "\n", encoding="utf-8")
-    with pytest.raises(TextError, match=f"has {limit} tokens, but the model accepts at most {limit}"):
+    with pytest.raises(TextError, match=f"has {limit} tokens; the model, which accepts {limit}"):
         swap_kernel("demo", prompts=path, windows=2, length=16)
 
 

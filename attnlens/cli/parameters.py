@@ -174,7 +174,8 @@ MODEL = argument(
     "model", "Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
 WINDOWS_CSV = output(
-    "--windows-csv", "Write each window's values as CSV, one row per head; for swaps, one row per kernel and stage."
+    "--windows-csv",
+    "Write the values of each window as CSV: one row per window and head; for swaps, per window, kernel and stage.",
 )
 TABLE = option("--table", bool, "Show every head instead of a summary by layer.", panel=OUTPUT)
 STRICT = option("--strict", bool, "Exit with code 3 if a part of the model could not be analysed.")

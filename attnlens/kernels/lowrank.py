@@ -346,7 +346,7 @@ def share_keys(
         ),
         choice(
             "metric",
-            "weights of pairs in the fit: attention, or half their effect on predictions, a²(v − ō)ᵀG(v − ō)",
+            "weights of pairs in the fit: attention, or attention and the effect on predictions, a²(v − ō)ᵀG(v − ō)",
             ("attention", "output"),
             default=ATTENTION,
         ),

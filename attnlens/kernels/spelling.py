@@ -203,7 +203,7 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
 
 
 def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
-    """Return the largest number of keys that one of `tokens` queries sees through the filter."""
+    """Return the largest number of keys any of `shape.tokens` queries sees through the filter (and causal mask)."""
     places = torch.arange(shape.tokens)
     counts = []
     for rows in torch.split(places, 1024):  # in parts, because the text may be long

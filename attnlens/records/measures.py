@@ -138,7 +138,7 @@ class Head(HeadId):
     curves: dict[str, list[Number]] = {}
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a table row: site, layer, head, kv_head, part; for measures `name`, `.se`, `.z`, `.base` if known."""
+        """Return a table row: site, layer, head, kv_head, part; each measure's value, and .se, .z, .base if known."""
         row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label

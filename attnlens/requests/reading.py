@@ -47,7 +47,8 @@ def choose_analyzers(
     looked = SHOWN in names
     if not looked and (select != "argmax" or posed):
         word = f"--show {show}" if posed else f"select={select}"
-        raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
+        problem = f"{word} requires the analyzer `{SHOWN}`, which is not selected."
+        raise UsageError(problem, f"Add --analyzer {SHOWN}.")
     return selected, requested.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 

@@ -124,7 +124,8 @@ class SwapRequest(SharedRequest, KernelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
     sweep: Sweep | None = option(
-        "Also swap `heads` or `layers` one at a time, and rank them by their harm to the model.", metavar="WHAT"
+        "Also swap `heads` or `layers` one at a time, and rank them by how much each swap harms the model.",
+        metavar="WHAT",
     )
     predictors: bool = keyword(
         "Correlate each head's harm with the measures of `inspect` (in a sweep of at least eight heads).", True
@@ -145,8 +146,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the low-rank key latents: `group=N|all` (key heads per latent), `rotation=before|after` (compress "
-        "keys before or after RoPE), `metric=attention|output` (errors weighted by attention, or half by their effect "
-        "on the output); join with commas.",
+        "keys before or after RoPE), `metric=attention|output` (weight errors by attention, or equally by attention "
+        "and by their effect on the output); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )

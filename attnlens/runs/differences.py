@@ -95,8 +95,8 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
         raise TextError(
-            f"A prompt in {content.name} has {longest} tokens, but the model accepts at most {limit}.",
-            f"Give prompts of at most {limit - 1} tokens, so that they can be continued.",
+            f"A prompt in {content.name} has {longest} tokens; the model, which accepts {limit}, can't continue it.",
+            f"Shorten the prompts to at most {limit - 1} tokens.",
         )
     # the mask hides padding, so any id can be the padding
     ids, mask = (
@@ -181,7 +181,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
         result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
-            raise ModelError("it returns no cache", "Omit --generate.")
+            raise ModelError("the model returns no key-value cache", "Set --generate 0.")
         yield chosen
         ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 

@@ -324,8 +324,8 @@ class Series:
         for other, other_heads in zip(done, heads, strict=True):
             if other_heads != heads[0]:
                 raise ModelError(
-                    f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
-                    f"{other.name} has {len(other_heads)}.",
+                    f"The checkpoints have different heads ({len(heads[0])} in {done[0].name}, "
+                    f"{len(other_heads)} in {other.name}).",
                     "Give checkpoints of the same model.",
                 )
         unread = [

@@ -39,7 +39,7 @@ TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",
     "With --head or --revisions: one model. With --checkpoints: folders, files, hub ids or `demo`. "
-    "Without a model and these options, run the synthetic experiments.",
+    "With neither a model nor any of these options, run the synthetic experiments.",
     list[str] | None,
     "MODEL",
     shown=False,
@@ -48,7 +48,8 @@ CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Follow every head through these checkpoints, e.g. `--checkpoints a b c`. Default: those of `demo`.",
+        "Treat MODEL as checkpoints, and follow every head through them, e.g. `--checkpoints a b c`. Default: those of "
+        "`demo`.",
         panel=TRAINED,
     ),
     **opt.option(

@@ -56,7 +56,7 @@ READING = 0.3
     source="Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs",
 )
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute for each d the mean of 1 − correlation of W with W_fin + R·W_mm, W_mm, and the single-token SVM.
+    """For each d, compute the mean of 1 − correlation of W with each of: W_fin + R·W_mm; W_mm; the single-token SVM.
 
     Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
     """

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 SEQUENCES = 192  # number of calibration windows for a budget, over all texts and parts
-USES = ("fitting", "choosing ranks", "the promised rise")  # uses of the parts of the calibration text, in turn
+USES = (
+    "fitting",
+    "choosing ranks",
+    "estimating the promised rise",
+)  # uses of the parts of the calibration text, in turn
 PARTS = len(USES)
 LEAST = 4  # minimum number of windows per text and part: one or two do not represent a text
 

@@ -83,7 +83,10 @@ def attention_rank(query_key: QueryKey, share: float) -> PerHead:
 
 
 def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
-    """Return P(I − 11ᵀ/m), the deviation from uniform attention P − 11ᵀ/m if rows sum to 1; 0 within rounding."""
+    """Return P(I − 11ᵀ/m): P minus its row means, or P − 11ᵀ/m (deviation from uniform attention) if rows sum to 1.
+
+    The result is exactly 0 if its norm is within rounding error.
+    """
     deviation = attention - attention.mean(-1, keepdim=True)
     border = torch.finfo(attention.dtype).eps * attention.shape[-1] * torch.linalg.matrix_norm(attention)
     # Strict: a uniform matrix leaves rounding of at most this norm.
@@ -272,7 +275,8 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
 def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
     """Return sym K scaled to unit diagonal, for K_ij = exp(logits).
 
-    Exponents are clamped to 1: a clamped entry is above e/2 > 1 with or without clamping, and so is a witness.
+    Exponents are clamped to 1. A clamped entry still exceeds e/2 > 1, so clamping does not change which entries are
+    witnesses that the kernel is indefinite (entries above 1).
     """
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()

@@ -304,12 +304,12 @@ class Form:
 
     @property
     def query_mean(self) -> Grams:
-        """Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; G_Q without rotation."""
+        """Gram matrix of the stacked [W_Q R(i)]_i, divided by the number of positions; G_Q without rotation."""
         return self._compute_once("query_mean", lambda: self._average(self.query_gram))
 
     @property
     def key_mean(self) -> Grams:
-        """Gram matrix of the stacked [W_K R(i)]_i over the number of positions; G_K without rotation."""
+        """Gram matrix of the stacked [W_K R(i)]_i, divided by the number of positions; G_K without rotation."""
         return self._compute_once("key_mean", lambda: self._average(self.key_gram))
 
     @cached_property

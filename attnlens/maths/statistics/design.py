@@ -162,7 +162,10 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Draw bootstrap samples, as counts of each window: of windows within each text, or of whole texts."""
+        """Draw bootstrap samples of whole texts (if clustered) or of windows within each stratum.
+
+        Return how often each sample contains each window.
+        """
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)

@@ -300,8 +300,8 @@ def _check_tensors(
             cause, remedy = ("other settings", SAY_AGAIN) if ".lora_" in name else ("a resized vocabulary", SAY_MERGE)
             stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
             problem = f"The adapter contains {shorten_text(stored)} of size {stored_size} instead of {size}"
-            problem += f": the adapter belongs to another base model, or to {cause}."
-            raise ModelError(problem, f"{say_base} If MODEL is that base: {remedy}")
+            problem += f": the adapter was trained on another base model, or with {cause}."
+            raise ModelError(problem, f"{say_base} If MODEL already is that model: {remedy}")
         if entry.encoded:
             problem = f"The adapter stores {shorten_text(stored)} in the type {entry.type}, which is not supported."
             raise ModelError(problem, SAY_MERGE)

@@ -66,10 +66,12 @@ def read_header(path: Path) -> Header:
     header = Header(str(fields.get("general.architecture")), fields, [], -(-position // alignment) * alignment)
     for name, shape, kind, offset in entries:
         if len(shape) > MOST_DIMENSIONS:
-            raise ModelError(f"{path} has a tensor of {len(shape)} dimensions, more than {MOST_DIMENSIONS}.", SAY_AGAIN)
+            problem = f"{path} has a tensor with {len(shape)} dimensions; at most {MOST_DIMENSIONS} are supported."
+            raise ModelError(problem, SAY_AGAIN)
         block, block_size = import_module("gguf").GGML_QUANT_SIZES.get(kind, (0, 0))
         if block == 0 or prod(shape) % block:
-            raise ModelError(f"{path} stores {shorten_text(name)} in an unknown type.", "Convert the model again.")
+            problem = f"{path} stores {shorten_text(name)} in an unknown type, or in a size that does not fit its type."
+            raise ModelError(problem, "Convert the model again.")
         size = prod(shape) // block * block_size
         if (last := header.data + offset + size) > len(content):
             problem = f"the data of {shorten_text(name)} end at byte {last}, but the file has {len(content)}"

@@ -114,7 +114,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy accepts a connection in PATIENCE seconds. Raises ModelError."""
+    """Return True if `endpoint` or its proxy connects within PATIENCE seconds. Raises ModelError for a bad address."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")

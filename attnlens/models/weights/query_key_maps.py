@@ -145,7 +145,10 @@ DIRECTION = "position changes more than the direction of queries and keys"
 
 @dataclass
 class Turns:
-    """Rotations of a model's sites. Each kind of site is fitted once, at its first site (the leader)."""
+    """Rotations of a model's sites, fitted at the first site of each kind (the leader).
+
+    Later sites of that kind reuse the leader's rotation if it fits them; otherwise they get their own fit.
+    """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
     """Kind of sites → position tensors (kept so that no other tensors get their ids) and rotations: True → fitted only

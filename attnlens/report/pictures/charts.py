@@ -152,9 +152,10 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head in the colour of the layer's row, one of `layers` colours.
+    """Draw one thin line per head, coloured by layer.
 
-    `opacity`: total over all lines, and the smallest and largest opacity of a line.
+    `lines`: row of the head's layer (0 to `layers` − 1), and the points. `opacity`: total over all lines, then the
+    smallest and largest opacity of a single line.
     """
     if not lines:
         return

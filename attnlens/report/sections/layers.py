@@ -248,7 +248,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def measure_columns(shapes: Shapes) -> list[Column]:
-    """Build a column per measure that varies (headlines first, sources taking turns), then one of layer symmetry."""
+    """Build a column per measure that varies (headlines first, alternating sources), then one of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]

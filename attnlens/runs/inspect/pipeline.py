@@ -85,7 +85,7 @@ def run_inspect(
 
 
 def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple[Mapping[str, object], Compute]:
-    """Prepare the same run in another process: return its facts, and the function that reads its units."""
+    """Prepare an inspection inside a worker process; return the run's facts and the function that computes a unit."""
     run = prepare(model, request)
     run.loaded.model.train(False)
     inspection = survey(run)

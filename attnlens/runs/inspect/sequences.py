@@ -100,7 +100,7 @@ class SequenceValues:
 
     @property
     def means(self) -> dict[Place, Float[Tensor, "sequences heads"]]:
-        """Mean over each sequence's rows; NaN if it has no value."""
+        """Mean of each head over each sequence's rows; NaN where no row has a value."""
         return {place: sums / counts for place, (sums, counts) in self.sums.items()}
 
 
