@@ -246,7 +246,7 @@ def test_a_text_that_leaves_too_little_to_choose_by_is_refused(tmp_path):
     """Beside a long text, whose windows would hide that there is no promise for the short one."""
     long, short = of_file(tmp_path, FAR), of_file(tmp_path, FAR[:800].upper(), "short.txt")
     with pytest.raises(
-        TextError, match=r"short\.txt has 10 windows that are not used for evaluation; a budget needs 12 of each"
+        TextError, match=r"short\.txt has 10 windows that are not used for evaluation; a budget needs 12 per text"
     ):
         budgeted(tmp_path, long, short)
     with pytest.raises(TextError, match=r"brief\.txt has 7 windows that"):

@@ -137,9 +137,7 @@ def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
     done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--windows", "4")
     assert done.returncode == 0, done.stderr
     assert "Left out: piece-4.txt, because there are only 4 sequences for 5 texts." in " ".join(done.stdout.split())
-    with pytest.raises(
-        UsageError, match=r"need at least 5 texts, but the 4 sequences come from 4\.\nGive more --windows"
-    ):
+    with pytest.raises(UsageError, match=r"need at least 5 texts, but the 4 sequences come from 4\.\nIncrease windows"):
         inspect("demo", text=pieces[:5], windows=4, length=32, layers=[0], intervals="texts")
 
 

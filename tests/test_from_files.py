@@ -366,7 +366,7 @@ def test_a_header_of_a_hub_that_lies_is_refused(folder):
     assert name in entries(content[LENGTH:begin])
     for lie in lies:
         written = json.dumps(header | {name: header[name] | lie}).encode()
-        refused(ModelError, partial(entries, written), "model.safetensors", "Download the model again.")
+        refused(ModelError, partial(entries, written), "model.safetensors", "safetensors or GGUF weights")
     for written in (b"[]", b"3", b"{", b'{"a": 3}', b"\xff"):
         refused(ModelError, partial(entries, written), "not a safetensors file")
 
@@ -378,7 +378,7 @@ def test_attention_that_is_written_by_hand_is_refused_from_files_and_read_where_
         ModelError,
         lambda: attnlens.inspect(tmp_path, source="weights", from_files=True),
         "can't be analysed from its files alone",
-        "Omit --device: models of this architecture must be loaded to be analysed.",
+        "Load the whole model: omit --device",
     )
     assert attnlens.inspect(tmp_path, source="weights").coverage.analysed == 8
 

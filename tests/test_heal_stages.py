@@ -133,7 +133,7 @@ def test_a_text_is_not_learned_by_a_model_that_predicts_none():
     import families
     from loaded import loaded
 
-    with pytest.raises(UsageError, match="does not predict tokens"):
+    with pytest.raises(UsageError, match="predicts no tokens"):
         attnlens.heal(loaded(families.build("bert").bert), "rbf", train=2, learn="text", **READ)
 
 

@@ -383,7 +383,7 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "distributed checkpoint": (_touched("shard-00001-model-00001-of-00001.safetensors"), ("distributed checkpoint",)),
     "the same, and a line": (_touched("shard-00001-model-00001-of-00001.safetensors\n"), ("distributed checkpoint",)),
     "index is a link outside": (_linked(INDEX, "../other/config.json"), ("links to a file outside its folder",)),
-    "variant alone": (_renamed("model.fp16.safetensors"), ("Give the file's path: ", "/model.fp16.safetensors")),
+    "variant alone": (_renamed("model.fp16.safetensors"), ("in this folder: model.fp16.safetensors",)),
     "weights of no bytes": (_safetensors(lambda _: b""), ("not a safetensors file",)),
     "weights of text": (_safetensors(lambda _: b"hello, world, this is no tensor"), ("not a safetensors file",)),
     "header of 2^60 bytes": (_safetensors(lambda b: struct.pack("<Q", 2**60) + b[8:]), ("not a safetensors",)),

@@ -409,7 +409,7 @@ def test_a_place_that_can_not_be_written_is_refused_before_the_work_and_the_user
 
 
 def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
-    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address applies only to --engine ray", "--engine ray")
+    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address applies only to engine='ray'", "Omit address")
     refused(UsageError, partial(WorkPlan(work=tmp_path, jobs=2).check, ["a.txt", "-"]), "stdin")
     refused(UsageError, WorkPlan(work="memory://units", jobs=2).check, "memory", "--work")
     refused(UsageError, WorkPlan(work=tmp_path, engine="ray", address="127.0.0.1:9").check, "No Ray cluster answers")

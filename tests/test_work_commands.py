@@ -891,7 +891,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             for more, kind, said in (
                 ({"work": tmp_path / "file"}, OutputError, "Finished units cannot be kept in"),
                 ({"engine": "ray", "address": "127.0.0.1:9"}, UsageError, "No Ray cluster answers at 127.0.0.1:9"),
-                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address applies only to --engine ray"),
+                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address applies only to engine='ray'"),
                 ({"jobs": 2, "work": "memory://units"}, UsageError, "memory"),
             ):
                 refused(kind, lambda c=call, m=model, o=options | more: c(*m, **o), said)
@@ -900,7 +900,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             refused(UsageError, lambda c=call, o=options | more: c(demo, **o), "in memory", next(iter(more)))
     for more in ({"jobs": 2}, {"shard": "1/2"}, {"engine": "ray"}):
         call = lambda more=more: attnlens.swap_kernel("demo", "rbf", save=tmp_path / "m", **more)  # noqa: E731
-        refused(UsageError, call, f"--save writes the model of the current process, but --{next(iter(more))}")
+        refused(UsageError, call, f"in this process, which {next(iter(more))} prevents")
 
 
 def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):

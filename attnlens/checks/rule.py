@@ -126,7 +126,7 @@ def condition(text: object) -> Rule:
     if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "share needs a comparison in brackets, as in share(> 0.9) < 0.1; others have none.")
+        raise _parse_error(text, "share, and no other aggregate, takes a comparison in brackets: share(> 0.9) < 0.1.")
     share = None if inner is None else _parse_comparison(text, inner)
     return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
@@ -163,7 +163,8 @@ def _parse_filters(text: str, words: Iterable[str]) -> dict[str, frozenset[int |
 
 
 def _parse_error(text: object, why: str) -> UsageError:
-    return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
+    remedy = 'After the measure, write a condition such as "min > 0.05 @layers 0-3".'
+    return UsageError(f"Cannot parse the condition {format_value(text)}: {why}", remedy)
 
 
 def _build_rule(subject: str, text: object) -> Rule:

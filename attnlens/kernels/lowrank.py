@@ -49,7 +49,8 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
     """Return the positions of queries and keys; raise UsageError for cross-attention and if the model passes none."""
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
-        problem = "The model does not pass token positions to its attention, so keys cannot be rotated back."
+        reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
+        problem = f"Keys cannot be rotated back: {reason}."
         raise UsageError(problem, "Leave out rotation=before.")
     # keys in a key-value cache directly precede the first query
     before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)

@@ -199,7 +199,8 @@ class Kernel:
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
             problem = f"The kernel {self.info.name} must be fitted before use."
-            raise UsageError(problem, "Add --fit and calibration text.")
+            remedy = "Let attnlens.swap_kernel fit it to calibration text, or choose a kernel that needs no fit."
+            raise UsageError(problem, remedy)
 
 
 def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) -> None:

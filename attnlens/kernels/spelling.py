@@ -38,7 +38,8 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
             bases.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
     for what, parts in (("kernel", bases), ("tie", ties), ("filter", filters), ("hybrid", nears)):
         if len(parts) > 1:
-            raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or one --kernel for each.")
+            remedy = f"Give one {what}; swap-kernel can compare several kernels, with one --kernel for each."
+            raise UsageError(f"{words!r} has more than one {what}.", remedy)
     base = bases[0] if bases else Kernel(known["exponential"])
     tie = base.info.oracle(**base.parameters) if base.info.oracle else next(iter(ties), None)
     kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))

@@ -72,11 +72,12 @@ def reproduce(
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
         if quick:
-            raise UsageError("quick applies only to the table claims.", "Omit quick, or use scale='tiny'.")
+            raise UsageError("quick applies only to `claims`.", "Omit quick: the default scale, tiny, is the fastest.")
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
         raise UsageError(
-            f"The table claims does not use {', '.join(sorted(unused))}.", "Omit it, or name another table."
+            f"`claims` uses no option except seed, but these were given: {', '.join(sorted(unused))}.",
+            "Omit these options, or name a table of models.",
         )
     return rerun_claims(request.seed, quick=quick, progress=progress)
 

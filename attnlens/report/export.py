@@ -108,7 +108,9 @@ def windows(report: Report) -> Sequence[Row]:
     """
     values = report.windows
     if values is None or not values.windows:
-        raise UsageError("No window of a text was read.", "Omit --windows-csv, or omit --source weights.")
+        raise UsageError(
+            "No window of a text was read.", "Omit --windows-csv: only measures of a text have values per window."
+        )
     units = values.units[0] if values.units else {}
     columns = dict.fromkeys(["text", "window", *units, *values.values])
     return [columns | row for row in values.rows()]

@@ -172,15 +172,19 @@ class HealRequest(KeptRequest, KernelRequest):
         noun="--learn",
     )
     batch: Whole | None = keyword(
-        "Sequences per training step (default: --batch-size; fewer if the training text is short).", least=1, most=65536
+        "Sequences per training step (default: batch_size; fewer if `train` is a small number of tokens).",
+        least=1,
+        most=65536,
     )
     rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
-        "With `--learn text`: also train the original model, with the same weights and steps, and compare both models."
+        "With `--learn text`: also train the same weight matrices of the original model for as long, and compare."
     )
     checkpointing: bool = keyword("Use less memory: recompute activations in the backward pass.", False)
     eta: float | None = keyword(
-        f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}; published code: from 0.01).", least=0
+        f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}, as in the published code for language "
+        "modelling; 0.01 for Long Range Arena).",
+        least=0,
     )
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
@@ -198,8 +202,8 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
         for name in ("shard", "jobs", "engine"):
             if getattr(request, name) not in (None, 1, "local"):
                 raise UsageError(
-                    f"--save writes the model of the current process, but --{name} changes it in other processes.",
-                    f"Leave out --{name}, or --save.",
+                    f"save requires all units to be computed in this process, which {name} prevents.",
+                    f"Leave out {name}, or save.",
                 )
     for kernel in kernels if request.sweep == "heads" else ():
         if kernel.joins:
@@ -259,9 +263,9 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
     from attnlens.kernels import parsed
 
     files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
-    reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
+    reading = [name for name, paths in files.items() if "-" in paths]
     if len(reading) > 1:
-        raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Read one of them from a file.")
+        raise UsageError(f"Only one of {', '.join(reading)} can read stdin.", "Give files for the others.")
     if request.prompts is not None and not request.generate:
         raise UsageError("prompts have no effect with generate=0.", "Omit prompts, or set generate to at least 1.")
     if request.save is not None:

@@ -70,7 +70,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
     elif "past_key_values" not in inspect.signature(model.forward).parameters:
         reason = "the model keeps no key-value cache"
     if reason and prompts is not None:
-        raise UsageError(f"The model can't continue prompts: {reason}.", "Omit --prompts.")
+        raise UsageError(f"The model can't continue prompts: {reason}.", "Omit prompts.")
     if reason or prompts is not None:
         return prompts or reason
     rows: list[Tensor] = []
@@ -90,7 +90,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     if not lines:
         raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
     if loaded.tokenizer is None:
-        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Omit --prompts.")
+        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Omit prompts.")
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:

@@ -126,11 +126,11 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
-        more = "--windows" if count + len(inputs.left_out) >= FEWEST_TEXTS else "--text"
+        more = "windows" if count + len(inputs.left_out) >= FEWEST_TEXTS else "the number of texts"
         raise UsageError(
             f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the {inputs.sequences} sequences come from "
             f"{count}.",
-            f"Give more {more}, or omit --intervals texts.",
+            f"Increase {more}, or omit intervals='texts'.",
         )
     return Design.of(names, requested.intervals)
 

@@ -113,7 +113,7 @@ class WorkPlan(SharedRequest):
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError if the plan contradicts itself or `texts`, or no unit can be kept."""
         if self.address is not None and self.engine != "ray":
-            raise errors.UsageError("--address applies only to --engine ray.", "Omit --address, or use --engine ray.")
+            raise errors.UsageError("address applies only to engine='ray'.", "Omit address, or pass engine='ray'.")
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
@@ -185,7 +185,8 @@ def run_units(
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
         raise failures[name].error or errors.ModelError(
-            f"No unit of work could be computed. First failure, {name}: {reason}.", "Use fewer --jobs."
+            f"No unit of work could be computed. First failure, {name}: {reason}.",
+            "Remove the cause of this failure; if memory ran out, use fewer --jobs.",
         )
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 

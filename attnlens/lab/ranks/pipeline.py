@@ -68,7 +68,7 @@ class RankSearch:
         if session.task not in ("causal", "masked", "seq2seq"):
             reason = f"has {HEADLESS}" if session.task == "hidden" else "can only be compared with its own predictions"
             problem = f"A loss budget cannot be applied: this model {reason}."
-            raise UsageError(problem, "Use the same rank for all heads, e.g. --kernel rank:16.")
+            raise UsageError(problem, "Use the same rank for all heads: attnlens swap-kernel MODEL --kernel rank:16")
         check_input(session.evaluated)
         cut = replace(cut, sequences=search.count_windows(contents))
         count = search.PARTS if self.plan is None else 1

@@ -38,11 +38,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 SEQUENCES = 192  # number of calibration windows for a budget, over all texts and parts
-USES = (
-    "fitting",
-    "choosing ranks",
-    "estimating the promised rise",
-)  # uses of the parts of the calibration text, in turn
+USES = ("fitting", "choosing ranks", "estimating the rise")  # uses of the parts of the calibration text, in turn
 PARTS = len(USES)
 LEAST = 4  # minimum number of windows per text and part: one or two do not represent a text
 
@@ -97,8 +93,8 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
             raise TextError(
-                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not used for evaluation; a "
-                f"budget needs {PARTS * LEAST} of each text, {LEAST} each for {', '.join(USES)}.",
+                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not used for evaluation; "
+                f"a budget needs {PARTS * LEAST} per text: {LEAST} each for {', '.join(USES[:-1])} and {USES[-1]}.",
                 "Give a longer text, reduce --length or --windows, or omit that text.",
             )
     if intervals == "texts" and len(contents) < FEWEST_TEXTS:

@@ -194,7 +194,9 @@ def _build_from_shapes(place: Location, stored: Mapping[str, Stored], dtype: str
         files = open_gguf(place, config, stored) if place.gguf else SafetensorsFiles(place)
         if files is None:
             problem = f"Tensors of {path} can't be read individually: its GGUF architecture is not supported."
-            raise ModelError(problem, "Leave out --device files.")
+            raise ModelError(
+                problem, "Give the model as safetensors or, if it fits into memory, leave out --device files."
+            )
         with ShapesAlone(allow_non_fake_inputs=True):
             shapes = {name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in files.stored.items()}
         model, loading_info = build_model(place, config, torch.float32, stored, files, shapes)

@@ -184,7 +184,8 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
     for names in shared.values():
         first, *others = sorted(names, key=lambda name: name not in changed)
         if others and first in changed:
-            raise ModelError(f"The adapter changes {first}, the same parameter as {others[0]}.", SAY_MERGE)
+            problem = f"The adapter changes {first}, which is the same parameter as {others[0]}: both would change."
+            raise ModelError(problem, SAY_MERGE)
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:

@@ -411,11 +411,15 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
         if file in names:
             return "safetensors", file
     top_level = sorted(name for name in names if "/" not in name)
+    say_path = "Give the path of the file in this folder:"
+    if not os.path.isdir(where):  # noqa: PTH112  # a hub id
+        say_path = f"Run `hf download {where}`, and give the path of the file in the folder that it prints:"
     ggufs = [name for name in top_level if name.endswith(".gguf")]
     if len(ggufs) == 1:
         return "gguf", ggufs[0]
     if ggufs:
-        raise ModelError(f"{where} has {len(ggufs)} GGUF files.", f"Give the path of one of them, such as {ggufs[0]}.")
+        remedy = f"{say_path} {ggufs[0]}, for example."
+        raise ModelError(f"{where} has {len(ggufs)} GGUF files.", remedy)
     if pickles := [file for file in PICKLES if file in names]:
         if allow_pickle:
             return "pickle", pickles[0]
@@ -424,6 +428,8 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     if CONFIG not in names:
         raise ModelError(f"{where} has no config.json.", SAY_PATH)
     if others := [name for name in top_level if name.endswith(SUFFIXES["safetensors"])]:
-        path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
-        raise ModelError(f"{where} contains {others[0]} instead of {SINGLE}.", f"Give the file's path: {path}")
-    raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")
+        raise ModelError(f"{where} contains {others[0]} instead of {SINGLE}.", f"{say_path} {others[0]}.")
+    remedy = (
+        "Choose a model with safetensors or GGUF weights; if files are missing from the folder, download them again."
+    )
+    raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", remedy)

@@ -61,7 +61,8 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
         raise TooLargeError(
             f"{place.id} needs {size}, but only {free / GIB:.1f} GiB is free.",
-            "Read only the weights (--source weights --device files), or run the model from disk (--device spread).",
+            "Choose a smaller model, or free memory. `attnlens inspect` can also read the weights from their files "
+            "(--source weights --device files) or run the model from disk (--device spread).",
         )
 
 

@@ -201,7 +201,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
     """Return the number of files of each modality, or None. Raises UsageError if they differ or exceed `most`."""
     counts = {modality: len(inputs) for modality, inputs in files.items()}
     if len(set(counts.values())) > 1:
-        counted = " and ".join(f"{count} for --{modality}" for modality, count in counts.items())
+        counted = " and ".join(f"{count} for {modality}" for modality, count in counts.items())
         problem = f"Each sequence needs one file of each kind, but there are {counted}."
         raise UsageError(problem, "Give the same number of files of each kind.")
     count = next(iter(counts.values()), None)
@@ -280,7 +280,7 @@ def _cut_texts(
     known, largest = vocabulary(loaded.model), max(max(row.ids) for row in rows)
     if known is not None and largest >= known:
         problem = f"The tokenizer returns token {largest}, but the model's vocabulary has only {known} tokens."
-        raise TextError(problem, "Use the tokenizer that belongs to these weights, or --source weights.")
+        raise TextError(problem, f"Use the tokenizer that belongs to these weights, or {sequences.WITHOUT_TEXT}")
     return rows, texts
 
 
@@ -291,7 +291,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[R
     if key not in content.cuttings:
         if tokenizer is None:
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
-            raise TextError(problem, "Put the tokenizer files into the model's folder, or use --source weights.")
+            raise TextError(problem, f"Put the tokenizer files into the model's folder, or {sequences.WITHOUT_TEXT}")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
         thinned = thin_text(content, spread=is_spread)
         if cut.pack and not cut.pairs:

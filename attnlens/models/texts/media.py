@@ -178,7 +178,7 @@ class Feed:
                 if is_memory(error):
                     raise
                 problem = f"The {modality} can't be passed to the model: {_failure(error)}."
-                raise ModelError(problem, f"Leave out --{modality}.") from error
+                raise ModelError(problem, f"Leave out {modality}.") from error
         return placeholders
 
     @property
@@ -190,8 +190,8 @@ class Feed:
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
     """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file."""
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} does not take {modality} input: --{modality} would be ignored."
-        raise UsageError(problem, f"Leave out --{modality}.")
+        problem = f"{loaded.info.id} does not take {modality} input: {modality} would be ignored."
+        raise UsageError(problem, f"Leave out {modality}.")
     processor = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, Tensor]](), list[Text]()
     for path in paths:
@@ -215,7 +215,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     place = str(folder or model.name_or_path)
-    name, remedy = place or type(model).__name__, f"Correct the processor's settings, or leave out --{modality}."
+    name, remedy = place or type(model).__name__, f"Correct the processor's settings, or leave out {modality}."
     class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     load: Callable[..., Processor] = class_.from_pretrained
     revision = getattr(model.config, "_commit_hash", None)  # private: the commit that the model was loaded from
@@ -316,13 +316,13 @@ def _process(
         options["sampling_rate"] = _rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
-    problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out --{modality}."
+    problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out {modality}."
     with foreign(problem, remedy), _bounded_memory():
         result = dict(processor(raw, return_tensors="pt", **options))
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
         problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} accepts none of them."
-        raise ModelError(problem, f"Leave out --{modality}.")
+        raise ModelError(problem, f"Leave out {modality}.")
     return inputs
 
 

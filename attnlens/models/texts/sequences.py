@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+WITHOUT_TEXT = "read only the weights: attnlens inspect --source weights"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
 SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of data files (jsonl, parquet, csv, txt)."
@@ -55,7 +56,9 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     elif not HUB_NAME.fullmatch(place):
         raise TextError(f"{place} is neither a local folder nor the name of a dataset on the hub.", SAY_NAME)
     elif offline or (not is_offline_mode() and not reachable(constants.ENDPOINT)):
-        why, remedy = ("--offline is set", "Leave it out") if offline else ("the hub can't be reached", "Go online")
+        why, remedy = (
+            ("--offline is set", "Leave out --offline") if offline else ("the hub can't be reached", "Go online")
+        )
         raise TextError(f"{place} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
     split, text = rows.split or "test", ""
     try:
@@ -376,7 +379,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     length = tokens or max(2, min(128, limit or 128))
     if limit is not None and length > limit:
         problem = f"The model accepts at most {limit} tokens, not {length}."
-        raise UsageError(problem, "Use a smaller --length, or --source weights.")
+        raise UsageError(problem, "Use a smaller --length.")
     return length
 
 
@@ -404,7 +407,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
     """Switch off a tokenizer's random splits, which are for training, and convert its errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    remedy = "Put the tokenizer files into the model's folder, or use --source weights."
+    remedy = f"Put the tokenizer files into the model's folder, or {WITHOUT_TEXT}"
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:
         for name in RANDOM_SPLITS:
             if (value := getattr(model, name, None)) is not None:

@@ -412,7 +412,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """Draw one row per figure: the deviation from the published value divided by the tolerance; shade the allowed range."""
+    """Draw one row per figure: its deviation from the published value over the tolerance; shade the allowed range."""
     edge = FARTHEST * 1.1
     dots = []
     for row, (experiment, figure) in enumerate(rows):

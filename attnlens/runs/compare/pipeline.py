@@ -58,7 +58,8 @@ def read_side(path: Path) -> Report:
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:
-        raise UsageError(f"{path} refers to a windows file outside its folder.", "Create both with --windows-csv.")
+        remedy = "Create the report again, with --json and --windows-csv in the same folder."
+        raise UsageError(f"{path} refers to a windows file outside its folder.", remedy)
     file = path.parent / report.windows_file.name
     if not file.exists():
         return report
@@ -67,7 +68,8 @@ def read_side(path: Path) -> Report:
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
-        raise UsageError(f"{file} does not contain the windows of {path.name}.", AGAIN) from None
+        remedy = "Create the report again, with --json and --windows-csv."
+        raise UsageError(f"{file} does not contain the windows of {path.name}.", remedy) from None
 
 
 def _read_windows(path: Path, report: Report) -> Windows:

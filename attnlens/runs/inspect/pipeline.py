@@ -244,7 +244,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
     """Survey a model on the meta device. Raise ModelError unless all its attention uses transformers' interface."""
-    remedy = "Omit --device: models of this architecture must be loaded to be analysed."
+    remedy = "Load the whole model: omit --device, and use a machine with enough memory."
     problem = f"{loaded.info.id} can't be analysed from its files alone: "
     try:
         result = hooks.run_survey(loaded.model, inputs)

@@ -200,7 +200,9 @@ def sample_gradients(
         logits = predictions(hooks.forward(model, fed.inputs), fed, setup.task)
         if logits is None or not logits.requires_grad:
             problem = "metric=output needs predictions with a gradient, which this model lacks."
-            raise ModelError(problem, "Omit metric=output, and choose ranks manually, e.g. --kernel rank:32.")
+            raise ModelError(
+                problem, "Leave metric=output out of the kernel; for attnlens ranks, add --latents metric=attention."
+            )
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     outputs = {site: outputs[site] for site in chosen if site in outputs}

@@ -239,7 +239,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
     if cut.image or cut.audio:
         raise UsageError(
             "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
-            "Omit --image and --audio to use random ones" + (", or omit --fit." if session.options.fit else "."),
+            "Omit image and audio, to use random ones" + (", or omit fit." if session.options.fit else "."),
         )
     loaded, evaluated = session.loaded, session.evaluated
     if session.train is not None or session.ranks is None:

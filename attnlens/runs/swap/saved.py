@@ -206,7 +206,7 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
         name for name, digest in digests.items() if facts.files.get(name, digest) != digest
     ]
     if changed:
-        raise ValueError(f"{changed[0]} was changed after it was saved with {FACTS}")
+        raise ValueError(f"{changed[0]} is missing, is not listed in {FACTS}, or was changed after it was saved")
 
 
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall]) -> None:

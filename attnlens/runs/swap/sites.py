@@ -240,12 +240,12 @@ def choose_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        remedy = f"The model has the parts {parts}; widen --layers or --part."
+        remedy = f"Choose --part from: {parts}; or select other --layers."
         raise UsageError("No attention sites selected.", remedy)
     for path, why in survey.missed.items():
         if why is not None and layers is None:
             last = len(survey.sites) - 1
-            remedy = f"Swap only the {last + 1} supported sites: --layers 0-{last}."
+            remedy = f"Swap only the supported sites: --layers 0-{last}."
             raise ModelError(f"{path} can't be swapped: {why}.", remedy)
     crossing = [site.name for site in chosen if site.part == "cross"]
     for kernel in kernels if crossing else ():
