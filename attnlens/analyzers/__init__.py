@@ -5,7 +5,7 @@ Contents: `registry` (the decorators `analyzer` and `gathering`, MeasureInfo, se
 Inputs: a `records.QueryKey` (queries and keys of all heads at one site); functions registered with `gathering` receive
 the QueryKeys of many sequences.
 Outputs: tensors by measure name, (..., heads) or (..., heads, steps); NaN for a missing value.
-Importers: every package above in the order of imports. Nothing here loads torch before an analyzer runs.
+Importers: `requests`, `report`, `checks`, `runs`, `lab` and `cli`. Nothing here loads torch before an analyzer runs.
 
 Importing the package registers the analyzers of all its modules. To add an analyzer, add a module to this package.
 """

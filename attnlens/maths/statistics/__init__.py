@@ -2,7 +2,7 @@
 
 - `design`: how windows were sampled from texts, the variance of a mean under that design, bootstrap draws; running
   means and linear CKA over batches.
-- `intervals`: standard errors, intervals, p-values, false discovery rates, nulls.
+- `intervals`: standard errors (by `Design.variance`), intervals, p-values, false discovery rates, nulls.
 - `associations`: rank correlations, permutation tests, treatments compared in blocks.
 
 Inputs are tensors with one row per window or head and a `Design`, which says how windows were sampled; outputs are

@@ -2,8 +2,9 @@
 
 Contents: `section` (the types that renderers draw, and the decorator `section`), and the sections of one subject with
 their sentences: `facts` (any report), `layers` (heads), `swaps`, `plans` (also healing and sweeps), `comparisons` (and
-studies), `experiments`, `checked` (rules and `doctor`), `explorer` (the interactive page), `reference` (`list`,
-`explain`). A new section is one decorated function in any of them, or in a new module.
+studies), `experiments`, `checked` (rules and `doctor`), `explorer` (data of the page's interactive table and maps,
+which the scripts in `render/page` draw), `reference` (`list`, `explain`). A new section is one decorated function in
+any of them, or in a new module.
 Inputs: a `Report`, or its `Shapes`. Outputs: `Document` and rows. Importers: the other parts of `report`, `cli` and the
 pytest plugin of `checks`.
 """
