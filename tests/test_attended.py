@@ -54,8 +54,8 @@ def test_the_tokens_stand_beside_the_rows(report: Report, demo: loading.Loaded) 
     [
         ("rest", [0.0], "different numbers of queries"),
         ("weights", [[1.0], [0.5]], "different numbers of keys and weights"),
-        ("keys", [[0], [9, 0]], "do not match its rows"),
-        ("sentence", {"sequence": 0, "keys": ["a"]}, "do not match its rows"),
+        ("keys", [[0], [9, 0]], "do not match the rows"),
+        ("sentence", {"sequence": 0, "keys": ["a"]}, "do not match the rows"),
     ],
 )
 def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str) -> None:

@@ -701,7 +701,7 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
         "within the budget",
         "cache",
         "operations",
-        "numbers",
+        "half of the full rank",
     ):
         assert word in told
     drawn = [path.name for path in views.save_pictures(report, tmp_path / "pictures")]

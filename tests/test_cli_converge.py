@@ -100,7 +100,7 @@ def test_what_can_not_be_used_ends_with_two_lines_and_2(words, told):
 
 def test_checkpoints_of_other_shapes_are_refused_by_name(tmp_path):
     result = attnlens("converge", "--checkpoints", checkpoint(30), other_shape(tmp_path, n_head=4))
-    refused(result, "n_head is 8 in step-00030, but 4 in step-77", "Give checkpoints of one model")
+    refused(result, "n_head is 8 in step-00030, but 4 in step-77", "Give checkpoints of the same model")
 
 
 @pytest.mark.parametrize(

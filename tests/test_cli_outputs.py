@@ -57,7 +57,11 @@ def test_a_name_that_no_file_can_have_is_told(tmp_path, option):
 
 def test_a_current_folder_that_was_removed_is_told():
     words = "swap-kernel demo --save x --windows 2 -q"
-    refused(in_shell(f"mkdir gone; cd gone; rmdir ../gone; attnlens {words}", afresh=True), "current folder", "cd")
+    refused(
+        in_shell(f"mkdir gone; cd gone; rmdir ../gone; attnlens {words}", afresh=True),
+        "current folder",
+        "Change to another folder",
+    )
 
 
 def test_matplotlib_says_nothing_of_its_cache(tmp_path):

@@ -224,7 +224,7 @@ def test_reports_without_their_windows_have_wider_errors_and_say_so(reports, tmp
     found = attnlens.compare(tmp_path / "a.json", tmp_path / "b.json").comparison
     paired = attnlens.compare(reports / "a.json", reports / "b.json").comparison
     assert not found.paired
-    assert any("Not paired" in note for note in found.notes)
+    assert any("not paired" in note for note in found.notes)
     errors = [(row.se, rows(paired, row.measure)[row.layer, row.head].se) for row in found.rows if row.se]
     assert sum(wide > narrow for wide, narrow in errors) > 0.7 * len(errors)
     (tmp_path / "a.csv").write_text("text,window,layer,head\n")
@@ -502,7 +502,7 @@ def test_another_gauge_that_keeps_attention_is_said_to():
     found = attnlens.compare(own, changed(own, gauge), **FOUR).comparison
     said = " ".join(found.notes)
     assert "W_Q and W_K of 6 heads changed, but not their product M" in said
-    assert "(another gauge) and attention, within rounding" in said
+    assert "(another gauge) nor attention, beyond rounding" in said
     assert "different attention" not in said
 
 
@@ -563,4 +563,4 @@ def test_a_scale_is_part_of_the_form():
 
     found = attnlens.compare(own, changed(own, halved, query_pre_attn_scalar=6), **FOUR).comparison
     assert {head.relation for head in found.heads} == {"same form"}
-    assert any("(another gauge) and attention, within rounding" in note for note in found.notes)
+    assert any("(another gauge) nor attention, beyond rounding" in note for note in found.notes)

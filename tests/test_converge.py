@@ -195,7 +195,7 @@ def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
     assert "in step-00100" in report.coverage.sentence
     assert "step-00030" not in report.coverage.sentence
     (experiment,) = report.experiments
-    assert "it is NaN" in experiment.reasons["loss"]
+    assert "the loss is NaN" in experiment.reasons["loss"]
 
 
 def test_a_checkpoint_of_nan_alone_is_named_in_the_error(tmp_path):

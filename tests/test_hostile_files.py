@@ -406,7 +406,7 @@ def test_a_folder_that_can_not_be_used_is_refused_at_once(fault: str, folder: Pa
 
 def test_a_byte_order_mark_is_named(folder: Path) -> None:
     _json(folder, "config.json", b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
-    refused(ModelError, lambda: loading.load(str(folder)), "begins with a byte order mark", "without one")
+    refused(ModelError, lambda: loading.load(str(folder)), "begins with a byte order mark", "without a byte order mark")
 
 
 def test_a_link_within_the_folder_and_one_named_by_the_caller_are_followed(folder: Path, tmp_path: Path) -> None:

@@ -527,7 +527,7 @@ def test_layers_that_the_config_leaves_out_are_named(tmp_path):
             (tmp_path / "config.json").write_text(json.dumps(config | {field: 1} | more))
             coverage = attnlens.inspect(tmp_path, source="weights", length=4).coverage
             assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
-            assert "whose 1" in coverage.sentence
+            assert "layers of the checkpoint, which have 1" in coverage.sentence
 
 
 def test_a_checkpoint_loaded_without_its_head_is_complete(tmp_path):

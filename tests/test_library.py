@@ -464,9 +464,10 @@ def test_inputs_of_another_kind_than_the_sites_were_found_on_are_refused():
     text = {name: value for name, value in batch.items() if name != "pixel_values"}
     with attnlens.replaced(model.text_model, "rbf", batch=text):
         given(model.text_model, text)
-    counter = hooks.CallCounter({}, {model: "clip"})
-    with pytest.raises(ModelError, match="clip runs on this input, but did not"):
-        counter.site(model)
+    sites = tuple(each.site for each in hooks.survey(model, batch) if each.site.path.startswith("text_model"))
+    refusal = pytest.raises(ModelError, match=r"vision_model.* runs on this input, but did not")
+    with refusal, hooks.watch(model, sites, lambda *_: None):
+        given(model, batch)
 
 
 def test_two_kernels_at_once_and_a_model_with_another_kernel_are_refused():

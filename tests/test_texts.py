@@ -355,7 +355,7 @@ def test_windows_longer_than_the_model_reads() -> None:
 def test_special_tokens_must_leave_room() -> None:
     for pack in (True, False):
         error = rejected(UsageError, fed, reading("bert"), content(PROSE), tokens=2, pack=pack)
-        assert "2 special tokens" in error.problem
+        assert "special tokens need 2" in error.problem
     assert fed(reading("bert"), content(PROSE), tokens=3).tokens == 3
 
 

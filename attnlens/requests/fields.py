@@ -100,7 +100,7 @@ switch = partial(option, default=False)  # Create the field of an option that is
 
 def details(field: FieldInfo) -> Details:
     """Return the details that `option` recorded in a field."""
-    return cast("Details", field.json_schema_extra)
+    return cast("Details", field.json_schema_extra or {})
 
 
 def alternatives(hint: object) -> tuple[type, ...]:

@@ -306,7 +306,7 @@ def build_model(
     if place.form == "safetensors" and files is None:
         config.transformers_weights = place.file
     stored = stored if files is None else files.stored
-    problem = f"{place.folder / place.file} can't be loaded"
+    problem = f"{place.folder / place.file} can't be loaded with config.json"
     with foreign(problem, "Check that weights and config belong together."), limited_size(place, stored):
         class_ = configs.model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is None:

@@ -1,6 +1,6 @@
 """Time whole commands on the CPU and on a GPU, and compare the numbers of their reports.
 
-python benchmarks/devices.py [--quick] [--model MODEL] [--device cuda]
+python benchmarks/gpu_commands.py [--quick] [--model MODEL] [--device cuda]
 
 Each command runs once on each device in float32, as its own process; the times include the start of Python. A number
 differs if it is off by more than 1 % and by more than 1e-5. Settings, times and memory are not compared.
@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="only these commands")
     options = parser.parse_args()
     print(f"{subjects.describe_gpu()}; {subjects.describe_machine()}\n")
-    print("| command | CPU, s | GPU, s | numbers | differ | largest difference |\n|---|---|---|---|---|---|")
+    print(
+        "| command | CPU, s | GPU, s | ratio | numbers | differ | largest difference |\n|---|---|---|---|---|---|---|"
+    )
     size = ["--windows", "8", "--length", "32"] if options.quick else []
     for name in QUICK if options.quick else options.only:
         compare_devices(name, COMMANDS[name].format(model=options.model).split() + size, options.device)
@@ -76,7 +78,9 @@ def compare_devices(name: str, words: list[str], device: str) -> None:
     ]
     largest = max(different)[1] if different else "–"
     print(
-        f"| {name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {len(numbers)} | {len(different)} | {largest} |", flush=True
+        f"| {name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {seconds[0] / seconds[1]:.2f} | {len(numbers)} | "
+        f"{len(different)} | {largest} |",
+        flush=True,
     )
 
 
