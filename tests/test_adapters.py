@@ -342,7 +342,7 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "endless rank": (_said(r=10**12), ("instead of 1000000000000 × 32",)),
     "rank of none": (_said(r=0), ("the value passed is 0",)),
     "α of text": (_said(lora_alpha="16"), ("lora_alpha = '16'",)),
-    "rank pattern": (_said(rank_pattern={"q_proj": 5}), ("belongs", "other settings")),
+    "rank pattern": (_said(rank_pattern={"q_proj": 5}), ("trained on another base model", "other settings")),
     "other rank": (_said(r=4), ("2 × 32 instead of 4 × 32",)),
     "fewer targets": (_said(layers_to_transform=[1]), ("layers.0.self_attn.q_proj", "disagree")),
     "more targets": (_said(target_modules=["q_proj", "v_proj"]), ("v_proj", "disagree")),

@@ -142,7 +142,7 @@ def test_a_tensor_of_many_dimensions_in_a_gguf_file_is_refused_at_once(tmp_path:
     sizes = 10**6  # their product would have 63 million bits
     shape = struct.pack("<I", sizes) + struct.pack("<Q", 2**63 - 1) * sizes
     (tmp_path / "m.gguf").write_bytes(gguf_with(shape + struct.pack("<IQ", 0, 0)))
-    refused(ModelError, lambda: read_header(tmp_path / "m.gguf"), f"a tensor of {sizes} dimensions")
+    refused(ModelError, lambda: read_header(tmp_path / "m.gguf"), f"a tensor with {sizes} dimensions")
 
 
 def test_an_empty_tensor_of_an_unknown_type_in_a_gguf_file_is_refused(tmp_path: Path) -> None:
