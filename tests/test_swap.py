@@ -738,7 +738,7 @@ REFUSALS = {
     "layer": ({"layers": [7]}, "There is no layer 7.", "layers 0 to 3"),
     "head": ({"heads": [0, 8]}, "There is no head 8.", "heads 0 to 7"),
     "part": ({"part": "cross"}, "No attention sites selected", "decoder"),
-    "stdin twice": ({"text": "-", "calibration": "-", "fit": True}, "both read stdin", "Read one of them from a file"),
+    "stdin twice": ({"text": "-", "calibration": "-", "fit": True}, "can read stdin", "Give files for the others"),
     "part's name": ({"part": "decodr"}, "no part 'decodr'", "Did you mean 'decoder'"),
     "path's name": ({"path": "fast"}, "no path 'fast'", "auto"),
     "sweep's name": ({"sweep": "head"}, "no sweep 'head'", "heads"),

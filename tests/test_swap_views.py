@@ -682,7 +682,7 @@ def test_outcomes_of_the_synthetic_reports_are_records() -> None:
         (("--sweep", "head"), ("no sweep 'head'", "Did you mean 'heads'?")),
         (("--save", ""), ("--save does not name a folder",)),
         (("--layers", "3-1"), ("reversed range",)),
-        (("--text", "-", "--calibration", "-"), ("both read stdin",)),
+        (("--text", "-", "--calibration", "-"), ("can read stdin",)),
         (("--kernel", "symmetric", "--fit"), ("no free parameter",)),
         (("--eta", "0.1"), ("keyword of the function",)),
         (("--heal", "200"), ("attnlens heal --train",)),
