@@ -106,7 +106,8 @@ def test_what_a_dataset_does_not_have_is_named(folder, tmp_path, words, said):
 
 def test_a_dataset_of_the_hub_is_not_asked_for_where_it_can_not_be_had(monkeypatch):
     refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b"), "a/b", "can't be read", "folder")
-    refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b", "--offline"), "--offline", "Leave out --offline")
+    offline = attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b", "--offline")
+    refused(offline, "--offline", "Leave out --offline")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     monkeypatch.setattr(sources, "reachable", lambda endpoint: False)
     with pytest.raises(TextError, match=r"a/b is not a local folder, and the hub can't be reached\.\nGo online"):
