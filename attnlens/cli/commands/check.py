@@ -14,7 +14,16 @@ from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import Outputs, checked_model, deliver, describe_input, find_inputs, guard_stdout, working
+from attnlens.cli.outputs import (
+    STDOUT,
+    Outputs,
+    checked_model,
+    deliver,
+    describe_input,
+    find_inputs,
+    guard_stdout,
+    working,
+)
 from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, say
 from attnlens.errors import OutputError, UsageError
@@ -72,7 +81,7 @@ def check(context: typer.Context) -> None:
             again = analyses.recompute(report, checked_model(model), request.recompute, progress=tell, **options)
         judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
     annotated = request.annotations or os.environ.get("GITHUB_ACTIONS") == "true"
-    annotate = partial(_annotate, judged, stderr=outputs.json == "-") if annotated else None
+    annotate = partial(_annotate, judged, stderr=outputs.json == STDOUT) if annotated else None
     writers: dict[str, Callable[[Report], str]] = {
         "json": lambda report: report.to_json(),
         "csv": lambda report: spreadsheet(checked.rows(report)),

@@ -120,9 +120,13 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
 Side = Callable[[Tensor, str, slice], Tensor]  # (vectors, "query" or "key", rows) → φ of them, zero for padding
 
 
+def _chunk_size(x: Tensor) -> int:
+    return CHUNK_ON_GPU if x.is_cuda else CHUNK
+
+
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: pairs within a chunk by products, earlier keys by a sum."""
-    total, chunks, size = None, [], CHUNK_ON_GPU if query.is_cuda else CHUNK
+    total, chunks, size = None, [], _chunk_size(query)
     for start in range(0, query.shape[-2], size):
         rows = slice(start, start + size)
         phi_q, phi_k, v = side(query, "query", rows), side(key, "key", rows), value[..., rows, :]
@@ -134,7 +138,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i, in the order of products that needs less memory."""
-    size = CHUNK_ON_GPU if query.is_cuda else CHUNK
+    size = _chunk_size(query)
     queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:
         phi_q = side(query, "query", queries[0])

@@ -20,7 +20,7 @@ from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, with_home
 from attnlens.lab.study.examples import SPECIALS, Cases, StudyTask
 from attnlens.models import texts
-from attnlens.models.loading.building import silence_logging
+from attnlens.models.loading.building import DOWNLOADING, silence_logging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -457,7 +457,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:
-        with silence_logging("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3"):
+        with silence_logging(*DOWNLOADING):
             dataset = datasets.load_dataset(*name)
         return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed

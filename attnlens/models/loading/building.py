@@ -153,6 +153,9 @@ def tensors_in(place: Location) -> dict[str, Stored]:
 SAY_SUPPORTED = "Check that transformers supports this model."
 
 
+DOWNLOADING = ("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3")  # loggers of retries while data are fetched
+
+
 @contextmanager
 def silence_logging(*names: str) -> Iterator[None]:
     """Let transformers and these loggers log only critical messages inside the context.

@@ -23,7 +23,7 @@ from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shorten_text, with_home
-from attnlens.models.loading.building import silence_logging
+from attnlens.models.loading.building import DOWNLOADING, silence_logging
 from attnlens.models.loading.configs import text_config
 from attnlens.models.loading.locate import DEMO, foreign, reachable
 
@@ -62,7 +62,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
         raise TextError(f"{place} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
     split, text = rows.split or "test", ""
     try:
-        with silence_logging("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3"):
+        with silence_logging(*DOWNLOADING):
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
                 problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
