@@ -646,7 +646,7 @@ def test_a_rule_that_makes_no_sense_is_refused(select):
 def test_what_would_be_ignored_is_refused():
     with pytest.raises(UsageError, match="selection cannot be computed from source=weights"):
         attnlens.inspect("demo", analyzers="selection", source="weights")
-    with pytest.raises(UsageError, match="needs the analyzer selection"):
+    with pytest.raises(UsageError, match="requires the analyzer `selection`"):
         attnlens.inspect("demo", select="top-p:0.5")
     with pytest.raises(UsageError, match="There is no show"):
         attnlens.inspect("demo", show="everything")
