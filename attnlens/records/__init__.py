@@ -1,9 +1,9 @@
 """Frozen records that the parts of attnlens exchange; each module is imported when it is first used.
 
 Contents: `report` (the JSON report of a command: a common part, and a body defined in `swaps`, `comparison`, `studies`
-or `plans`), `measures` (`Head` and `Measure`, the entries of a report per head), `provenance` (model, settings; files
-of version 1), `tensors` (`Call` and `QueryKey`, which are never written to files), `architectures` (the table of
-supported model types).
+or `plans`), `measures` (`Head` and `Measure`, the entries of a report per head), `provenance` (model, settings; the
+converters of JSON files of version 1), `tensors` (`Call` and `QueryKey`, which are never written to files),
+`architectures` (the table of supported model types).
 Inputs: values, or JSON files of reports, plans and baselines. Outputs: records, and their JSON. Importers: any package.
 """
 

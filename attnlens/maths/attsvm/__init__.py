@@ -2,8 +2,8 @@
 
 - `problem`: posing problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`, `next_token`), and
   `certify`, which computes the duality gap and the optimality conditions of a solution.
-- `frobenius`, `nuclear`: the solvers `solve` (‖W‖_F), `soft_margin` and `solve_nuclear` (nuclear norm);
-  `separable` decides if any W exists.
+- `frobenius`: the solver `solve` of ‖W‖_F, `soft_margin` with its own duality gap, and `separable`, which decides if
+  any W exists. `nuclear`: the solver `solve_nuclear` of the nuclear norm.
 - `head`: the comparison of an attention head with its SVM.
 - `descent`: gradient descent on one-layer attention, for many trials at once.
 

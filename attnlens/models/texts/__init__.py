@@ -1,7 +1,8 @@
 """Inputs of a model: windows or lines of texts, and images and sounds, from files or random.
 
-Contents: sequences.py reads texts, tokenizes and cuts them; media.py prepares images and sounds; cutting.py builds
-batches; targets.py adds what the model should predict.
+Contents: sequences.py reads and tokenizes texts, and places windows in them; media.py prepares images and sounds;
+cutting.py defines `Cut` (the options) and `batches`, which builds batches from these; targets.py adds what the model
+should predict.
 Inputs: a `Loaded` model, paths and a `Cut`. Output: `Batches`, whose inputs are keyword arguments of the model.
 Imported by: runs and lab.
 """
