@@ -1,4 +1,4 @@
-"""Types of the public names of attnlens, written by tests/stub.py."""
+"""Types of the public names of attnlens, written by tests/support/stub.py."""
 
 # ruff: noqa
 # fmt: off

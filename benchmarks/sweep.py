@@ -6,7 +6,7 @@ Each type, saved with the settings of its processor, goes through load, inspect,
 RBF). Captured attention is compared with every softmax of the model's own eager pass, RBF attention with a naive one,
 and planted weights W_Q = ±W_K are read. The table has one row per type; `attnlens list architectures` prints that of
 `--csv attnlens/records/architectures.csv`. --before prints the changes since an earlier table. No network is used; the
-builders are tests/model_types.py and tests/processors.py. All types take about 40 minutes on one core.
+builders are tests/support/model_types.py and tests/support/processors.py. All types take about 40 minutes on one core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import transformers
 from subjects import describe_machine
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import model_types
 import naive_rbf

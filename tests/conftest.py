@@ -31,20 +31,6 @@ gc.freeze()  # what was imported stays: a full collection need not go through it
 gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
 
 
-LONGEST = (
-    *("readme", "benchmarks", "swap", "swap_families", "heal", "budget", "smollm2"),
-    *("work_commands", "from_files", "sweep_types", "cli", "cli_outputs", "sweep", "inspect", "page", "compare"),
-    *("device_map", "ray", "work"),
-)
-"""Test files that begin, so that with several processes none is left alone with one of them at the end."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, the others in their order."""
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
-
-
 BUILT_IN = set(SAMPLE_NAMES.values())
 LARGEST = 5_000
 """Tokens of a vocabulary that is written out sooner than a text is tokenized."""

@@ -1,0 +1,142 @@
+"""Tests that JUnit, annotations, markdown and CSV say what the checks say, and show strangers' text as text."""
+
+from __future__ import annotations
+
+import csv
+import re
+from io import StringIO
+
+import numpy as np
+import pytest
+import views
+from hostile_reports import HOSTILE, STEERING
+from junitparser import Failure, JUnitXml
+from reports import planted, synthetic_report
+from views import Tags
+
+import attnlens
+from attnlens.checks.judging import verdict
+from attnlens.checks.rule import parse_table
+from attnlens.report.render.html import html
+from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
+from attnlens.report.report import Report
+from attnlens.report.sections import checked
+
+RULES = {"weights.planted": ["min > 0.15", "median < 0.05", "count == 4"], "model.parameters": ["value > 1"]}
+
+
+def report_of(rules=RULES, values=((0.1, 0.2), (0.3, 0.05)), file="attnlens.toml") -> Report:
+    return verdict(planted(np.array(values)), parse_table(rules, file))
+
+
+def test_junit_has_a_testcase_a_rule_and_is_read_back():
+    report = report_of()
+    suites = JUnitXml.fromstring(junit(report).encode())
+    (suite,) = suites
+    assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (4, 2, 0, 0)
+    cases = {case.name: case for case in suite}
+    assert list(cases) == [check.rule for check in report.checks]
+    failed = [name for name, case in cases.items() if any(isinstance(one, Failure) for one in case.result)]
+    assert failed == ["weights.planted: min > 0.15", "weights.planted: median < 0.05"]
+    (failure,) = cases["weights.planted: min > 0.15"].result
+    assert "2 of 4 heads, worst layer 1 head 1: 0.05" in failure.message
+    assert "layer 0 head 0 (encoder): weights.planted is 0.1" in failure.text
+
+
+def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
+    values = np.linspace(0, 1, 40).reshape(4, 10)
+    report = verdict(planted(values), parse_table({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
+    lines = workflow_commands(report)
+    assert len(lines) == 10
+    place = "::error file=a%252Cb%253Ac%2525.toml,title=attnlens weights.planted::"
+    assert all(line.startswith(place) for line in lines)
+    assert "layer 3 head 9" in lines[0]
+    assert "layer 0 head 0" in lines[1]
+    assert workflow_commands(report_of({"weights.planted": "max < 9"})) == []
+
+
+def test_places_are_written_from_the_workspace_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert uri("a b/ü#?.toml") == "a%20b/%C3%BC%23%3F.toml"
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "deep"))
+    assert uri("deep/../deep/x.toml") == "deep/x.toml".partition("/")[2]
+    assert uri("x.toml").startswith("file:///")
+
+
+def hostile() -> Report:
+    """Checks whose every string is a stranger's."""
+    name = f"tokens.{HOSTILE}"
+    report = planted(np.array([[0.1, 0.9]]), name)
+    heads = [head.model_copy(update={"site": f"=cmd|{HOSTILE}"}) for head in report.heads]
+    model = report.model.model_copy(update={"id": f"=cmd|' /C calc'!A0{HOSTILE}", "architecture": HOSTILE})
+    report = report.model_copy(update={"heads": heads, "model": model})
+    rules = parse_table({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml")
+    return verdict(report, rules)
+
+
+def as_json(report: Report) -> str:
+    """The strings of the JSON file; what they hold is data, but as bytes on a terminal nothing steers."""
+    return re.sub("[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", "", report.to_json())
+
+
+def as_summary(report: Report) -> str:
+    """The step's summary without the blank of no width that stands behind an @ so that nobody is called."""
+    return step_summary(report).replace("&#64;&#8203;", "@")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        junit,
+        as_summary,
+        lambda report: "\n".join(workflow_commands(report)),
+        lambda report: spreadsheet(checked.rows(report)),
+        lambda report: markdown(checked.document(report)),
+        lambda report: html(checked.document(report)),
+        lambda report: views.printed(checked.document(report)),
+        as_json,
+    ],
+    ids=["junit", "summary", "annotations", "csv", "markdown", "html", "terminal", "json"],
+)
+def test_nothing_that_steers_gets_through(form):
+    assert not STEERING.search(form(hostile()))
+
+
+def test_hostile_names_stay_text_in_each_format():
+    report = hostile()
+    (suite,) = JUnitXml.fromstring(junit(report).encode())
+    assert all("<script>" in case.name for case in suite)
+    own = [tag for tag, _ in Tags(html(checked.document(report_of()))).tags].count("script")
+    page = Tags(html(checked.document(report)))
+    assert [tag for tag, _ in page.tags].count("script") == own, "the page's own"
+    assert "<script>" not in step_summary(report)
+    lines = workflow_commands(report)
+    assert all(line.count("::") >= 2 and "\n" not in line for line in lines)
+    assert all("::error::" not in line.partition(",title=")[0] for line in lines), "a file's name is no command"
+    cells = [cell for row in csv.reader(StringIO(spreadsheet(checked.rows(report)))) for cell in row]
+    assert any(cell.startswith("'=cmd|") for cell in cells)
+    assert not any(cell.startswith(("=", "+", "@", "|")) for cell in cells)
+
+
+def test_the_table_shows_every_rule_and_the_csv_every_head():
+    report = report_of()
+    shown = views.printed(checked.document(report))
+    assert "FAILED: 2 of 4 rules" in shown
+    assert shown.count("FAILS") == 2
+    assert "layer 1 head 1 (encoder): weights.planted is 0.05, wanted min > 0.15" in shown
+    rows = list(csv.DictReader(StringIO(spreadsheet(checked.rows(report)))))
+    assert [(row["rule"], row["layer"], row["value"]) for row in rows] == [
+        ("weights.planted: min > 0.15", "1", "0.05"),
+        ("weights.planted: min > 0.15", "0", "0.1"),
+        ("weights.planted: median < 0.05", "", ""),
+        ("weights.planted: count == 4", "", ""),
+        ("model.parameters: value > 1", "", ""),
+    ]
+    passed = attnlens.check(synthetic_report(2, 2), {"tokens.entropy": "min > 0"})
+    assert "PASSED: 1 of 1 rule" in views.printed(checked.document(passed))
+
+
+def test_checks_survive_the_file(tmp_path):
+    report = report_of()
+    report.write_json(tmp_path / "r.json")
+    assert attnlens.read_report(tmp_path / "r.json").to_json() == report.to_json()

@@ -1,0 +1,321 @@
+"""Tests that a series reads what each checkpoint reads alone, and experiments run as they were asked for."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import checkpoint, other_shape
+from program import DEMO
+from safetensors.torch import load_file, save_file
+
+import attnlens
+from attnlens.errors import ModelError, UsageError
+from attnlens.lab.reproduce import ROWS, run_rows
+from attnlens.records import Experiment
+from attnlens.runs.progress import Interrupted, silent
+from attnlens.runs.series import of_demo, step_of
+
+SMALL = {"windows": 2, "length": 32}
+STEPS = [0, 30, 100, 300, 1000, 3000, 6000]
+
+
+def trajectory(experiment: Experiment, measure: str, layer: int, head: int) -> list[float | None]:
+    (found,) = [t for t in experiment.trajectories if (t.measure, t.layer, t.head) == (measure, layer, head)]
+    return found.values
+
+
+@pytest.fixture(scope="module")
+def of_weights() -> attnlens.Report:
+    return attnlens.converge_checkpoints(source="weights")
+
+
+def test_demos_own_series_has_its_seven_steps(of_weights):
+    (experiment,) = of_weights.experiments
+    assert (experiment.name, experiment.axis) == ("training", "training step")
+    assert all(curve.steps == STEPS for curve in experiment.curves.values())
+    assert of_weights.model.id == "demo"
+    assert of_weights.coverage.sentence == "COMPLETE: 32 of 32 heads"
+    assert len([t for t in experiment.trajectories if t.measure == "weights.symmetry"]) == 32
+    assert [file.name for file in of_weights.model.files][:2] == [
+        "step-00000/model.safetensors",
+        "step-00030/model.safetensors",
+    ]
+    assert of_weights.command == "converge"
+
+
+@pytest.mark.parametrize("measure", ["weights.symmetry", "weights.effective_rank"])
+def test_each_checkpoint_reads_what_inspect_reads_of_it_alone(of_weights, measure):
+    (experiment,) = of_weights.experiments
+    for place, step in ((2, 100), (5, 3000)):
+        alone = attnlens.inspect(checkpoint(step), source="weights")
+        for head in alone.heads:
+            assert trajectory(experiment, measure, head.layer, head.head)[place] == head.measures[measure].value
+        medians = experiment.curves[measure].median
+        assert medians[place] == pytest.approx(alone.summary.medians[measure], rel=1e-12)
+        assert medians[place - 1] != pytest.approx(alone.summary.medians[measure], rel=1e-6)  # the control
+
+
+def test_the_null_stands_beside_the_measures_that_have_one(of_weights):
+    (experiment,) = of_weights.experiments
+    null = attnlens.inspect("demo", source="weights").summary.median_nulls["weights.symmetry"]
+    curve = experiment.curves["weights.symmetry: null"]
+    assert experiment.null("weights.symmetry") == curve
+    assert experiment.null("tokens.entropy") is None
+    assert curve.median[-1] == pytest.approx(null.mean, rel=1e-9)
+    assert curve.high[-1] - curve.median[-1] == pytest.approx(null.sd, rel=1e-9)
+
+
+def test_all_checkpoints_read_one_text_with_one_tokenizer():
+    names = [checkpoint(100), "demo"]
+    read = {**SMALL, "placement": "first"}
+    report = attnlens.converge_checkpoints(names, analyzers=["symmetry"], source="tokens", **read)
+    (experiment,) = report.experiments
+    final = attnlens.load("demo")
+    early = replace(attnlens.load(checkpoint(100)), tokenizer=final.tokenizer, tokenizer_problem="")
+    for place, loaded in enumerate((early, final)):
+        alone = attnlens.inspect(loaded, analyzers=["symmetry"], source="tokens", **read)
+        assert report.settings.text == alone.settings.text
+        for head in alone.heads:
+            assert trajectory(experiment, "tokens.share_key", head.layer, head.head)[place] == pytest.approx(
+                head.measures["tokens.share_key"].value, rel=1e-12
+            )
+    losses = experiment.curves["loss"].median
+    assert losses[0] > losses[1] + 0.5, "training lowers the loss"
+    assert experiment.trajectories[0].se is not None
+
+
+def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
+    (experiment,) = of_weights.experiments
+    assert experiment.final["loss"] is None
+    assert experiment.reasons["loss"] == "the loss requires a text, but only weights were read"
+
+
+def test_selection_is_followed_where_nothing_is_named():
+    report = attnlens.converge_checkpoints([checkpoint(3000), "demo"], head=(1, 0), windows=1, length=16)
+    names = {trajectory.measure for trajectory in report.experiments[0].trajectories}
+    assert "selection.efficiency" in names
+    assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(1, 0)}
+    assert report.settings.select == "argmax"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-00030", 30),
+        ("out/checkpoint-500", 500),
+        ("step1000", 1000),
+        ("step1000-tokens2B", 1000),
+        ("org/model@step7", 7),
+        ("a", None),
+        ("demo", 6000),
+    ],
+)
+def test_a_name_tells_its_step(name, step):
+    assert step_of(name) == step
+
+
+def test_checkpoints_are_put_in_the_order_of_their_steps():
+    report = attnlens.converge_checkpoints(
+        [checkpoint(300), checkpoint(0), checkpoint(30)], source="weights", analyzers=["symmetry"]
+    )
+    assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030", "step-00300"]
+
+
+def test_without_steps_the_order_is_the_callers(tmp_path):
+    for name, step in (("late", 300), ("early", 0)):
+        shutil.copytree(checkpoint(step), tmp_path / name)
+    report = attnlens.converge_checkpoints(
+        [str(tmp_path / "late"), str(tmp_path / "early")], source="weights", analyzers=["symmetry"]
+    )
+    (experiment,) = report.experiments
+    assert experiment.settings["checkpoints"] == ["late", "early"]
+    assert (experiment.axis, experiment.curves["weights.symmetry"].steps) == ("checkpoint", [0, 1])
+
+
+def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
+    told = []
+    with pytest.raises(ModelError, match=r"n_head is 8 in step-00030, but 4 in step-77"):
+        attnlens.converge_checkpoints(
+            [checkpoint(30), other_shape(tmp_path, n_head=4)], progress=lambda *words: told.append(words)
+        )
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([checkpoint(30)], "at least two checkpoints"),
+        ([checkpoint(30), checkpoint(30)], "Duplicate checkpoint"),
+        ([checkpoint(30), str(DEMO / "checkpoints" / "step-99999")], "There is no such folder"),
+    ],
+)
+def test_a_series_needs_two_checkpoints_that_are_there(names, words):
+    with pytest.raises((UsageError, ModelError), match=words):
+        attnlens.converge_checkpoints(names)
+
+
+def broken(tmp_path: Path, *tensors: str) -> str:
+    """A checkpoint of the demo in which these tensors hold NaN."""
+    folder = tmp_path / "step-00100"
+    shutil.copytree(checkpoint(100), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in tensors or tuple(weights):
+        weights[name] = torch.full_like(weights[name], torch.nan)
+    (folder / "model.safetensors").chmod(0o644)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
+    (name,) = [name for name in load_file(checkpoint(100) + "/model.safetensors") if "h.1.attn.c_attn.weight" in name]
+    names = [checkpoint(30), broken(tmp_path, name)]
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, names[1])
+    report = attnlens.converge_checkpoints(names, head=(3, 2), analyzers=["symmetry"], **SMALL)
+    assert report.coverage.skipped
+    assert all(entry.reason.startswith("in step-00100, ") for entry in report.coverage.skipped)
+    assert "in step-00100" in report.coverage.sentence
+    assert "step-00030" not in report.coverage.sentence
+    (experiment,) = report.experiments
+    assert "the loss is NaN" in experiment.reasons["loss"]
+
+
+def test_a_checkpoint_of_nan_alone_is_named_in_the_error(tmp_path):
+    with pytest.raises(ModelError, match=r"step-00100: No head could be analysed"):
+        attnlens.converge_checkpoints([checkpoint(30), broken(tmp_path)], source="weights", analyzers=["symmetry"])
+
+
+def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
+    for step in (30, 100):
+        folder = tmp_path / f"step-{step:05d}"
+        shutil.copytree(checkpoint(step), folder)
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    report = attnlens.converge_checkpoints(
+        [str(folder) for folder in sorted(tmp_path.iterdir())], analyzers=["symmetry"], **SMALL
+    )
+    assert report.coverage.skipped
+    assert {entry.reason.partition(":")[2] for entry in report.coverage.skipped} == {
+        " no checkpoint has tokenizer files"
+    }
+    assert not any("step" in entry.reason for entry in report.coverage.skipped)
+    assert "no checkpoint has tokenizer files" in report.experiments[0].reasons["loss"]
+
+
+def test_progress_names_the_checkpoint():
+    told = []
+    names = [checkpoint(30), checkpoint(100)]
+    attnlens.converge_checkpoints(
+        names, source="weights", analyzers=["symmetry"], progress=lambda stage, *_: told.append(stage)
+    )
+    assert list(dict.fromkeys(told)) == ["checkpoints", "step-00030, weights", "step-00100, weights"]
+
+
+@pytest.mark.parametrize("head", [3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2")])
+def test_a_head_that_is_none_is_refused(head):
+    with pytest.raises(UsageError, match="is not a valid head"):
+        attnlens.converge_head("demo", head=head)
+
+
+def test_a_head_may_be_written_as_a_word():
+    report = attnlens.converge_checkpoints(
+        [checkpoint(30), checkpoint(100)], head="3.2", source="weights", analyzers=["symmetry"]
+    )
+    assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(3, 2)}
+
+
+@pytest.mark.parametrize("nothing", [[], (), iter([])])
+def test_an_empty_list_of_checkpoints_is_not_demos(nothing):
+    with pytest.raises(UsageError, match="at least two checkpoints"):
+        attnlens.converge_checkpoints(nothing)
+
+
+def test_an_interrupted_series_keeps_what_is_finished():
+    def stop(stage, done, _total):
+        if (stage, done) == ("checkpoints", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        attnlens.converge_checkpoints(source="weights", analyzers=["symmetry"], progress=stop)
+    report = caught.value.report
+    (experiment,) = report.experiments
+    assert experiment.settings["checkpoints"] == ["step-00000", "step-00030"]
+    assert not report.coverage.complete
+    assert next(entry.site for entry in report.coverage.skipped) == "step-00100"
+
+    def at_once(*_words):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as nothing:
+        attnlens.converge_checkpoints(source="weights", progress=at_once)
+    assert not isinstance(nothing.value, Interrupted)
+
+
+def test_what_does_not_belong_together_is_refused():
+    with pytest.raises(UsageError, match="--head cannot be combined with --layers or --heads"):
+        attnlens.converge_checkpoints(of_demo(), head=(0, 1), layers=[0])
+    with pytest.raises(UsageError, match="a single hub model"):
+        attnlens.converge_checkpoints(revisions=["step1", "step2"])
+    with pytest.raises(UsageError, match="Did you mean 'iterations'"):
+        attnlens.converge_synthetic(iteration=10)
+    with pytest.raises(UsageError, match="no option 'trials'"):
+        attnlens.converge_checkpoints("demo", trials=3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"d": 0}, "d=0"),
+        ({"t": 1}, "t=1"),
+        ({"n": 0}, "n=0"),
+        ({"trials": 0}, "trials=0"),
+        ({"loss": "hinge"}, "no loss 'hinge'"),
+        ({"experiments": "ranc"}, "Did you mean 'rank'"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_before_the_work(asked, words):
+    with pytest.raises(UsageError, match=words):
+        attnlens.converge_synthetic(**asked, progress=lambda *_: pytest.fail("the work began"))
+
+
+def experiment(name: str, passed: bool | None = True) -> Experiment:
+    return Experiment(name=name, question="?", final={"x": 1.0}, passed=passed)
+
+
+def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
+    report = run_rows("reproduce", [lambda: [experiment("one")], lambda: [experiment("two")]], 3, 10)
+    assert [found.name for found in report.experiments] == ["one", "two"]
+    assert set(report.timings) == {"one", "two"}
+    assert (report.command, report.settings.seed, report.model.parameters) == ("reproduce", 3, 100)
+    assert report.model.id == "one-layer attention (synthetic)"
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        run_rows("reproduce", [lambda: [experiment("one")], stop], 0, 10)
+    assert [found.name for found in caught.value.report.experiments] == ["one"]
+
+
+def test_one_experiment_runs_with_the_settings_asked_for():
+    report = attnlens.converge_synthetic("feasibility", quick=True, trials=3, n=3, t=3, d=2)
+    (found,) = report.experiments
+    assert found.passed is None, "other sizes than the published ones have no verdict"
+    assert found.settings["trials"] == 3
+    assert report.model.parameters == 4
+
+
+def test_every_experiment_is_a_row_of_verify_and_the_golden_ones_pass():
+    assert len(ROWS) == 7 + 1 + 3, "and one of binary kernels, and three of the kernel SVD"
+    (found,) = ROWS[0](True, 0, silent)  # the golden instances ask for nothing
+    assert found.passed
+    assert len(found.final) >= 8
+    spoiled = found.model_copy(update={"final": {name: (value or 0) + 2e-6 for name, value in found.final.items()}})
+    assert spoiled.judge().passed is False  # the control

@@ -1,0 +1,281 @@
+"""Tests that the synthetic experiments say what was published, and nothing where something else was asked."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from experiment_words import assert_in_words
+
+from attnlens.errors import UsageError
+from attnlens.lab.experiments import EXPERIMENTS, golden
+from attnlens.lab.experiments.tokens import NAMES, draw, grid, instances, starts
+from attnlens.lab.experiments.weights import corpus
+from attnlens.maths import attsvm
+from attnlens.records.studies import Experiment
+from attnlens.report.sections.experiments import format_label, setting
+from attnlens.requests.experiments import USES, SyntheticRequest
+
+SMALL = {"trials": 3, "iterations": 30}
+
+
+def small(name, **overrides):
+    wanted = {option: value for option, value in SMALL.items() if option in USES[name]}
+    return EXPERIMENTS[name].run(wanted | overrides, True)
+
+
+def test_the_data_are_drawn_in_the_published_order():
+    generator = torch.Generator().manual_seed(7)
+    v = torch.randn(10, generator=generator)
+    labels = torch.randn(6, generator=generator).sign()
+    tokens = torch.randn(6, 8, 10, generator=generator)
+    queries = torch.randn(6, 10, generator=generator)
+    drawn = draw(6, 8, 10, 3, 5)
+    assert torch.equal(drawn.instances.labels[2], labels.double())
+    assert torch.equal(drawn.instances.tokens[2], (tokens / tokens.norm(dim=-1, keepdim=True)).double())
+    assert torch.equal(drawn.instances.queries[2], (queries / queries.norm(dim=-1, keepdim=True)).double())
+    best = (labels[:, None] * (drawn.instances.tokens[2].float() @ v)).argmax(-1)
+    assert torch.equal(drawn.best[2], best)
+    assert torch.equal(draw(6, 8, 10, 1, 7, "self").instances.queries[0], drawn.instances.tokens[2][:, 0])
+
+
+def test_starts_are_those_of_a_linear_layer_and_never_all_zero():
+    W, (K, Q) = starts(draw(2, 3, 16, 200, 0), 5, "random")
+    assert W.abs().max() <= 0.25
+    assert W.std().item() == pytest.approx(0.25 / math.sqrt(3), rel=0.02)
+    assert K.shape == Q.shape == (200, 16, 5)
+    W, (K, _) = starts(draw(2, 3, 16, 2, 0), 5, "zero")
+    assert W.norm() == 0
+    assert K.norm() > 0
+
+
+def test_the_goldens_are_met_and_a_wrong_one_is_not():
+    found = golden()
+    assert found.passed is True
+    assert_in_words(found)
+    assert len(found.published) == 4 + 3 + 2 + 4
+    assert max(found.tolerance.values()) == 1e-6
+    assert found.final["prompt_c_half_square"] == pytest.approx(17 / 18, abs=1e-9)
+    wrong = found.model_copy(update={"published": found.published | {"vis1_frobenius": 8.685745}})
+    assert wrong.judge().passed is False
+
+
+def test_the_golden_problems_have_the_sizes_that_were_solved():
+    sizes = {name: len(problem.margins) for name, (problem, _) in instances().items()}
+    assert sizes["vis1"] == 4
+    assert sizes["vis2"] == 8
+    assert sizes["local_0"] == sizes["local_1"] == 42
+    assert sizes["prompt_d"] == 18
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_nothing_else(name):
+    found = small(name)
+    assert Experiment.model_validate_json(found.model_dump_json()) == Experiment.model_validate_json(
+        found.model_dump_json()
+    )
+    json.loads(found.model_dump_json())
+    assert found.settings["trials"] == 3
+    assert found.published is None
+    assert found.tolerance is None
+    assert found.bounds == {}
+    assert found.passed is None
+    assert found.curves
+    assert found.question.endswith("?")
+    assert all(figure in found.reasons for figure, value in found.final.items() if value is None)
+    for curve in found.curves.values():
+        assert len(curve.steps) == len(curve.median)
+    assert_in_words(found)
+    assert found == small(name)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_progress_is_told_up_to_the_end(name):
+    told = []
+    wanted = {option: value for option, value in SMALL.items() if option in USES[name]}
+    EXPERIMENTS[name].run(wanted, True, lambda *at: told.append(at))
+    assert told
+    assert all(0 <= done <= total for _, done, total in told)
+    assert told[-1][1] == told[-1][2]
+
+
+CHANGES = [
+    ("local-convergence", {"lr": 0.2}),
+    ("local-convergence", {"m": 3}),
+    ("local-convergence", {"loss": "exponential"}),
+    ("local-convergence", {"attention": "self"}),
+    ("local-convergence", {"parameterisation": "KQ"}),
+    ("local-convergence", {"head_function": "relu"}),
+    ("global-selection", {"start": "random"}),
+    ("feasibility", {"n": 3}),
+    ("rank", {"t": 4}),
+    ("multi-token", {"head_function": "linear"}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
+    study = EXPERIMENTS[name]
+    seen = []
+
+    def function(settings, progress):
+        seen.append((settings, settings.published))
+        return Experiment(name=name, question="?", final={})
+
+    probe = replace(study, function=function)
+    probe.run({"seed": 4}, True, lambda *_: None)
+    probe.run({"seed": 4, "trials": 10_000}, True, lambda *_: None)
+    probe.run({"seed": 4, "trials": 1}, True, lambda *_: None)
+    probe.run(change, True, lambda *_: None)
+    assert [published for _, published in seen] == [True, True, False, False]
+    ((option, value),) = change.items()
+    assert getattr(seen[-1][0], NAMES.get(option, option)) == value
+    assert small(name, **change).settings[NAMES.get(option, option)] == value
+
+
+@pytest.mark.parametrize(("trials", "judged"), [(9, False), (10, True), (50, True)])
+def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, judged):
+    study, seen = EXPERIMENTS["rank"], []
+
+    def function(settings, progress):
+        seen.append((settings.d, settings.trials, settings.published))
+        return Experiment(name="rank", question="?", final={})
+
+    probe = replace(study, function=function)
+    probe.run({"trials": trials, "seed": 7}, False, lambda *_: None)
+    assert seen == [(study.full.d, trials, judged)]
+
+
+def test_in_one_dimension_nothing_is_sure():
+    found = small("feasibility", n=1, t=2, d=1, trials=20)
+    assert 0 < found.final["n1_T2_d1"] < 1
+    assert found.final["sure_n1_T2"] is None
+    assert "±1" in found.reasons["sure_n1_T2"]
+    assert small("feasibility", n=2, t=2, d=1).final["sure_n2_T2"] == 1
+
+
+def test_one_d_is_the_whole_sweep():
+    found = small("feasibility", d=3, n=4, t=3)
+    assert found.curves["n=4, T=3"].steps == [3, 4]
+    assert small("rank", d=5).curves["nuclear"].steps == [5]
+
+
+def test_the_ranks_are_within_the_bound_and_below_the_frobenius_ones():
+    found = small("rank", trials=5, d=10)
+    assert found.final["beyond_bound"] <= 0
+    assert found.final["nuclear_d10"] < found.final["frobenius_d10"]
+
+
+def test_a_filter_that_nothing_passes_leaves_figures_out_with_a_reason():
+    found = small("multi-token", trials=1, iterations=1)
+    assert found.final["svm_equivalent_d4"] is None
+    assert "filter" in found.reasons["svm_equivalent_d4"]
+    assert found.settings["accepted_d4"] == 0
+    assert setting(found, "accepted_d4") == "accepted, d = 4: 0"
+
+
+@pytest.mark.full
+def test_next_token_ends_at_the_graphs_svm_and_at_its_finite_part():
+    found = small("next-token", iterations=2000)
+    assert found.final["acyclic_to_svm"] > 0.999
+    assert found.final["cyclic_to_svm"] > 0.999
+    assert found.final["cyclic_finite_distance"] < 1e-6
+    early = small("next-token", iterations=3)
+    assert early.final["cyclic_to_svm"] < 0.95
+    assert early.final["cyclic_finite_distance"] > 1e-3
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_corpus_has_cycles_where_they_are_asked_for(cyclic):
+    one = corpus(6, 4, 8, 3, cyclic)
+    assert bool((one.features[..., 64:].abs() > 1e-9).any()) == cyclic
+    assert ((one.reads > 0) <= one.component).all()
+    assert (one.reads.sum(-1) > 0).all()
+    whole = one.features[..., :64] + one.features[..., 64:]
+    assert torch.allclose(whole.norm(dim=-1), torch.ones(6, 4).double())
+    margins = (one.features[..., :64] @ one.W)[~one.component]
+    assert margins.numel() > 0
+    label = (one.features[..., :64] @ one.W).masked_fill(~one.component, -math.inf).amax(-1, keepdim=True)
+    gaps = (label - one.features[..., :64] @ one.W)[~one.component]
+    assert gaps.min() >= 1 - 1e-7
+
+
+def test_a_vocabulary_that_poses_no_problem_is_refused():
+    with pytest.raises(UsageError, match="an acyclic token-priority graph"):
+        corpus(2, 3, 1, 0, False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1.0},
+        {"lr": 0.0},
+        {"lr": math.inf},
+        {"lr": "fast"},
+        {"d": 0},
+        {"t": 1},
+        {"n": 0},
+        {"m": 0},
+        {"m": 3, "parameterisation": "W"},
+        {"iterations": 0},
+        {"trials": 0},
+        {"trials": 2.5},
+        {"seed": -1},
+        {"loss": "hinge"},
+        {"head_function": "gelu"},
+        {"parameterisation": "QK"},
+        {"attention": "sefl"},
+        {"start": "ones"},
+        {"start": "zero", "parameterisation": "KQ"},
+        {"momentum": 0.9},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(UsageError) as refused:
+        SyntheticRequest(experiments="local-convergence", **settings)
+    assert refused.value.remedy
+
+
+def test_names_are_checked_and_ignored_settings_are_refused():
+    with pytest.raises(UsageError, match="Did you mean"):
+        SyntheticRequest(experiments="local-convergance")
+    used = SyntheticRequest(experiments=["rank", "local-convergence", "rank"], lr=0.2, d=4, m=None)
+    assert used.chosen == ["rank", "local-convergence"]
+    assert used.overrides() == {"lr": 0.2, "d": 4, "seed": 0}
+    with pytest.raises(UsageError, match=r"lr would be ignored by rank, feasibility\."):
+        SyntheticRequest(experiments=["rank", "feasibility"], lr=0.2)
+
+
+def test_threads_are_given_back():
+    before = torch.get_num_threads()
+    small("rank")
+    assert torch.get_num_threads() == before
+
+
+def test_the_grid_is_logarithmic_and_ends_at_the_last_iteration():
+    assert grid(60) == [1, 2, 3, 5, 10, 20, 30, 50, 60]
+    assert grid(1) == [1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_published_figures_are_met(name):
+    found = EXPERIMENTS[name].run({}, True)
+    if name == "local-convergence":
+        assert format_label(found, "W_to_frobenius_longer") == found.curves["W to frobenius, longer"].label
+        assert format_label(found, "W_to_frobenius_longer") == "W to Frobenius, longer"
+    missed = {figure: found.final[figure] for figure in found.published or {} if not found.meets(figure)}
+    assert missed == {}
+    assert found.passed is True
+
+
+def test_where_the_inputs_are_dead_no_gradient_is_left():
+    """f_i = 0 behind ReLUs that are all off pulls on nothing, which is why the multi-token figures need a floor."""
+    drawn = draw(1, 4, 5, 1, 0, "cross", "relu")
+    off = -drawn.instances.head.V.abs()
+    positive = attsvm.Instances(
+        drawn.instances.tokens.abs(), drawn.instances.queries, -torch.ones(1, 1).double(), attsvm.Relu(off)
+    )
+    result = attsvm.descend(positive, starts(drawn, 5, "random")[0], 3)
+    assert result.stationary.all()

@@ -1,0 +1,81 @@
+"""Tests what import-linter cannot: light starts, declared dependencies, and one package that tells reports apart."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "attnlens"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LIGHT = ("analyzers", "checks", "errors", "files", "records", "report.atlas", "requests")
+LIGHT += ("cli.commands", "cli.entry", *(f"kernels.{path.stem}" for path in PACKAGE.glob("kernels/*.py")))
+"""Modules and packages that the commands import before they answer `--help`, `list` or a usage error."""
+SHOWING = ("pictures", "render", "shapes.py")
+"""Parts of report/ that do not ask for a report's kind."""
+KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
+"""Fields that tell one kind of report from another."""
+
+
+def heavy_libraries_after(statement: str) -> set[str]:
+    """Return which heavy libraries a fresh interpreter has loaded after a statement."""
+    program = f"import sys; {statement}; print(*({{'torch', 'transformers', 'matplotlib'}} & {{*sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_commands_answer_without_loading_a_heavy_library():
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
+    names = [name.removesuffix(".__init__") for name in names]
+    light = [name for name in names if any(f"{name}.".startswith(f"attnlens.{each}.") for each in LIGHT)]
+    assert len(light) > 40
+    assert heavy_libraries_after(f"import {', '.join(light)}") == set()
+    assert heavy_libraries_after("import attnlens.maths.linalg") == {"torch"}
+    assert heavy_libraries_after("import attnlens.cli.analyses") >= {"torch", "transformers"}, "preloaded for workers"
+
+
+def kinds_asked(source: str) -> set[str]:
+    """Return the fields of a report that conditions read to tell which kind it is."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else []
+        tests += [test for loop in getattr(node, "generators", []) for test in loop.ifs]
+        for test in tests:
+            found |= {
+                part.attr
+                for part in ast.walk(test)
+                if isinstance(part, ast.Attribute) and part.attr in KINDS and ast.unparse(part.value).endswith("report")
+            }
+    return found
+
+
+@pytest.mark.parametrize("package", ["cli", *(f"report/{name}" for name in SHOWING)])
+def test_only_sections_asks_what_kind_of_report_it_has(package):
+    files = [path for path in FILES if (PACKAGE / package) in (path, *path.parents)]
+    assert files
+    assert {path.name: kinds_asked(path.read_text()) for path in files if kinds_asked(path.read_text())} == {}
+    tables = PACKAGE / "report" / "pictures" / "__init__.py"  # its table names the pictures of each kind
+    assert not [path for path in files if path != tables and "report.kind" in path.read_text()]
+    assert "report.kind" in (PACKAGE / "report" / "export.py").read_text(), "the control"
+    assert kinds_asked("if report.swap: pass") == {"swap"}, "the control"
+
+
+def imported_libraries(source: str) -> set[str]:
+    """Return the top-level names of what a file imports."""
+    nodes = list(ast.walk(ast.parse(source)))
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name.split(".")[0] for name in whole | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}}
+
+
+def test_third_party_imports_are_declared_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+    declared |= {"PIL", "upath"}  # what pillow and universal-pathlib are imported as
+    found = set().union(*(imported_libraries(path.read_text()) for path in FILES))
+    assert found - set(sys.stdlib_module_names) - {"attnlens"} <= declared

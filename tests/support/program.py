@@ -1,0 +1,88 @@
+"""Runs the finished program, and checks how it refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import forkserver
+
+DEMO = Path(__file__).parents[2] / "attnlens" / "models" / "demo"
+SMALL = ("--windows", "4", "--length", "32", "--no-progress")
+
+
+def environment_with(**changed):
+    """The environment without what attnlens and rich would read of it, and offline."""
+    ours = ("ATTNLENS_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours) and name != "CI"}
+    return env | {"HF_HUB_OFFLINE": "1"} | changed
+
+
+def attnlens(*words, cwd=None, stdin=None, **environment):
+    """The finished program: returncode, stdout, stderr."""
+    return python("-m", "attnlens", *words, cwd=cwd, stdin=stdin, **environment)
+
+
+def python(*words, cwd=None, stdin=None, **environment):
+    """A Python of its own, which has imported torch and transformers already where this environment lets it."""
+    env = environment_with(**environment)
+    if forkserver.takes(env):
+        return forkserver.run([*map(str, words)], cwd, env, stdin, seconds=300)
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=env,
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def without_torch(*words, cwd=None):
+    """The same where torch can't be imported, so that it can only answer before the work."""
+    return python("-c", WITHOUT_TORCH, *words, cwd=cwd)
+
+
+WITHOUT_TORCH = """
+import sys
+there = dict(sys.modules)
+for name in there:
+    if name.partition(".")[0] in ("attnlens", "torch", "transformers"):
+        del sys.modules[name]
+sys.modules["torch"] = None
+sys.argv[0] = "attnlens"
+from attnlens.cli import main
+main()
+"""
+"""Makes of a process that has imported everything one that has not."""
+
+
+def in_shell(line, cwd=None, *, afresh=False, **environment):
+    """Lines of bash, in which `attnlens` is the finished program; `afresh` where what it imports is the claim."""
+    env = environment_with(**environment)
+    folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
+    env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def refused(result, *words):
+    """Exit 2, two lines on stderr after «Error:», nothing on stdout, no traceback."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr[result.stderr.index("Error: ") :].strip().splitlines()
+    assert len(lines) == 2, result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr

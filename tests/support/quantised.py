@@ -1,0 +1,185 @@
+"""Tiny Llamas whose projections are stored as codes, by method of quantisation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from hostile import edited, stored, weights
+
+Tensors = dict[str, torch.Tensor]
+HIDDEN, GROUP = 48, 16
+
+
+def _in_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float8 codes, a scale for each block (those at the edges are smaller), and what they stand for."""
+    rows, columns = -(-weight.shape[0] // height), -(-weight.shape[1] // width)
+    scale, codes, plain = torch.zeros(rows, columns), torch.zeros_like(weight), torch.zeros_like(weight)
+    for i in range(rows):
+        for j in range(columns):
+            place = slice(i * height, i * height + height), slice(j * width, j * width + width)
+            scale[i, j] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scale[i, j]).to(torch.float8_e4m3fn).float()
+            plain[place] = codes[place] * scale[i, j]
+    return codes.to(torch.float8_e4m3fn), scale, plain
+
+
+def fp8_blocks(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, plain = _in_blocks(weight, 20, 20)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}, plain
+
+
+def fp8_tensor(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, plain = _in_blocks(weight, *weight.shape)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale.reshape(())}, plain
+
+
+def fp8_rows(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, plain = _in_blocks(weight, 1, weight.shape[1])
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, plain
+
+
+def _packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Codes in words of 32 bits along the rows, one by one, the lowest bits first."""
+    count = 32 // bits
+    words = torch.zeros(codes.shape[0], -(-codes.shape[1] // count), dtype=torch.int64)
+    for column in range(codes.shape[1]):
+        place = order[column % count] if order else column % count
+        words[:, column // count] |= codes[:, column].long() << (bits * place)
+    return words.to(torch.int32)  # the highest bit becomes the sign
+
+
+def _grouped(weight: torch.Tensor, bits: int, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes, zeros and scales of each row's groups of inputs, and what they stand for; all with a row an output."""
+    groups = int(index.max()) + 1
+    low, high = (torch.stack([of(weight[:, index == g]) for g in range(groups)], 1) for of in (_least, _most))
+    scale = ((high - low) / (2**bits - 1)).half().float()
+    zeros = (-low / scale).round().clamp(1, 2**bits - 1)
+    codes = (weight / scale[:, index] + zeros[:, index]).round().clamp(0, 2**bits - 1)
+    return codes, zeros, scale, (codes - zeros[:, index]) * scale[:, index]
+
+
+def _least(part: torch.Tensor) -> torch.Tensor:
+    return part.min(1).values.clamp(max=-1e-3)
+
+
+def _most(part: torch.Tensor) -> torch.Tensor:
+    return part.max(1).values.clamp(min=1e-3)
+
+
+def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> tuple[Tensors, torch.Tensor]:
+    index = torch.arange(weight.shape[1]).flip(0) // GROUP  # as act-order leaves it
+    codes, zeros, scale, plain = _grouped(weight, bits, index)
+    tensors = {"qweight": _packed(codes, bits).T, "qzeros": _packed(zeros.T - 1, bits), "scales": scale.T.half()}
+    tensors |= {"g_idx": index.int()}
+    return {f"{name}.{part}": tensor.contiguous() for part, tensor in tensors.items()}, plain
+
+
+def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, zeros, scale, plain = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
+    order = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight columns stands in its word
+    tensors = {"qweight": _packed(codes.T, 4, order), "qzeros": _packed(zeros.T, 4, order), "scales": scale.T.half()}
+    return {f"{name}.{part}": tensor.contiguous() for part, tensor in tensors.items()}, plain
+
+
+def pack_quantized(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, zeros, scale, plain = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
+    tensors = {"packed": _packed(codes, 4), "zero_point": _packed(zeros.T, 4).T, "scale": scale}
+    tensors |= {"shape": torch.tensor(weight.shape)}
+    return {f"{name}.weight_{part}": tensor.contiguous() for part, tensor in tensors.items()}, plain
+
+
+def int_quantized(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round()
+    return {f"{name}.weight": codes.to(torch.int8), f"{name}.weight_scale": scale}, codes * scale
+
+
+def eight_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    largest = weight.abs().amax(1)
+    codes = (weight / largest[:, None] * 127).round()
+    tensors = {f"{name}.weight": codes.to(torch.int8), f"{name}.SCB": largest}
+    return tensors | {f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8)}, codes * largest[:, None] / 127
+
+
+def four_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """nf4 whose largest of each block are codes too; the values of a code are of no matter, since they are stored."""
+    values, outer = torch.linspace(-1, 1, 16) ** 3, torch.linspace(-1, 1, 256)
+    blocks = weight.reshape(-1, 32)
+    largest = blocks.abs().amax(1)
+    offset, side = float(largest.mean()), 12
+    sizes = (largest - offset).abs().reshape(-1, side).amax(1)
+    of_largest = (
+        ((largest - offset).reshape(-1, side) / sizes[:, None])[..., None].sub(outer).abs().argmin(-1).flatten()
+    )
+    decoded = outer[of_largest] * sizes.repeat_interleave(side) + offset
+    codes = (blocks / decoded[:, None])[..., None].sub(values).abs().argmin(-1)
+    pairs = codes.flatten().reshape(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": list(weight.shape)}
+    state |= {"nested_blocksize": side, "nested_dtype": "float32", "nested_offset": offset}
+    tensors = {
+        "": (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8),
+        ".absmax": of_largest.to(torch.uint8),
+        ".quant_map": values,
+        ".nested_absmax": sizes,
+        ".nested_quant_map": outer,
+        ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    plain = (values[codes] * decoded[:, None]).reshape(weight.shape)
+    return {f"{name}.weight{part}": tensor for part, tensor in tensors.items()}, plain
+
+
+def _groups(bits: int) -> dict[str, Any]:
+    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+
+
+METHODS: dict[str, tuple[Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
+    "fp8 in blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [20, 20]}),
+    "fp8 per tensor": (fp8_tensor, {"quant_method": "fp8"}),
+    "fp8 by rows": (fp8_rows, {"quant_method": "fbgemm_fp8"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+    "gptq, eight bits": (lambda name, weight: gptq(name, weight, 8), {"quant_method": "gptq", "bits": 8}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
+    "packed": (
+        pack_quantized,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": _groups(4)},
+    ),
+    "int8": (
+        int_quantized,
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": _groups(8)},
+    ),
+    "float8": (
+        fp8_rows,
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": _groups(8)},
+    ),
+    "LLM.int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nf4": (four_bits, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+
+
+def saved(place: Path) -> Tensors:
+    """A tiny Llama, and its tensors."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
+    for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+        projection.weight.data *= 20
+    model.save_pretrained(place)
+    return weights(place)
+
+
+def quantised(place: Path, method: str) -> Tensors:
+    """A tiny Llama whose projections are codes of that method, and what all its tensors stand for."""
+    encode, settings = METHODS[method]
+    tensors = saved(place)
+    plain = dict(tensors)
+    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
+        codes, plain[f"{name}.weight"] = encode(name, tensors.pop(f"{name}.weight"))
+        tensors |= codes
+    stored(place, tensors)
+    edited(place / "config.json", quantization_config=settings)
+    return plain

@@ -1,0 +1,149 @@
+"""A report as each of the program's forms, from its record alone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from html.parser import HTMLParser
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from rich.console import Console
+
+from attnlens.files import make_folder, write_atomically
+from attnlens.report import export
+from attnlens.report.pictures.charts import panel_figure
+from attnlens.report.pictures.maps import head_panels
+from attnlens.report.render import terminal
+from attnlens.report.render.html import is_file
+from attnlens.report.report import Report
+from attnlens.report.sections.layers import head_table
+from attnlens.report.sections.section import Document, Section
+from attnlens.report.shapes import Shapes
+
+
+def printed(told: Document, width: int = 100) -> str:
+    """What a terminal of that width shows, without colours."""
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(terminal.document(told))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def alone(*sections: Section) -> Document:
+    """Sections without a head."""
+    return Document(None, sections)
+
+
+def summary(report: Report, width: int = 100) -> str:
+    return printed(export.summary(report), width)
+
+
+def all_heads(report: Report, width: int = 100) -> str:
+    return printed(alone(*head_table(Shapes(report), "table")), width)
+
+
+def details(report: Report, width: int = 100) -> str:
+    return printed(export.summary(report, verbose=True), width)
+
+
+def markdown(report: Report) -> str:
+    return export.WRITERS["markdown"](report)
+
+
+def csv(report: Report) -> str:
+    return export.WRITERS["csv"](report)
+
+
+def page(report: Report) -> str:
+    return export.WRITERS["html"](report)
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes, the text between tags, and what its scripts hold."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts.append((self.tags[-1][1], data))
+        else:
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self.tags.append(("/script", {}))
+
+
+def runs_its_own_script_alone(page: str) -> bool:
+    """Whether the page holds no script but data and the one that its policy names by hash."""
+    found = Tags(page)
+    policy = next(given["content"] or "" for _, given in found.tags if given.get("http-equiv"))
+    own = "script-src 'sha256-{}';"
+    running = [text for given, text in found.scripts if given.get("type") != "application/json"]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in running]
+    tags = [tag for tag, _ in found.tags if tag == "script"]
+    return len(tags) == len(found.scripts) <= 2 and [own.format(one) in policy for one in hashes] == [True]
+
+
+def draw_panel(shapes: Shapes, stem: str) -> Figure:
+    """Draw the picture of that stem as its own file."""
+    return panel_figure(shapes.report, next(panel for panel in head_panels(shapes) if panel.stem == stem))
+
+
+def save_pictures(report: Report, target: Path) -> list[Path]:
+    """Draw the report as `--figure` does; the files written."""
+    found = export.drawings(report, target)
+    if not is_file(target):
+        make_folder(target)
+    for path, draw in found.items():
+        write_atomically(path, draw())
+    return list(found)
+
+
+def settle(figure: Figure) -> None:
+    """Lay the figure out, and forget the ticks that it does not draw."""
+    figure.draw_without_rendering()
+    for place in (place for axes in figure.axes for place in (axes, *axes.child_axes)):
+        for axis in (place.xaxis, place.yaxis):
+            del axis.majorTicks[len(axis.get_majorticklocs()) :]
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.majorTicks:
+                tick.label1.set_visible(low - 1e-9 <= tick.get_loc() <= high + 1e-9 and tick.label1.get_visible())
+
+
+def overlapping(figure: Figure) -> list[tuple[str, str]]:
+    """Texts whose boxes share more than a hair, and texts that leave the page."""
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if in_view(text)]
+    pairs = [
+        (name, other)
+        for number, (name, box) in enumerate(boxes)
+        for other, next_box in boxes[:number]
+        if min(box.x1, next_box.x1) - max(box.x0, next_box.x0) > 2
+        and min(box.y1, next_box.y1) - max(box.y0, next_box.y0) > 4
+    ]
+    outside = [(name, "the page") for name, box in boxes if box.x0 < 0 or box.x1 > figure.bbox.width]
+    return pairs + outside
+
+
+def in_view(text: Text) -> bool:
+    """Whether it is drawn: ticks beyond an axis' ends are not."""
+    axes = text.axes
+    if axes is None or text not in [
+        label for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels("both")
+    ]:
+        return True
+    box = text.get_window_extent()
+    middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+    place = axes.get_window_extent()
+    return place.x0 - 1 <= middle[0] <= place.x1 + 1 or place.y0 - 1 <= middle[1] <= place.y1 + 1
