@@ -172,8 +172,8 @@ class Selector:
     """Gather one site's sequences and pose every head's selection problem on them, in all available spaces.
 
     Up to MOST_TOKENS tokens of a site are stored: the module's inputs if M acts on them, else the queries and keys. In
-    each space, the null rotates that space's form randomly on both sides; tokens and most decided queries are chosen
-    anew for each rotated head, from the same sequences.
+    each space, the null rotates that space's form randomly on both sides; for each rotated head, the tokens and
+    the most clearly decided queries are chosen again, from the same sequences.
     """
 
     def __init__(self, place: GatheringPlace) -> None:

@@ -58,15 +58,15 @@ def build(
     no effect, so their projection gets no gradient.
 
     `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes it to
-    config.json. `from_pretrained` refuses such a folder (`attn_implementation="attnlens.lab.primal.build"`); load with
-    `model = build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then
+    config.json. `from_pretrained` refuses such a folder, because its attention is not one of transformers'. To load the
+    folder, call `model = build(AutoConfig.from_pretrained(folder), …)` with the same arguments, then
     `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
 
     Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
-    published code); a warning is given if head_dim or `samples` limits the rank of the scores. `samples` rows of the
-    module's input form F, in encoders only; with 0, F = I. Raises ModelError for cross-attention, a bias on the scores
-    (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid layers or
-    numbers.
+    published code); a warning is given if head_dim or `samples` limits the rank of the scores. In encoders, F consists
+    of `samples` rows of the module's input; with `samples=0`, F = I. Raises ModelError for cross-attention, a bias on
+    the scores (T5's positions), layers called more than once, and models that cannot be hooked; UsageError for invalid
+    layers or numbers.
     """
     from attnlens.models import hooks, loading, texts
     from attnlens.runs.feeding import at_rest

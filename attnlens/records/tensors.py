@@ -298,5 +298,5 @@ class QueryKey:
 
 
 def of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
-    """Select heads of a mask or bias; return None, and a matrix that all heads share, unchanged."""
+    """Select heads of a mask or bias; a matrix shared by all heads, or None, is returned unchanged."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

@@ -208,8 +208,8 @@ class Feeding(Loading):
 
     text: Words = several_files(
         "Text file; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
-        "`datasets:NAME[,config=C][,split=S][,column=T]`. Repeatable (in ATTNLENS_TEXT, separate files "
-        f"with `{os.pathsep}`). Default: built-in texts."
+        "`datasets:NAME` with the options `,config=C`, `,split=S` and `,column=T`. Repeatable "
+        f"(in ATTNLENS_TEXT, separate files with `{os.pathsep}`). Default: built-in texts."
     )
     pairs: fields.FilePlace = one_file(
         "File with one pair of texts per line, separated by a tab; replaces `text`.", python_only=True

@@ -146,8 +146,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the low-rank key latents: `group=N|all` (key heads per latent), `rotation=before|after` (compress "
-        "keys before or after RoPE), `metric=attention|output` (weight errors by attention, or equally by attention "
-        "and by their effect on the output); join with commas.",
+        "keys before or after RoPE), `metric=attention|output` (what weights the errors: attention alone, or attention "
+        "and the effect on the output in equal parts); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )
@@ -203,7 +203,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
             if getattr(request, name) not in (None, 1, "local"):
                 raise UsageError(
                     f"save requires all units to be computed in this process, which {name} prevents.",
-                    f"Leave out {name}, or save.",
+                    f"Leave out either {name} or save.",
                 )
     for kernel in kernels if request.sweep == "heads" else ():
         if kernel.joins:

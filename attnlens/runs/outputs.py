@@ -255,7 +255,7 @@ def evidence(
 
 
 def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Return the change of the mean over `chosen` tokens, paired over sequences with such tokens, and their number."""
+    """Return the change in the mean over `chosen` tokens, paired over sequences, and the number of these tokens."""
     chosen = chosen & ~before.isnan()
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))

@@ -214,7 +214,7 @@ def converge_checkpoints(
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
     several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`), or else 0, 1, 2 …
-    in the given order. By default, the analyzers of `inspect` run, and `selection` with its default `select`. The last
+    in the given order. By default, the analyzers of `inspect` and `selection` run. The last
     checkpoint with a tokenizer provides the tokenizer for all. `head`, as (layer, head) or `3.7`, selects one head.
     Finished units are kept as in `inspect`, and the same call resumes from them. Raise UsageError, ModelError (if a
     checkpoint is missing, or shapes differ), TextError, and Interrupted, which contains the finished checkpoints.

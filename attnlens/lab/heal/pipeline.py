@@ -296,7 +296,7 @@ class Descent:
 
     @property
     def done(self) -> float:
-        """Finished work, in the unit of the amount."""
+        """Training done so far, in the unit of the requested amount: steps, tokens or seconds."""
         return {"steps": self.step, "tokens": self.tokens, "seconds": self.seconds}[self.amount.unit]
 
     @property

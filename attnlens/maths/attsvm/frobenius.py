@@ -51,12 +51,12 @@ NOTICED = 1e-6  # Slack, relative to |b| + |score|, that counts as a violation: 
 
 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
-    """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c, = b_c where equal, with its certificate.
+    """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c (= b_c for equality constraints), and its certificate.
 
-    Att-SVM of Tarzanagh et al. 2023: min ½λᵀGλ − bᵀλ over the working set, then each query's most violated constraints
-    join, at most `limit` times. Equalities are eliminated first. The status is `inaccurate`, with the gap reached, if
-    this does not suffice. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50];
-    UnposedError for a problem without constraints.
+    Att-SVM of Tarzanagh et al. 2023: minimise ½λᵀGλ − bᵀλ over the working set, then add each query's most violated
+    constraints to the set, at most `limit` times. Equalities are eliminated first. The status is `inaccurate`, with the
+    gap reached, if this does not suffice. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50,
+    1e50]; UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
     constraints = Constraints(problem)
@@ -526,7 +526,7 @@ class Box(UnitConstraints):
         return loads
 
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
-        """Return the best λ, clipped to the box, of Newton steps with RIDGES, and its gradient; None if none gains."""
+        """Try a Newton step with each of RIDGES, clipped to the box; return the best λ with its gradient, or None."""
         best, largest_gain = None, 0.0
         curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:

@@ -228,7 +228,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """A head compared with the max-margin form that selects the same tokens, independent of the scale of M."""
+    """Comparison of a head with the max-margin form that selects the same tokens; the scale of M has no effect."""
 
     chosen: Selections  # The posed queries and their selected tokens
     posed: HeadProblem  # The selection problem

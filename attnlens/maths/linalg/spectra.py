@@ -241,9 +241,9 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
 
 
 def map_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Apply `function` to every item, in order, in the threads of `over_heads` with a single BLAS thread each.
+    """Apply `function` to every item, in order, in the thread pool of `over_heads`, with one BLAS thread for each.
 
-    numpy's BLAS has no per-thread setting, so it is limited to one thread in the whole process meanwhile.
+    numpy's BLAS has no per-thread setting, so BLAS has one thread in the whole process during this call.
     """
     with threadpool_limits(1, user_api="blas"):
         return _run_in_pool(function, items)

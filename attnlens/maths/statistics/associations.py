@@ -219,10 +219,11 @@ def windows_interval(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Return the 95 % interval over windows of ρ = `value` of a measure with the harm, both recomputed for each sample.
+    """Return the 95 % interval, over windows, of the correlation ρ = `value` between a measure and the harm.
 
-    tanh(artanh ρ ± t·sd), sd that of artanh ρ* over bootstrap samples of windows (or texts), whose deviations are
-    widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays
+    The interval is tanh(artanh ρ ± t·sd). t is Student's quantile. sd is the standard deviation of artanh ρ* over
+    bootstrap samples of windows (or texts), for each of which the measure and the harm are recomputed; deviations are
+    widened by √(n/(n − 1)). A measure with one axis is a property of the weights and stays
     fixed. Samples in which a head lacks a value are ignored. NaN if the variation between windows is unknown.
     """
     if design.freedom < 1 or math.isnan(value):

@@ -1,4 +1,4 @@
-"""Build models that have only shapes with transformers' loader, and read weights from files module by module."""
+"""Build models without weights by transformers' loader, and read their weights from files, module by module."""
 
 from __future__ import annotations
 

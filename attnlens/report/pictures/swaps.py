@@ -175,7 +175,7 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise of the perplexity as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; '' if unknown."""
+    """Format the rise in perplexity, on a line of its own: `+5.6 %`, `gap`, `(4.9 to 6.4 %)`; '' if unknown."""
     if outcome.perplexity is None or outcome.loss is None:
         return ""
     rise, ends = format_rise(outcome.loss)

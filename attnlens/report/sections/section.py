@@ -62,9 +62,9 @@ def build_table(
     words: Collection[str] = (),
     fit: Literal["blocks", "first", "folded"] = "blocks",
 ) -> Table | None:
-    """Build a table from rows of cells by title: columns in `names` name the row, those in `words` are aligned left.
+    """Build a table from rows, each a mapping from column title to cell; return None if there are no rows.
 
-    Return None without rows.
+    Columns in `names` identify the row; those in `words` are aligned left.
     """
     if not rows:
         return None

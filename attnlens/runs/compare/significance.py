@@ -1,4 +1,4 @@
-"""Test changes: p beyond sampling and rounding, q over all tests, the smallest detectable change; draw rounding."""
+"""Test changes against sampling and rounding (p, q, the smallest detectable change), and simulate rounding."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, T
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
+    """Sample how rounding changes one site's scalars, and how far it moves the site's forms; shape (draws, heads)."""
     form = factors.query_key
     finite = sequences.finite_heads(form)
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
