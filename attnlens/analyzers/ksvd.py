@@ -165,7 +165,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
-    """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular space.
+    """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular vectors.
 
     Chen et al. 2023 put the values in place of K's right singular vectors. If rank90 = 1, a near-constant vector spans
     the leading space of K itself, which then contains no part of centred values. Centring K over keys, as values are,

@@ -205,10 +205,11 @@ def analyzer(
 ) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; the first line of its docstring is its question.
 
-    `facts` are the last fields of `kind`. `by_default=False`: it does not run if no analyzer is named. `needs_base`: it
-    compares with the model without its adapter, and runs by default if the model has one. `brief`: a measure and a
-    function that computes it alone, for heads that are swept. `replace`: replace an analyzer that another module
-    registered under that name, which otherwise raises UsageError. A measure of another analyzer always raises it.
+    `kind` is the class to create, and `facts` are its remaining fields. `by_default=False`: it does not run if no
+    analyzer is named. `needs_base`: it compares with the model without its adapter, and runs by default if the model
+    has one. `brief`: a measure and a function that computes it alone, for heads that are swept. `replace`: replace an
+    analyzer that another module registered under that name, which otherwise raises UsageError. A measure of another
+    analyzer always raises it.
     """
     infos = tuple(measures)
 
@@ -242,7 +243,7 @@ def list_analyzers() -> list[Analyzer | Gathering]:
 
 
 def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
-    """Return the named analyzers, or by default those with `by_default`, that read this source; gatherings last."""
+    """Return the named analyzers (default: those with `by_default`) that read this source; gatherings come last."""
     available = list_analyzers()
     known = list(dict.fromkeys(entry.name for entry in available))
     named = [checked_name("analyzer", name, known) for name in names]

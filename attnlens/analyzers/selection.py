@@ -246,7 +246,7 @@ class Selector:
         return before[0] if before and before[0].equal(copies) else copies
 
     def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
-        """Return the sequences and the head's form in one of its spaces; the scores are the same in all."""
+        """Return the sequences and the head's form in one of its spaces; the scores are the same in all spaces."""
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
             return scenes, _scaled_identity(self.stored[0].key.shape[-1], self.scale)
@@ -258,7 +258,7 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield the selections and solution of each space; a head selects once, a draw of its null once per space."""
+        """Yield selections and solution of each space; a head selects only once, a draw of its null once per space."""
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
@@ -338,7 +338,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; the null is mean and sd over the draws with a value, if there are two or more."""
+    """Return a problem's measure; its null is mean and sd over the draws with a value, if there are at least two."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)

@@ -58,7 +58,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition on one subject: the heads that it covers, an aggregate of their values, and its comparison."""
+    """One condition on one subject: the heads that it covers, an aggregate of their values, and a bound for it."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound

@@ -111,7 +111,7 @@ class Grams:
         self.sums = [a + factor * b for a, b in zip(before, sums, strict=True)]
 
     def plus(self, other: Grams, *, equal: bool = False) -> Grams:
-        """Return the sum of these moments and those of `other`, which `equal` first scales to the same total weight."""
+        """Return the sum of these moments and `other`, with `equal` after scaling `other` to the same total weight."""
         weights = [sum(map(float, grams.sums[3::3])) for grams in (self, other)]
         both = replace(self)
         both.add(other.sums, weights[0] / max(weights[1], 1e-300) if equal else 1.0)  # not 0/0
@@ -136,7 +136,7 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return one number per query head for each shared parameter, equal for equal maps; empty if none is shared."""
+    """Return per shared parameter one number for each query head, equal for equal maps; empty if none is shared."""
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -305,7 +305,8 @@ def share_keys(
     """Return a call whose exponential kernel is that of the latents: ⟨q A, z⟩ or ⟨q, k̂⟩, k̂ = R(j)(z Aᵀ + offset).
 
     z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it (None: no latent is
-    shared; returns None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt and rotated.
+    shared; returns None). `key_map` is B, (heads, members, head_dim, size). With `frequency`, k̂ is rebuilt and
+    rotated.
     """
     if members is None:
         return None

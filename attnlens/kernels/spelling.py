@@ -204,7 +204,7 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
 
 
 def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
-    """Return the largest number of keys any of `shape.tokens` queries sees through the filter (and causal mask)."""
+    """Return the largest number of keys that one of `shape.tokens` queries sees through filter and causal mask."""
     places = torch.arange(shape.tokens)
     counts = []
     for rows in torch.split(places, 1024):  # in parts, because the text may be long
@@ -214,7 +214,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return how many numbers a cache stores per key (its part of a latent), mean over heads; None for whole keys."""
+    """Return the numbers stored per key (or its part of a latent), averaged over heads; None for whole keys."""
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None

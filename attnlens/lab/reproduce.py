@@ -89,9 +89,9 @@ def converge_synthetic(
 ) -> Report:
     """Run the experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)); compare with published values.
 
-    `experiments` are names (default: all). An experiment gets no verdict if an option changes its question. A different
-    seed does not change the question, nor do different trials if there are at least as many as
-    `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
+    `experiments` are names (default: all). An experiment gets no verdict if an option changes its question. The seed
+    does not change the question, and neither does the number of trials if it is at least that of
+    `reproduce claims --quick`. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
     rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
@@ -254,7 +254,7 @@ def train_head(
 
 
 def hardening(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
-    """Compute KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries as a function of c.
+    """Compute −log p_max of the posed queries as a function of c: KL(one-hot of the largest ‖ softmax(c · logits)).
 
     c multiplies the scores after the softcap and also the sink's logit. Copies of a token count as one outcome. The SVM
     that selects the same tokens is shown too, at the head's norm ‖ΠM‖ and with the same copies. It defines only

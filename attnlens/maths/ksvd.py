@@ -125,7 +125,7 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
+    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n rows where the mask is true (None: all), as in the published code.
 
     The result has the dtype of x. Rows are repeated if n < count; the first row is returned if the mask is all false.
     """
@@ -201,8 +201,8 @@ class Dual:
 def dual(query_features: Queries, key_features: Keys, s: int, projection: Sampled | None = None) -> Dual:
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
-    `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, the most that
-    K can have. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
+    `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, because K cannot
+    have more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
     contains NaN or Inf.
     """
     require_positive("s", s)
@@ -348,9 +348,9 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
     results to `dual`, as in the example of `attnlens.maths.ksvd`.
 
     Exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W invertible, the
-    error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, V_J the sampled rows of K's k leading right singular
-    vectors. It grows as W approaches singularity: σ of W up to eps · size · σ₁ count as 0. Raises UsageError if s < 1
-    or if W contains NaN or Inf.
+    error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of K's k leading
+    right singular vectors. It grows as W approaches singularity: σ of W up to eps · size · σ₁ count as 0. Raises
+    UsageError if s < 1 or if W contains NaN or Inf.
     """
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]

@@ -58,7 +58,7 @@ class Pair(Record):
 
 
 class TextChange(Record):
-    """Change of the loss on one text."""
+    """Change in the loss on one text."""
 
     name: str
     sequences: int
@@ -67,7 +67,7 @@ class TextChange(Record):
 
 
 class PositionChange(Record):
-    """Change of the loss on the tokens at a range of positions in their sequences."""
+    """Change in the loss on the tokens at a range of positions in their sequences."""
 
     first: int
     last: int  # The first and the last of these positions, counted from 1 over a sequence's predicted tokens
@@ -76,7 +76,7 @@ class PositionChange(Record):
 
 
 class BeyondWindow(Record):
-    """Change of the loss on tokens whose bigram (previous token, token) last occurred over `window` tokens earlier."""
+    """Change in the loss on tokens whose bigram (with the previous token) last occurred over `window` tokens ago."""
 
     window: int
     """Width of the window in keys, including the query's own: that of the kernel, else of its sink-window control,

@@ -300,7 +300,7 @@ R = TypeVar("R", RanksRequest, HealRequest)
 
 
 def _read_plan(request: R) -> tuple[Plan | None, R]:
-    """Return the plan of --ranks, and the options completed by the plan and its layers, heads and part.
+    """Return the plan of --ranks, and the options completed by the plan's layers, heads and part.
 
     Without --ranks, return None and the same options. Raise UsageError if the plan is unreadable or sets them too.
     """

@@ -57,13 +57,13 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module of a missing weight that affects predictions, and why there is no loss; None if none does."""
+    """If a missing weight affects predictions, return its module and why there is no loss; otherwise None."""
     random = random_weights(loaded, inputs, predictions(task))
     return random and (random[0], f"the checkpoint lacks {random[1]}, so the model has no loss")
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> tuple[str, str] | None:
-    """Return the module of a missing weight that measured values need, and a phrase: `name and 3 more`; None if none.
+    """Return the module of a missing weight that measured values need, and `name and 3 more`; None if there is none.
 
     A missing weight is ignored if its module ran and its gradient is None, since no measured value depends on it
     (BERT's pooler). A module that did not run on these inputs (an expert that no token chose) can run on other inputs.
@@ -134,7 +134,7 @@ def of_one_token(loaded: loading.Loaded, reached: Sequence[SiteCall], seed: int)
 def without_media(
     loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites as reached by one token, and by random ids, both without media, for reading the weights.
+    """Return the sites reached by one token and those reached by random ids, without media, for reading the weights.
 
     Ids that represent an image have special positions, which the weights don't depend on.
     """
@@ -216,7 +216,7 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the error of recomputed attention as `prove_identity`, but raise ModelError if a weight is not finite."""
+    """Return the error of recomputed attention as `prove_identity` does; raise ModelError for weights not finite."""
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(

@@ -58,7 +58,7 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`, or if None equally long first halves of the windows or lines of at least median length.
+    """Return `prompts` or, if None, first halves (equally long) of the windows or lines of at least median length.
 
     Return the reason if the model can't continue windows. Raise UsageError if it can't continue `prompts`.
     """
@@ -156,7 +156,7 @@ def agreement(model: PreTrainedModel, original: Continued | str, variant: Varian
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count the tokens per prompt before the first difference; all if both texts end at the same token."""
+    """Count the tokens of each prompt before the first difference; all of them if both texts end at the same token."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):

@@ -40,7 +40,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
 
     Each call draws different heads, so that a forger can't predict them. tokens.* can differ by √ε of the model's type,
     weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: the text, and options of `load`. Raise UsageError for a report without heads, or another text.
+    does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")

@@ -42,7 +42,7 @@ OTHER_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 
 
 def digest_of(place: Location) -> str:
-    """Compute a hash of a checkpoint's weights and of the other files that determine its results."""
+    """Hash a checkpoint's weights and the other files that determine its results."""
     others = (path for pattern in OTHER_FILES for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})

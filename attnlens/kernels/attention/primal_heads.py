@@ -101,7 +101,8 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    `samples` > 0: the paper's F = X', each head's slice of evenly spaced rows of the input; not for causal heads.
+    With `samples` > 0, F = X' as in the paper: each head's slice of evenly spaced rows of the input; not for causal
+    heads.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:

@@ -23,7 +23,8 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v; for signed kernels, Σ k v / Σ k.
 
     All routes sum over the same keys without truncation and differ only by rounding. Queries that see no key have
-    uniform weights in row tiles and bands, zero weights elsewhere. Raises UsageError if no route supports the call.
+    uniform weights in row tiles and bands, and zero weights on other routes. Raises UsageError if no route supports the
+    call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)

@@ -94,8 +94,9 @@ class Positions:
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
     """Find the position of each query among the keys, and the start of each sequence: the first key that is seen.
 
-    Without a key-value cache, query i has position i; with one, that of the last key it sees. Raises UsageError for
-    cross-attention, and if the filter counts from a start that a sliding window hides in a run with a cache.
+    Without a key-value cache, query i has position i; with a cache, its position is that of the last key that it sees.
+    Raises UsageError for cross-attention, and if the filter counts from a start that a sliding window hides in a run
+    with a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:

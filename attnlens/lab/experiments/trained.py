@@ -249,7 +249,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute cumulative singular values of all heads in each third of the layers; earlier thirds get extra layers.
+    """Compute cumulative singular values of the heads in each third of the layers; earlier thirds can be longer.
 
     attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), the kernel of the paper's theory, of rank head_dim.
     """

@@ -58,7 +58,7 @@ READING = 0.3
 def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """For each d, compute the mean of 1 − correlation of W with each of: W_fin + R·W_mm; W_mm; the single-token SVM.
 
-    Accept instances with at least one label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs solvable.
+    Only instances with a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and two solvable SVMs are accepted.
     """
     rows, shares = dict[str, Figure](), dict[str, JsonValue]()
     measured = torch.full((len(s.d), s.trials, len(DIRECTIONS)), torch.nan, dtype=torch.float64)  # 1 − correlation
@@ -133,11 +133,11 @@ class Corpus(NamedTuple):
     quick={"trials": 10},
 )
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within (Li et al. 2024).
+    """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ within it (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y; f = e_yᵀ Xᵀ
     softmax(X W z), z the last token. The loss −log f is convex, so descent is global. Off the cyclic subspace a step
-    has length lr. Within, W stays finite, and plain steps have rate 1. W_fin is the limit of descent if each label
+    has length lr. Within it, W stays finite, and plain steps have rate 1. W_fin is the limit of descent if each label
     competes only within its own component. Published limits: correlation 1, distance 0.
     """
     acyclic, _, steps, at_end = _run_kind(s, False, progress)
@@ -186,7 +186,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent, normalised off the cyclic subspace and plain within; return W at `steps` and final log-weights."""
+    """Run descent, normalised off the cyclic subspace, plain within it; return W at `steps` and final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):

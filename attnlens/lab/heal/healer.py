@@ -95,7 +95,7 @@ class Trained:
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
-        """Create an unconstrained change, initially 0; heads with equal numbers in `copies` share one change."""
+        """Create a change of full rank, initially 0; heads with equal numbers in `copies` share one change."""
         if copies is not None:
             first = [int((copies == number).nonzero()[0]) for number in range(int(copies.max()) + 1)]
             start, mask = start[first], None if mask is None else mask[first]
@@ -238,9 +238,10 @@ class Healer(SwapSetup):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the student; yield the loss at each compared token, and the index of the token's sequence.
 
-        The loss is KL(original ‖ swapped) at real tokens in nats, for headless models 1 − cosine of the states, for the
-        goal `text` the cross-entropy of `targets` in nats. Swapped kernels and trained weights stay in place inside the
-        block, because the backward pass may recompute blocks. J² of primal layers are added to `penalties`.
+        The loss is KL(original ‖ swapped) at real tokens, in nats; for headless models, 1 − cosine of the states; for
+        the goal `text`, the cross-entropy of `targets`, in nats. Swapped kernels and trained weights stay in place
+        inside the block, because the backward pass may recompute blocks. The J² of primal layers are added to
+        `penalties`.
         """
         model, options = self.loaded.model, output_options(self.task)
         text = targets if self.options.learn == "text" else None
@@ -283,11 +284,11 @@ class Healer(SwapSetup):
 
 
 def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
-    """Return the step size per column of a map, since optimiser steps are equally large in all columns; None: all 1.
+    """Return the factor by which an optimiser's step in each column of a map is multiplied; None: all 1.
 
     For A and B of kernel `rank`: the column length divided by the root mean square, so that long and short columns turn
-    by equal angles. For primal's maps: √σ, at most 1, σ of the mean over tokens: J has curvature C/σ in a column, and
-    unscaled steps would overshoot if σ is small.
+    by equal angles. For primal's maps: √σ, at most 1, for σ of the mean over tokens: J has curvature C/σ in a column,
+    and unscaled steps would overshoot if σ is small.
     """
     if name not in ("query_map", "key_map"):
         return None
@@ -467,7 +468,7 @@ ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which ga
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate with ENOUGH of the best fall of the held-out distance (else 0), and all tried rates."""
+    """Return the largest rate with ENOUGH of the best fall in held-out distance (else 0), and all tried rates."""
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean
     half = (len(steps) + 1) // 2  # the rate rises over half of the steps, and falls over the others

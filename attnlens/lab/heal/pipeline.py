@@ -301,7 +301,7 @@ class Descent:
 
     @property
     def share(self) -> float:
-        """Finished share of the total work, at most 1."""
+        """Share of the total work that is finished, at most 1."""
         return min(1.0, self.done / self.amount.number)
 
     @property
@@ -415,7 +415,7 @@ class Descent:
             self._store_state(*self.state)
 
     def check(self) -> Distances:
-        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if infinite at step 0."""
+        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if it starts infinite."""
         distances = measure_distances(self.healer, self.held_out)
         if self.step == 0 and not distances.finite:
             problem = "The training loss of the swapped model is not finite, so the model cannot be healed."

@@ -213,7 +213,7 @@ def _squares(
 
 
 def _between(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
-    """Interpolate linearly between the levels of rank, and set ∞ beyond a latent's full rank, in place."""
+    """Interpolate linearly between the levels of rank, and set ranks beyond a latent's full rank to ∞, in place."""
     for row, size in zip(costs, sizes, strict=True):
         row[size + 1 :] = torch.inf
         for low, high in pairwise(levels(size)):

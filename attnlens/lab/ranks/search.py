@@ -254,7 +254,7 @@ class Budgeting(SwapSetup):
         )
 
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Fit each form, also try the best at half rank weighted by the output, and use the best; return the trials."""
+        """Try each form at half rank, then the best one weighted by the output; use the best, and return the trials."""
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
             self.use_form(self.fit([original], fed), original)
@@ -269,7 +269,7 @@ class Budgeting(SwapSetup):
         return [record for _, record in tried]
 
     def _try_form(self, fits: Forms, form: Kernel, trial: Trial) -> FormTried:
-        """Measure the rise if each latent of this form has half of its full rank."""
+        """Measure the rise in the loss if each latent of this form has half of its full rank."""
         self.use_form(fits, form)
         return FormTried(form=form_name(form), rise=trial.rise([size // 2 for size in self.full_ranks]))
 

@@ -101,7 +101,7 @@ def build_cell(
     speed: tuple[float, float],
     seed: int,
 ) -> studies.StudyCell:
-    """Build a cell's record from the unit that the search chose, its form's (rate, validation loss), and outcomes."""
+    """Build a cell's record from the chosen unit, its form's (rate, validation loss) pairs, and the outcomes."""
     runs = [
         studies.StudyRun(
             seed=seed + number,

@@ -53,7 +53,7 @@ class Cases(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StudyTask:
-    """Task with examples for training (`training`, depends only on the seed) and for evaluation (`held_out`)."""
+    """Task with examples for training (`training`, which depends only on the seed) and for evaluation (`held_out`)."""
 
     name: str  # names of its texts or files
     form: TaskForm

@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
-    """Tokens relative to α, the token of the largest weight, so that differences far below it keep their digits."""
+    """Tokens minus the token α of the largest weight, so that small differences between tokens keep their digits."""
 
     chosen: Int[Tensor, "trials n"]  # Index α
     token: Float[Tensor, "trials n d"]  # x_α
@@ -107,7 +107,7 @@ class Instances:
         return self.anchor(first.long())
 
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
-        """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token if it exceeds α's."""
+        """Return α and the gaps x_tᵀWz − x_αᵀWz ≤ 0, after moving α to the highest-scoring token."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
@@ -192,7 +192,7 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
-    The textbook's Σ_t s_t (γ_t − f) x_t also has a term of α, which cancels all other terms: no digits remain
+    The textbook formula Σ_t s_t (γ_t − f) x_t includes t = α, a term that nearly cancels all others: no digits remain
     once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
@@ -257,5 +257,5 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
 
 
 def most_iterations(lr: float) -> int:
-    """Return the largest number of iterations t with (1 + lr)^2t ≤ 1e250: W stays within float64 for any gradients."""
+    """Return the largest t with (1 + lr)^2t ≤ 1e250, so that W cannot overflow float64 within t iterations."""
     return int(250 * math.log(10) / (2 * math.log1p(lr)))

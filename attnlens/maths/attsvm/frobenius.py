@@ -91,7 +91,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Verdict and proof. Either W exists with u W z ≥ b, or λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
+    """Verdict with its proof: a W with u W z ≥ b, or else a λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
 
     verdict: bool | None  # True if a W exists; None if neither proof was found within the iteration limit
     distance: float | None
@@ -225,7 +225,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Add λ of the equalities such that each equality has the score b, or 0 if `meet_bounds` is false."""
+        """Add λ for the equalities, such that each equality's score is b, or 0 if `meet_bounds` is false."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -237,7 +237,7 @@ class Constraints(UnitConstraints):
         return all_rows, multipliers
 
     def refine(self, rows: Rows, loads: Loads) -> Loads:
-        """Return λ refined from its inequalities' residuals, with equalities met; unchanged if a sign would flip."""
+        """Refine λ by the residuals of its inequalities, with equalities met; return λ itself if a sign would flip."""
         support = np.flatnonzero(loads)
         if not len(support) or not len(self.independent):
             return loads
@@ -249,7 +249,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row most likely to contradict the equalities alone, and its residual's sign; empty if none."""
+        """Return the row most likely to contradict the equalities alone, and its residual's sign, or empty arrays."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -283,7 +283,7 @@ class WorkingSet:
         self.patience = PATIENCE
 
     def advance(self) -> Rows | None:
-        """Take one step; return the constraints that join, or None if λ is optimal for all constraints."""
+        """Take one step; return the constraints added to the set, or None if λ is optimal for all constraints."""
         self.improve()
         joining = self.find_violated()
         self.grown = len(joining) > 0
@@ -311,7 +311,7 @@ class WorkingSet:
         self.optimal = bool((short <= self._rounding(self.bounds)).all())
 
     def find_violated(self) -> Rows:
-        """Return each query's WORST most violated constraints outside the working set; none if λ proves no W exists."""
+        """Return each query's WORST most violated constraints outside the set; none if λ proves that no W exists."""
         constraints, support = self.constraints, np.flatnonzero(self.loads)
         scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
@@ -329,7 +329,7 @@ class WorkingSet:
         return np.concatenate(joining)
 
     def solve_nnls(self) -> Loads:
-        """Return λ by NNLS: slow and without a first guess, but it works for any constraints."""
+        """Compute λ by NNLS, which is slow and uses no first guess, but works for any constraints."""
         return solve_by_nnls(self.constraints.vectors(self.rows), self.bounds)
 
     def _rounding(self, bounds: Loads) -> Loads:
@@ -342,7 +342,8 @@ class WorkingSet:
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
     """Minimise ½λᵀGλ − bᵀλ, λ ≥ 0, by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
-    `support` is the first guess. None if a block of G is singular or the exchanges do not settle (use `damped_step`).
+    `support` is the first guess. Return None if a block of G is singular, or if the exchanges do not settle; then use
+    `damped_step`.
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
@@ -370,8 +371,8 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
 def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, damping: float) -> tuple[Loads, float]:
     """Return a better λ for the same problem by a projected Newton step (Bertsekas 1982), and the next damping.
 
-    With G + damping · I repeated constraints cause no singularity. The objective never rises, so that steps cannot
-    cycle. If no step lowers it, λ is unchanged and the damping grows.
+    Because of G + damping · I, repeated constraints cause no singularity. The objective never rises, so that steps
+    cannot cycle. If no step lowers it, λ is unchanged and the damping grows.
     """
     slack = gram @ loads - bounds
     active = np.flatnonzero((loads > 0.0) | (slack < 0.0))
@@ -393,7 +394,7 @@ def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, dampin
 
 
 def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
-    """Return λ ≥ 0, w = rowsᵀλ the shortest with rows·w ≥ b; or λ ≥ 0 with rowsᵀλ = 0 < bᵀλ if no w exists.
+    """Return λ ≥ 0 such that w = rowsᵀλ is the shortest w with rows·w ≥ b or, if there is none, rowsᵀλ = 0 < bᵀλ.
 
     λ is the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974, §23.4), whose residual is zero
     exactly if no w exists. Singular, repeated and surplus constraints are allowed.
@@ -489,7 +490,7 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return True if the gap P − D, Σ max over the box of ∇·(λ' − λ), is at most `tolerance` times P."""
+        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box is at most `tolerance` times P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
@@ -512,7 +513,7 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not held at a bound, until no step gains."""
+        """Take projected Newton steps (Bertsekas 1982) on the λ not at a bound while they help, and return λ."""
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
             blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))

@@ -122,13 +122,14 @@ def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor,
 def choose(
     scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
 ) -> Selections:
-    """Select the head's most decided queries (largest p_max), at most `most`, and the tokens that they select.
+    """Select at most `most` queries with the largest p_max of the head, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight.
     Queries that select all visible tokens are omitted, and so are queries that see less than half as many tokens as
-    another query of the sequence: at the start of a causal sequence p_max is near 1 for lack of choice. Queries whose
-    least selected and largest other score are equal within TIE are counted and omitted. Fewer queries are returned if
-    there would be more than MOST_CONSTRAINTS constraints or, with `top_p`, MOST_EQUALITIES equalities.
+    another query of the sequence: at the start of a causal sequence, p_max is near 1 because there are few tokens to
+    select. Queries whose least selected and largest other score are equal within TIE are counted and omitted. Fewer
+    queries are returned if there would be more than MOST_CONSTRAINTS constraints or, with `top_p`, MOST_EQUALITIES
+    equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -172,7 +173,7 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
-    """Return log p_max/(1 − p_max) of every query, without cancellation: +∞ without other tokens, NaN without any.
+    """Return log p_max/(1 − p_max) of every query, without cancellation; +∞ for a single token, NaN for none.
 
     `masked` are the scores, `log_weights` the softmax's logits plus the log of copies; both are −∞ for hidden tokens.
     """
@@ -186,7 +187,7 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
-    """Build the problem whose feasible directions select what the head selects: u W z ≥ 1 from O_i to all others.
+    """Build the problem whose feasible W select what the head selects: u W z ≥ 1 from each token of O_i to all others.
 
     Several tokens in one O_i must have equal scores (Tarzanagh et al. 2023, the generalised SVM). Raises UnposedError
     if no query was chosen.
@@ -285,7 +286,7 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:
-    """Return ‖ΠM‖_F, Π the projection onto span(U) ⊗ span(Z); the query coordinates already span their space."""
+    """Return ‖ΠM‖_F, where Π projects onto span(U) ⊗ span(Z); the query coordinates already span their space."""
     left = row_span(problem.differences).mT @ form.left
     return float((left @ form.right.mT).norm())
 

@@ -48,7 +48,7 @@ SLACK = 1e-12  # Rounding allowed for an inequality below its margin, relative t
 
 @dataclass(frozen=True)
 class Constraints:
-    """u_cᵀ W z_c ≥ b_c, = b_c where `equal`: one row per constraint, all of about unit size."""
+    """Constraints u_cᵀ W z_c ≥ b_c (= b_c where `equal`), one per row, all of about unit size."""
 
     u: Float[ndarray, "constraints d"]
     z: Float[ndarray, "constraints d_query"]
@@ -69,7 +69,7 @@ class Constraints:
         return block
 
     def scores(self, block: Block) -> Each:
-        """Return 2 u_cᵀ W z_c, W the corner of a symmetric block matrix."""
+        """Return 2 u_cᵀ W z_c, where W is the corner of a symmetric block matrix."""
         scores: Each = 2 * ((self.u @ self.corner(block)) * self.z).sum(1)
         return scores
 
@@ -98,7 +98,7 @@ class Point:
 
 
 def interior_point(constraints: Constraints, size: float, goal: float, limit: int) -> tuple[BilinearForm, Each, int]:
-    """Return W, λ ≥ 0 and the steps taken: to a relative gap ≤ goal, else the best within `limit` steps and rounding.
+    """Return W, λ ≥ 0 and the number of steps, with a relative gap ≤ goal if `limit` and rounding allow it.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
@@ -179,7 +179,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after steps of min(1, share · s), primal and dual, s the largest step inside the cones."""
+        """Return the point after steps min(1, share · s), primal and dual; s is the largest step inside the cones."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -211,7 +211,7 @@ def to_zero(values: Each, change: Each, share: float) -> float:
 def refine_on_face(
     problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
 ) -> tuple[Multipliers, Matrix] | None:
-    """Return (λ, W) near the given ones, with W = A Bᵀ of W's rank and u W z = b where `tight`, λ = 0 elsewhere.
+    """Return (λ, W) near the given ones, where W = A Bᵀ has W's rank, u W z = b where `tight`, and λ = 0 elsewhere.
 
     Solves the stationarity of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B, B = Mᵀ A, M = Σλ u zᵀ. None if the
     system would be too large. The result is not guaranteed to be better: certify it.
@@ -246,7 +246,7 @@ def refine_on_face(
 
 
 def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -> Solution:
-    """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. Att-SVM⋆).
+    """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c (= b_c where `equal`); Tarzanagh et al. 2023, Eq. Att-SVM⋆.
 
     An interior-point method on a working set of constraints, to which violated ones are added, in the row spaces of u
     and z (W never leaves them). `tolerance` is the sufficient relative gap (P − D)/P. By default it is 1e-4: the norm

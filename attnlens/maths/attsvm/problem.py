@@ -41,7 +41,9 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """The smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. 2).
+    """The problem of the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`).
+
+    Tarzanagh et al. 2023, Eq. 2.
 
     u_c = x_α − x_t is a difference of two tokens, z_q(c) the query of the constraint. Everything is float64.
     """
@@ -117,9 +119,9 @@ def selection(
 ) -> Problem:
     """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
-    One token α is kept. `margins` is b of each sample, 1 by default. A duplicate of the chosen token gives a constraint
-    that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers that are not finite, and a
-    chosen token that is not allowed; UnposedError if there is no token to separate from.
+    Each query selects one token α. `margins` is b of each sample, 1 by default. A duplicate of the chosen token gives a
+    constraint that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers that are not finite,
+    and a chosen token that is not allowed; UnposedError if there is no token to separate from.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
@@ -163,8 +165,9 @@ def causal(tokens: Float[Tensor, "n d"], chosen: Chosen, queries: Queries | None
 def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None = None) -> Problem:
     """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
 
-    The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
-    one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
+    O_i are the selected tokens; exact duplicates count as one token, selected if any of them is. Every constraint
+    starts at one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all
+    are selected.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
@@ -218,7 +221,7 @@ def build_problem(
 
 
 def merge_duplicates(tokens: Tokens, sets: Mask, visible: Mask) -> tuple[Mask, Mask]:
-    """Return the sets extended by all copies of kept tokens, and which visible tokens are the first of their copies."""
+    """Return the sets extended by copies of selected tokens, and which visible tokens are their first copies."""
     same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
     first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
@@ -340,7 +343,7 @@ def check_solvable(problem: Problem, tolerance: float, limit: int = 1) -> None:
 def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
     """Return the solution that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled to feasibility.
 
-    Negative λ at inequalities are set to 0, so that D is a true bound for any λ. If scaling is impossible (equalities
+    Negative λ of inequalities are set to 0, so that D is a bound for any λ. If scaling is impossible (equalities
     with b ≠ 0) or b ≤ 0, a violation r within rounding is charged to P as Σ|λ|r, its first-order price; a larger
     violation gives `inaccurate` with an infinite gap. The gap is (P − D)/P. λ is scaled so that Σλb = ‖W(λ)‖². Raises
     UsageError if λ has another length or is not finite, for a tolerance ≤ 0, and for sizes outside [1e-50, 1e50], where

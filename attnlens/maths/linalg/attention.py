@@ -39,7 +39,7 @@ def entropy(query_key: QueryKey) -> PerHead:
 
 
 def max_weight(query_key: QueryKey) -> PerHead:
-    """Return the mean over queries of max_j p_ij, in [0, 1], without queries that see no key; NaN if none remain."""
+    """Return the mean of max_j p_ij, in [0, 1], over queries that see a key; NaN if there are none."""
     return _average_queries(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
 
 
@@ -71,7 +71,7 @@ def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = F
 
 
 def attention_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of P; NaN if P = 0, or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
 

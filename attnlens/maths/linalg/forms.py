@@ -453,8 +453,9 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
 def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
-    asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions with a
-    singular value within rounding, eps · n · σ₁, do not count. 90 if the ranks differ, NaN if both are 0.
+    Computed as asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, which is exact for small angles (Björck & Golub
+    1973). Directions with a singular value within rounding, eps · n · σ₁, do not count. 90 if the ranks differ, NaN if
+    both are 0.
     """
     return over_heads(_largest_angles, first.double(), second.double())
 

@@ -172,7 +172,7 @@ def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[
 
 
 def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator: torch.Generator) -> Iterator[float]:
-    """Yield bounds on ‖M‖, M being A deflated by its first Ritz vectors, from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖."""
+    """Yield bounds on ‖M‖, where M is A deflated by its first Ritz vectors, from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖."""
     leading = ritz.basis @ ritz.turn[:, :pairs]
     vectors, log_bound = _draw_block(matrix, generator), math.log(FACTOR)
     vectors = vectors - leading @ (leading.mT @ vectors)
@@ -256,7 +256,7 @@ def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
 
 
 def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
-    """Return gᵀN⁺g, g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
+    """Return gᵀN⁺g for g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
     squared = start = goal @ goal

@@ -184,7 +184,7 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average the total variation (with sinks; 1 for NaN rows) over queries with two or more keys; NaN without any."""
+    """Average the total variation (with sinks; 1 for NaN rows) over queries with at least two keys, or return NaN."""
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
     return torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
@@ -268,7 +268,7 @@ def _one_thread() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: threads sharing small matrices mostly wait, and results depend on the thread count."""
+    """Limit torch to one thread: on small matrices several threads mostly wait, and results depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -328,9 +328,10 @@ def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch s
 
 
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """Return b ≥ 0 of the least-squares line log σ_l ≈ a − b·l through descending values; NaN for fewer than two.
+    """Fit log σ_l ≈ a − b·l to descending values by least squares, and return b ≥ 0; NaN for fewer than two values.
 
-    Values up to eps · steps · largest are rounding and left out. Random factors decay too: compare with their rate.
+    Values up to eps · steps · largest are left out as rounding errors. Random factors decay too: compare with their
+    rate.
     """
     # Strict: a zero matrix keeps no value.
     above = values > EPS * values.shape[-1] * values[..., :1]

@@ -83,7 +83,7 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
 
 
 def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return pairs per distance, c's normal equations without these on the diagonal, the block with b, and distances.
+    """Return pairs per distance, c's normal equations (diagonal without the pairs), the block with b, and distances.
 
     `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants. The distances
     are the indices of those that occur.
@@ -98,7 +98,7 @@ def _distance_equations(visible: Pairs, scaled: Pairs) -> tuple[Tensor, Tensor, 
 
 
 def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Callable[[Sums], Sums]:
-    """Return the solver of N x = g for every row g, N = diag(counts) + `normal` singular and ≥ 0, g in its range.
+    """Return the solver of N x = g for rows g in the range of N = diag(counts) + `normal`, which is singular and ≥ 0.
 
     Cholesky of N + RIDGE·I, N scaled to `counts` of 1, then iterative refinement. `normal` is modified in place.
     """
@@ -177,7 +177,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 
 
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of the row-centred visible scores; NaN if these are zero.
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if these are zero.
 
     Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
     are long, only its leading eigenvalues are computed (`least_rank`).

@@ -78,7 +78,7 @@ class Blocks:
 
 
 def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
-    """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
+    """Return (d₀s₀² + d s²)/(d₀ + d) for each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
 
     The scaled χ² with d₀ and s₀² fits the spread of log s². d₀ is at most that of `others` treatments, times COUNTED.
     """
@@ -171,7 +171,7 @@ def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch 
 
 
 def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIONS, seed: int = 0) -> PermutationTests:
-    """Return p = (1 + #{t* ≥ t})/(1 + draws), t = |ρ|√(n − 1), ρ Spearman's over the n heads that have both values.
+    """Return p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), for Spearman's ρ over the n heads with both values.
 
     Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
     Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. A harm's
@@ -247,11 +247,11 @@ def windows_interval(
 
 
 def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
-    """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms, r Spearman's ρ between two halves of the windows.
+    """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms; r is Spearman's ρ between halves of the windows.
 
-    The median over random halvings, within each text if all have two windows (Spearman 1910, Brown 1910). Its root is
-    the ρ expected of a measure that determines the harm up to the noise of the windows. NaN for fewer than two windows
-    or four heads.
+    It is the median over random halvings, within each text if all texts have two windows (Spearman 1910, Brown 1910).
+    Its root is the ρ expected of a measure that determines the harm up to the noise of the windows. NaN for fewer than
+    two windows or four heads.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

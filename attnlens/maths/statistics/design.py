@@ -191,8 +191,8 @@ class Design:
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
         """Return the variance of Σ times · residuals; each window is drawn `times` times (0: the window has no value).
 
-        Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals
-        are those of a mean, divided by its denominator. NaN if there is only one draw.
+        Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)².
+        Residuals are those of a mean, divided by its denominator. NaN if there is only one draw.
         """
         sums = (times * residuals) @ self.members.mT
         if self.clustered:

@@ -94,7 +94,7 @@ def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"],
 
 
 def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return (value − median)/(1.4826 · MAD), MAD the median absolute deviation; NaN if MAD is 0.
+    """Return (value − median)/(1.4826 · MAD), where MAD is the median absolute deviation; NaN if MAD is 0.
 
     1.4826 · MAD estimates a normal sd. NaN values do not count and stay NaN (Iglewicz & Hoaglin 1993).
     """
@@ -123,7 +123,7 @@ def student_interval(value: float, error: float, freedom: int) -> Interval:
 
 
 def prediction_bound(values: Sequence[float]) -> float:
-    """Return a bound that one more draw stays below with probability 0.95: m + t s √(1 + 1/n).
+    """Return m + t s √(1 + 1/n), a bound that one more draw does not exceed with probability 0.95.
 
     The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970), t with n − 1
     degrees of freedom. NaN for fewer than two draws.
@@ -210,9 +210,9 @@ def median_error(
 ) -> list[float]:
     """Return the standard error of the median over each group of heads of their means over windows.
 
-    The sd over bootstrap samples of windows. In each sample all heads are averaged over the same windows, because the
-    heads of a median are not independent: they read the same text. Each text's deviations are widened by √(n/(n − 1)),
-    n its number of windows. NaN if there is only one draw.
+    It is the sd over bootstrap samples of windows. In each sample all heads are averaged over the same windows, because
+    the heads of a median are not independent: they read the same text. Each text's deviations are widened by √(n/(n −
+    1)), n its number of windows. NaN if there is only one draw.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -272,5 +272,5 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Select hypotheses to reject so that an expected share ≤ `rate` of those rejected is true; none whose p is NaN."""
+    """Select hypotheses to reject, with an expected share ≤ `rate` of true ones among them; none with p = NaN."""
     return adjust_p_values(p_values) <= rate

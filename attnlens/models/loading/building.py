@@ -124,7 +124,7 @@ def _leaf(name: str) -> str:
 
 
 def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
-    """Return the possible names of a tensor in the model: unchanged, with, and without the base model's prefix."""
+    """Return a tensor's possible names in the model: unchanged, with the base model's prefix, and without it."""
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
 
 

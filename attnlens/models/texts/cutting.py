@@ -57,7 +57,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """All forward passes, and the texts that they are built from."""
+    """All forward passes, and the texts from which they are built."""
 
     batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
     sequences: int  # number of sequences; fewer than requested if the texts have no more

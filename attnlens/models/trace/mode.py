@@ -75,7 +75,7 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the largest relative difference between results in this type that rounding explains."""
+    """Return the largest relative difference between results in this type that rounding can explain."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)  # 8 roundings: half precision, through a few steps
 
 

@@ -225,7 +225,7 @@ def experiment_panels(report: Report) -> list[Panel]:
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     """Scale and label the x axis: logarithmic if the steps span a factor of 20 (with room for 0), else linear.
 
-    If there are few steps, each is labelled if there is room; if there are many, round numbers are. Ends always are.
+    Few steps are all labelled if there is room; of many steps, round numbers are. The ends are always labelled.
     """
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]

@@ -145,7 +145,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and last of ascending ticks, and others at least `gap` of the span away from labelled ticks."""
+    """Label the first and last of ascending ticks, and others if `gap` of the span or more from labelled ticks."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})

@@ -147,7 +147,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
-    """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; diverged kernels get a text."""
+    """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; label diverged kernels as such."""
     axes.axvline(0, color=style.MUTED, zorder=0, **DASHED)
     rows = []
     for swap in swaps:

@@ -1,4 +1,4 @@
-"""Plans of ranks, healing, and heads or layers swapped alone: the harm of each, and the measures that predict it."""
+"""Plans of ranks, healing, and heads or layers swapped alone: the harm that each causes, and its predictors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that name the rows, which are always shown, and the other columns, the most important first."""
+    """Columns that name the rows (always shown), and the other columns, the most important first."""
 
     names: Sequence[Column]
     columns: Sequence[Column]

@@ -64,7 +64,7 @@ def percent(share: float | None, decimals: int = 0) -> str:
 
 
 def loss_decimals(changes: Sequence[Change]) -> int:
-    """Return the decimals for losses and differences, two to four, using the median half-width of the intervals."""
+    """Choose two to four decimals for losses and differences by the median half-width of the intervals."""
     halves = [(change.ci95[1] - change.ci95[0]) / 2 for change in changes if change.ci95 is not None]
     middle = median([half for half in halves if half > 0] or [0.02])
     return min(4, max(2, decimals_for([middle], 2)))

@@ -122,7 +122,7 @@ def describe(
 
 
 def _describe_weights(pairing: Pairing) -> Iterator[str]:
-    """Yield notes on the tensors that differ, or that the second model's tensors are the first model's, rounded."""
+    """Yield notes on the tensors that differ, or a note that the second model has the first's tensors, rounded."""
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
@@ -145,7 +145,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose RoPE differs: M agrees at equal positions, but not if all queries are rotated to the last."""
+    """Yield heads whose RoPE differs: M agrees at equal positions, but not with all queries at the last position."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
         rotation = None if isinstance(pair, str) else pair[0].rotation

@@ -182,7 +182,7 @@ class Pairing:
                 values.add(first, {name: rows}, numbers, range(rows.shape[1]), rows.shape[1])
 
     def divergence(self, first: Site, calls: Sequence[Call], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Average Σ_j p log(p/p') of a site's two calls over queries that see keys: (sequences, heads); NaN if none."""
+        """Average Σ_j p log(p/p') of a site's two calls over queries that see keys (else NaN): (sequences, heads)."""
         parts = [{name: getattr(call, name) for name in ("query", "key", "value", "bias")} for call in calls]
         wide = [replace(call, **hooks.as_float64(part)) for call, part in zip(calls, parts, strict=True)]
         calls = [hiding_padding(call, inputs) for call in wide]

@@ -67,7 +67,7 @@ def _detectable_errors(level: float, freedom: int) -> float:
 def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> ChangeTest:
-    """Test changes paired by window: p is the larger of those for sampling and rounding; 1 without any change."""
+    """Test changes paired by window: p is the larger of p for sampling and p for rounding; 1 if there is no change."""
     values = differences.double()
     p = torch.full(values.shape[1:], torch.nan, dtype=torch.float64)
     missing = values.isnan().mT
@@ -94,7 +94,7 @@ def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeT
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
-    """Test unpaired changes by Student's t; conservative if both sides read the same windows, as `se` is too large."""
+    """Test unpaired changes by Student's t, which is conservative (`se` too large) if windows are the same."""
     p = torch.from_numpy(2 * stats.t.sf((delta.abs() / se).numpy(), max(freedom, 1)))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
     return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)
@@ -116,7 +116,7 @@ def number_of(value: float | Tensor) -> float | None:
 def combine_rounding(
     first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool
 ) -> Rounding:
-    """Combine the rounding of both models: the mean squares of their draws add up, and so do divergences.
+    """Combine the rounding of both models: the mean squares of their draws are added, and so are divergences.
 
     The size of each head is at least that of a Gaussian whose typical maximum, over the draws of all heads, is the
     largest observed change: a measure with steps (a count of columns, a rank) does not change in most draws.
@@ -227,7 +227,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of the matrices in a site's module, taken as that of its queries and keys."""
+    """Return the coarsest stored type of the matrices in a site's module, as the type of its queries and keys."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
@@ -253,7 +253,7 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
 
 
 def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
+    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, and the variance of rounding."""
     return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
 
 

@@ -36,8 +36,8 @@ class NearShares:
     """Fit of log γ such that the mean share of near keys in the attention weights is the same as in the original model.
 
     The fit minimises Σ KL(original ‖ hybrid) over queries that also see far keys: the derivative, Σ γN/(γN + F) minus
-    the sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, F that of far keys and
-    the sink.
+    the sum of the original shares, increases with log γ. N is the weight of near keys at γ = 1, and F that of far keys
+    and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -45,7 +45,7 @@ class NearShares:
     odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
 
     def update(self, call: Call) -> None:
-        """Add a batch: append each query's share of near keys and log N/F."""
+        """Add a batch: append log(N/F) of each query and its share of near keys in the original model."""
         assert self.kernel.near is not None  # noqa: S101  # only hybrids have γ
         whole = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
         near = positions(call, self.kernel.near).keys_kept(self.kernel.near, *whole)
@@ -266,11 +266,11 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
 
 
 def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
-    """Compute Σ g gᵀ over tokens for each head, g = ∂loss/∂o of its output o, with targets drawn from the model.
+    """Compute Σ g gᵀ over tokens for each head, where g = ∂loss/∂o for its output o, with targets drawn from the model.
 
-    Up to a factor this estimates W_Oᵀ F W_O, F the Fisher information of the predictions at the residual stream
-    (Martens 2020, Eq. 7); with F = 1 the metric is W_OᵀW_O. The factor, the number of tokens, cancels in the fit to one
-    text, which gives the output's weights the same sum as the attention's.
+    Up to a factor, this estimates W_Oᵀ F W_O, where F is the Fisher information of the predictions at the residual
+    stream (Martens 2020, Eq. 7); with F = 1 the metric is W_OᵀW_O. The factor, the number of tokens, cancels in the fit
+    to one text, which gives the output's weights the same sum as the attention's.
     """
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(setup.seed)

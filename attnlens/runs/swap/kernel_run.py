@@ -228,7 +228,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Return the numbers kept per swapped head, mean over sites; None for kernels without an attention matrix."""
+    """Return how many numbers a swapped head stores, averaged over sites; None without an attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]

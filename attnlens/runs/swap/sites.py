@@ -91,7 +91,7 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
 def _check_error(
     loaded: Loaded, pair: tuple[Mapping[str, Tensor], ...], variant: Variant, positions: slice, when: str, flaw: str
 ) -> float | str:
-    """Return the error, or why it is unknown: no output has one row per token, or the original's error exceeds 1e-5.
+    """Return the error, or why it is unknown: no output has a row per token, or the original's error exceeds 1e-5.
 
     Raises IdentityError if the error exceeds 1e-5 with the new kernel only.
     """

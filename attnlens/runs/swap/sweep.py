@@ -249,7 +249,7 @@ class SweptBatch:
         return {"original": own_losses, "changed": _losses(original, new, self.fed, setup.task)}
 
     def _run(self) -> Tensor:
-        """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
+        """Return the predictions at scored positions, or the (batch, tokens, d_model) states of a headless model."""
         with torch.no_grad():
             result = hooks.forward(self.setup.loaded.model, self.fed.inputs, **output_options(self.setup.task))
         logits = predictions(result, self.fed, self.setup.task)
