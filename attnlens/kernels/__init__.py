@@ -1,8 +1,8 @@
 """Attention kernels, one function each, and attention under any of them.
 
 Contents: `registry` (the decorator `kernel`, KernelInfo; ties, filters, hybrids), `products`, `lowrank`, `primal` (the
-built-in kernels with their fits), `spec` (Kernel: a kernel with its parameters), `spelling` (parse
-`rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
+built-in kernels with their fits), `spec` (Kernel: a kernel with its parameters), `pair_weights` (weights of token pairs
+for fits), `spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
 Inputs: a `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys.
 Outputs: log k, attention weights, attention outputs, and parameters fitted per head.
 Importers: `requests`, `report`, `models`, `runs`, `lab` and `cli`. Only `attention` imports torch at once.

@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
+from attnlens.kernels.pair_weights import output_weighted, own_attention, pairs_weighted
 from attnlens.kernels.registry import SCORE, KernelParameter, choice, kernel, positive_part, torch
-from attnlens.kernels.spec import output_weighted, own_attention, pairs_weighted, refuse_unpaired, wide
+from attnlens.kernels.spec import refuse_unpaired, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

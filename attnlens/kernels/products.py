@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from attnlens.kernels.pair_weights import centre_rows, pairs_weighted, sample_rows
 from attnlens.kernels.registry import PAIR, SCORE, KernelParameter, kernel, torch
-from attnlens.kernels.spec import centre_rows, log_magnitude, pairs_weighted, sample_rows, wide
+from attnlens.kernels.spec import log_magnitude, wide
 from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.kernels import OWN, parsed
 from attnlens.kernels.attention import attend, route
 from attnlens.kernels.lowrank import Grams, MapsFit, directions
-from attnlens.kernels.spec import output_weighted
+from attnlens.kernels.pair_weights import output_weighted
 from attnlens.lab.ranks.search import losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
+from attnlens.kernels.pair_weights import pairs_weighted
 from attnlens.kernels.registry import Fit
-from attnlens.kernels.spec import pairs_weighted
 from attnlens.maths.ksvd import orthogonal_draws
 from attnlens.records import Call
 

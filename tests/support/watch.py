@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 import attnlens.records
 from attnlens.records.tensors import Rotation
 
-FILES = ("lowrank", "primal", "products", "registry", "spec", "spelling")
+FILES = ("lowrank", "pair_weights", "primal", "products", "registry", "spec", "spelling")
 FILES += ("attention.routes", "attention.rows", "attention.sums")
 """Those of attnlens.kernels but `attention.scores`, since FlexAttention counts the parameters of its functions, which
 checks hide, and `attention.primal_heads`, whose warnings name the line of their caller."""

@@ -16,7 +16,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.attention import attend
 from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFit
-from attnlens.kernels.spec import pairs_weighted
+from attnlens.kernels.pair_weights import pairs_weighted
 from attnlens.models import hooks, texts
 from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
