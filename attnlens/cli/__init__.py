@@ -2,7 +2,7 @@
 
 Contents: `entry` (one command line and its exit code), `commands/` (one function per command), `parameters` (options,
 generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
-delivery), `show` (messages, interruptions, failures). This file defines the exit codes.
+delivery), `show` (messages, interruptions, failures), `exit_codes`.
 Inputs: the arguments, ATTNLENS_ variables and attnlens.toml. Outputs: tables on stdout, messages on stderr, files, exit
 code. Importers: only `attnlens.__main__` and the installed script; no other package.
 
@@ -12,15 +12,9 @@ This file imports only light modules, so that an interruption while others are i
 from __future__ import annotations
 
 import gc
-import os
 import signal
 
-FAILED = 1  # Exit code if a requested check failed
-UNUSABLE = 2  # Exit code for invalid arguments or input
-PARTLY = 3  # Exit code if a part could not be done, with --strict
-BUG = 70  # Exit code for an internal error
-INTERRUPTED = 130  # Exit code of an interrupted command
-READER_LEFT = 141  # Exit code, as of SIGPIPE, if the reader of stdout closes the pipe early, as `head` does
+from attnlens.cli.exit_codes import leave
 
 
 def main() -> None:
@@ -31,9 +25,3 @@ def main() -> None:
     from attnlens.cli.entry import run
 
     run()
-
-
-def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
-    """Exit immediately, because nothing needs cleaning up yet."""
-    os.write(2, b"Interrupted.\n")
-    os._exit(INTERRUPTED)

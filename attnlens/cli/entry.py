@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import typer
 
-from attnlens.cli import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.commands import app
+from attnlens.cli.exit_codes import READER_LEFT, UNUSABLE, leave
 from attnlens.cli.outputs import guard_stdout
 from attnlens.cli.parameters import parameter_of
 from attnlens.cli.show import complain, interrupt, report_failure

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
-from attnlens.cli import INTERRUPTED, PARTLY, READER_LEFT
+from attnlens.cli.exit_codes import INTERRUPTED, PARTLY, READER_LEFT
 from attnlens.cli.parameters import option_name
 from attnlens.cli.show import ReportProgress, complain, console, interruptible_at_once, progress, say
 from attnlens.errors import AttnlensError, OutputError, TextError, UsageError

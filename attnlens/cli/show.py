@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from attnlens.cli import BUG, INTERRUPTED, PARTLY, UNUSABLE, leave
+from attnlens.cli.exit_codes import BUG, INTERRUPTED, PARTLY, UNUSABLE, leave
 from attnlens.errors import AttnlensError, ShardFinished, is_memory
 from attnlens.wording import clean, shorten_line
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 import attnlens
-from attnlens.cli import UNUSABLE
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.models import compare, doctor, heal, inspect, ranks, swap_kernel
 from attnlens.cli.commands.papers import converge, reproduce
 from attnlens.cli.commands.reference import explain, list_, report
+from attnlens.cli.exit_codes import UNUSABLE
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.cli.show import guard
 from attnlens.errors import UsageError

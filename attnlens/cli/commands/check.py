@@ -12,8 +12,8 @@ import typer
 
 from attnlens import requests
 from attnlens.arguments import names_report
-from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
+from attnlens.cli.exit_codes import FAILED
 from attnlens.cli.outputs import (
     STDOUT,
     Outputs,

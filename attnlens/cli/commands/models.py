@@ -9,8 +9,8 @@ import typer
 
 from attnlens import requests
 from attnlens.choices import KERNEL, SHOWN
-from attnlens.cli import PARTLY
 from attnlens.cli import parameters as opt
+from attnlens.cli.exit_codes import PARTLY
 from attnlens.cli.outputs import check_reading, checked_model, named_model, run_command
 from attnlens.errors import IdentityError, UsageError
 from attnlens.requests import CompareRequest, DoctorRequest, HealRequest, RanksRequest, SwapRequest

@@ -11,8 +11,8 @@ import typer
 
 from attnlens import requests
 from attnlens.choices import CLAIMS, STUDIES
-from attnlens.cli import FAILED
 from attnlens.cli import parameters as opt
+from attnlens.cli.exit_codes import FAILED
 from attnlens.cli.outputs import NO_MODEL, Work, check_reading, checked_model, run_command, start_workers
 from attnlens.cli.show import ReportProgress, complain, say
 from attnlens.errors import UsageError

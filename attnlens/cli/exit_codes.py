@@ -1,0 +1,19 @@
+"""The exit codes of the program, and the immediate exit. Only light modules are imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+FAILED = 1  # Exit code if a requested check failed
+UNUSABLE = 2  # Exit code for invalid arguments or input
+PARTLY = 3  # Exit code if a part could not be done, with --strict
+BUG = 70  # Exit code for an internal error
+INTERRUPTED = 130  # Exit code of an interrupted command
+READER_LEFT = 141  # Exit code, as of SIGPIPE, if the reader of stdout closes the pipe early, as `head` does
+
+
+def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
+    """Exit immediately, because nothing needs cleaning up yet."""
+    os.write(2, b"Interrupted.\n")
+    os._exit(INTERRUPTED)

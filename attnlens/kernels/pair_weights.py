@@ -1,0 +1,74 @@
+"""Weights of token pairs for fits: pairs seen, the head's own attention, the effect of each pair on the output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attnlens.kernels.registry import KERNELS
+from attnlens.kernels.spec import Kernel
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from attnlens.kernels.registry import Matrix, Query
+    from attnlens.records import Call
+
+    Seen = Float[Tensor, "#batch #heads queries keys"]
+
+MOST_ROWS = 32  # most queries per sequence whose rows a fit computes, if sums of size head_dim do not suffice
+
+
+def pairs_seen(call: Call, rows: slice = slice(None)) -> Seen:
+    """Return 1.0 for the keys that each query of `rows` sees, else 0.0; all 0.0 if a query sees fewer than two."""
+    query, seen = call.query[..., rows, :].double(), call.visible(rows)
+    pairs = query.new_ones(1, 1, query.shape[-2], call.key.shape[-2]) if seen is None else seen.double()
+    return pairs * (pairs.sum(-1, keepdim=True) >= 2)
+
+
+def pairs_weighted(call: Call) -> Matrix:
+    """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
+
+    The variance of a change of logits under the attention is twice its KL divergence to second order. The uniform half
+    gives weight to other keys, whose logits a wrong fit could raise. A sink has half of its attention weight.
+    """
+    seen = pairs_seen(call)
+    return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
+
+
+def own_attention(call: Call) -> Matrix:
+    """Compute the head's own attention, excluding a sink's weight; 0 for queries that see fewer than two keys."""
+    from attnlens.kernels.attention import weights
+
+    exact = replace(call, query=call.query.double(), key=call.key.double())
+    return weights(exact, Kernel(KERNELS["exponential"])) * (pairs_seen(call).sum(-1, keepdim=True) > 0)
+
+
+def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
+    """Compute a_ij² (v_j − ō_i)ᵀ G (v_j − ō_i), ō_i = Σ_j a_ij v_j: the squared effect of an error in a logit.
+
+    Errors δ_ij of the logits change the output by Σ_j a_ij δ_ij (v_j − ō_i) to first order. `metric` is G of each head,
+    such as W_OᵀW_O.
+    """
+    attention = own_attention(call)
+    value, metric = call.paired_value.double(), metric.double().to(attention.device)
+    mean = attention @ value
+    onto = value @ metric
+    length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
+    # only rounding makes a squared length negative
+    return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
+
+
+def sample_rows(call: Call) -> tuple[Query, Seen]:
+    """Return up to MOST_ROWS evenly spaced queries per sequence (float64, including the last) and the keys seen."""
+    step = -(-call.query.shape[-2] // MOST_ROWS)
+    rows = slice((call.query.shape[-2] - 1) % step, None, step)
+    return call.query[..., rows, :].double(), pairs_seen(call, rows)
+
+
+def centre_rows(values: Matrix, seen: Seen) -> Matrix:
+    """Subtract from each row its mean over the keys seen; set all other entries to 0."""
+    count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query without a choice
+    mean = (values * seen).sum(-1, keepdim=True) / count
+    return (values - mean) * seen
