@@ -254,7 +254,7 @@ def test_a_floor_stops_a_saturated_trial_and_without_one_it_moves_on():
     drawn = draw(6, 8, 10, 3, 0)
     start, factors = starts(drawn, 10, "random")
     for floor, lowest, highest in ((2.2e-16, 0, 0.01), (0.0, 0.1 - 1e-7, 0.1 + 1e-7)):
-        result = descend(drawn.instances, start, 1501, floor=floor, record=[1500])
+        result = descend(drawn.instances, start, 3001, floor=floor, record=[3000])
         steps = (result.W[-1] - result.W[0]).flatten(1).norm(dim=-1)
         assert ((lowest <= steps) & (steps <= highest)).all()
     result = descend(drawn.instances, factors, 1000, normaliser="form", record=[999])
