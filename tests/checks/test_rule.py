@@ -22,13 +22,13 @@ from attnlens.errors import UsageError
 from attnlens.maths.statistics import false_discovery
 
 GRID = np.array([[0.1, 0.2, 0.3], [0.4, np.nan, 0.9]])
-"""What the heads of two layers read; one has no value."""
+"""Values of the heads of two layers; one has none."""
 
 
 def outcome(rule: str, report=None):
-    """The one check of a rule on a measure `weights.planted` that reads GRID."""
-    (found,) = attnlens.check(report or planted(GRID), [rule]).checks
-    return found
+    """Return the check of one rule, on a measure `weights.planted` that is GRID unless a report is given."""
+    (check,) = attnlens.check(report or planted(GRID), [rule]).checks
+    return check
 
 
 AGGREGATES = [
@@ -97,25 +97,21 @@ def test_columns_paths_and_bars():
     assert outcome("summary.median_errors.tokens.entropy: value >= 0", report).passed, "a key may hold dots"
 
 
-UNMATCHED = [
-    ("tokens.entropi: min > 0", "Did you mean 'tokens.entropy'"),
-    ("swap.loss.delta: value < 1", "swap.loss.delta"),
-    ("model.id: value == 1", "is not a number"),
-    ("model.parameters: min > 1", "is a single number"),
-    ("model.parameters: value > 1 @layers 0", "is a single number"),
-    ("tokens.entropy: min > 0 @layers 70", "no head of this report matches the rule's filters"),
-    ("tokens.entropy: min > 0 @part cross", "no head of this report matches the rule's filters"),
-    ("tokens.entropy.base: min > 0", "have no base"),
-    ("weights.singular_values: min > 0", "is a curve"),
-    ("summary.__class__: value == 0", "matches nothing"),
-    ("heads.0.layer: value == 0", "matches nothing"),
-    *((f"{name}: value == 0", "matches nothing") for name in ("model.__class__.__init__", "model.to_json")),
-    *((f"{name}: value == 0", "matches nothing") for name in ("summary.model_fields", "swap.__dict__")),
-]
+UNMATCHED = {
+    "Did you mean 'tokens.entropy'": ["tokens.entropi: min > 0"],
+    "swap.loss.delta": ["swap.loss.delta: value < 1"],
+    "is not a number": ["model.id: value == 1"],
+    "is a single number": ["model.parameters: min > 1", "model.parameters: value > 1 @layers 0"],
+    "no head of this report matches": ["tokens.entropy: min > 0 @layers 70", "tokens.entropy: min > 0 @part cross"],
+    "have no base": ["tokens.entropy.base: min > 0"],
+    "is a curve": ["weights.singular_values: min > 0"],
+    "matches nothing": [f"{name}: value == 0" for name in ("summary.__class__", "heads.0.layer", "model.to_json")],
+    "matches": [f"{name}: value == 0" for name in ("model.__class__.__init__", "summary.fields", "swap.__dict__")],
+}
 
 
 def test_a_rule_that_matches_nothing_is_refused():
-    for rule, words in UNMATCHED:
+    for words, rule in ((words, rule) for words, rules in UNMATCHED.items() for rule in rules):
         with pytest.raises(UsageError, match=r"matches nothing|is a single number") as refusal:
             outcome(rule, synthetic_report(2, 2))
         assert words in str(refusal.value), rule
@@ -123,36 +119,24 @@ def test_a_rule_that_matches_nothing_is_refused():
         outcome("weights.planted: min > 0", planted(np.full((1, 2), np.nan)))
 
 
-SENSELESS = [
-    ("", "write the aggregate first"),
-    ("min", "write the aggregate first"),
-    ("> 0.5", "write the aggregate first"),
-    ("least > 0.5", "unknown aggregate 'least'"),
-    ("q101 > 0.5", "unknown aggregate 'q101'"),
-    ("min > x", "is not a comparison"),
-    ("min => 1", "is not a comparison"),
-    ("min > 0.5 and max < 1", "is not a comparison"),
-    ("min > nan", "is not a comparison"),
-    ("min > inf", "is not a comparison"),
-    ("min > 1e999", "that is not finite"),
-    ("min in 1..0", "reversed"),
-    ("min in 1", "is not a comparison"),
-    ("share > 0.5", "in brackets"),
-    ("min(> 1) > 0.5", "in brackets"),
-    ("share() > 0.5", "is not a comparison"),
-    ("min > 0 @layers", "not a list of numbers"),
-    ("min > 0 @layers 3-1", "reversed"),
-    ("min > 0 @layers 0-99999", "not a list of numbers"),
-    ("min > 0 @layers 0 @layers 1", "twice"),
-    ("min > 0 @part nowhere", "write @layers or @heads"),
-    ("min > 0 @model x", "write @layers or @heads"),
-    ("min > " + "9" * 300, "at most 200"),
-    ("__import__('os').system('true') > 0", "write the aggregate first"),
-]
+SENSELESS = {
+    "write the aggregate first": ["", "min", "> 0.5", "__import__('os').system('true') > 0"],
+    "unknown aggregate 'least'": ["least > 0.5"],
+    "unknown aggregate 'q101'": ["q101 > 0.5"],
+    "is not a comparison": ["min > x", "min => 1", "min > 0.5 and max < 1", "min > nan", "min > inf", "min in 1"],
+    " is not a comparison": ["share() > 0.5"],
+    "that is not finite": ["min > 1e999"],
+    "reversed": ["min in 1..0", "min > 0 @layers 3-1"],
+    "in brackets": ["share > 0.5", "min(> 1) > 0.5"],
+    "not a list of numbers": ["min > 0 @layers", "min > 0 @layers 0-99999"],
+    "twice": ["min > 0 @layers 0 @layers 1"],
+    "write @layers or @heads": ["min > 0 @part nowhere", "min > 0 @model x"],
+    "at most 200": ["min > " + "9" * 300],
+}
 
 
 def test_a_senseless_condition_is_refused():
-    for text, words in SENSELESS:
+    for words, text in ((words, text) for words, texts in SENSELESS.items() for text in texts):
         with pytest.raises(UsageError) as refusal:
             condition(text)
         assert words in refusal.value.problem, text
@@ -246,24 +230,21 @@ def test_rules_are_those_of_the_table_whatever_its_toml(tmp_path):
     assert (rule.subject, rule.wanted) == ("tokens.entropy", "min > 0")
 
 
-NO_RULES = [
-    ({}, "contains no rules"),
-    ([], "contains no rules"),
-    (5, "contains no rules"),
-    ({"tokens.entropy": []}, "must be a condition"),
-    ({"tokens.entropy": 0.5}, "must be a condition"),
-    ({"tokens.entropy": [0.5]}, "a condition must be a string"),
-    ({"": "min > 0"}, "does not name a measure"),
-    ({"||": "min > 0"}, "does not name a measure"),
-    ("tokens.entropy min > 0", "lacks a colon"),
-    (["x: min > 0"] * 2000, "matches nothing"),
-    ("nowhere.toml", "can't be read"),
-    (functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"}), "nested more than 50 levels deep"),
-]
+DEEP = functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"})
+NO_RULES = {
+    "contains no rules": [{}, [], 5],
+    "must be a condition": [{"tokens.entropy": []}, {"tokens.entropy": 0.5}],
+    "a condition must be a string": [{"tokens.entropy": [0.5]}],
+    "does not name a measure": [{"": "min > 0"}, {"||": "min > 0"}],
+    "lacks a colon": ["tokens.entropy min > 0"],
+    "matches nothing": [["x: min > 0"] * 2000],
+    "can't be read": ["nowhere.toml"],
+    "nested more than 50 levels deep": [DEEP],
+}
 
 
 def test_senseless_rules_are_refused():
-    for rules, words in NO_RULES:
+    for words, rules in ((words, rules) for words, each in NO_RULES.items() for rules in each):
         with pytest.raises(UsageError) as refusal:
             attnlens.check(synthetic_report(1, 2), rules)
         assert words in refusal.value.problem

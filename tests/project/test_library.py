@@ -423,18 +423,34 @@ def test_a_model_in_memory_has_the_report_of_the_loaded_one(demo):
 
 def test_the_suffix_decides_how_a_report_is_saved(tmp_path):
     report = synthetic_report(1, 2)
-    for name, message in (("report", "with the suffix"), ("report.docx", "with the suffix"), ("no/where.json", "")):
+    for name, message in (
+        ("report", "with the suffix"),
+        ("report.docx", "with the suffix"),
+        ("no/where.json", "where"),
+    ):
         with pytest.raises(OutputError, match=message):
             report.save(tmp_path / name)
     with pytest.raises(UsageError):
         report.save("")
     assert list(tmp_path.iterdir()) == []
-    starts = {".json": b"{", ".csv": b"site,", ".md": b"#", ".HTML": b"<!doctype html>", ".png": b"\x89PNG"}
-    for suffix, start in (starts | {".svg": b"<?xml", ".pdf": b"%PDF"}).items():
+    for suffix, start in {
+        ".json": b"{",
+        ".csv": b"site,",
+        ".md": b"#",
+        ".HTML": b"<!doctype",
+        ".svg": b"<?xml",
+    }.items():
         report.save(tmp_path / f"report{suffix}")
         assert (tmp_path / f"report{suffix}").read_bytes().startswith(start), suffix
     report.save(str(tmp_path / "again.json"))
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "report.json").read_bytes()
+
+
+@pytest.mark.full
+def test_a_report_is_saved_as_png_or_pdf(tmp_path):
+    for suffix, start in {".png": b"\x89PNG", ".pdf": b"%PDF"}.items():
+        synthetic_report(1, 2).save(tmp_path / f"report{suffix}")
+        assert (tmp_path / f"report{suffix}").read_bytes().startswith(start), suffix
 
 
 def test_a_report_is_compared_drawn_and_shown_in_a_notebook(demo):
@@ -476,19 +492,32 @@ def by_default(dtype):
         torch.set_default_dtype(before)
 
 
-def test_no_number_depends_on_the_callers_settings_of_torch(demo):
+AUTOCAST, DEVICE = torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta")
+
+
+@contextlib.contextmanager
+def all_at_once():
+    with AUTOCAST, DEVICE, by_default(torch.bfloat16):
+        yield
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [all_at_once(), *(pytest.param(one, marks=pytest.mark.full) for one in (AUTOCAST, DEVICE))],
+    ids=["all at once", "autocast", "device"],
+)
+def test_no_number_depends_on_the_callers_settings_of_torch(demo, surroundings):
     def numbers():
         short = {"layers": [1], "heads": [0, 1], "windows": 2, "length": 12, "batch_size": 2}
         primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
-        healed = attnlens.heal(demo, "rbf", train=2, **short).swap
+        healed = attnlens.heal(demo, "rbf", train=1, **short).swap
         return primal.loss, primal.perplexity, healed.loss, timeless(healed.healing.model_dump())
 
     def settings():
         return torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
 
     plain = numbers()
-    for setting in (torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"), by_default(torch.bfloat16)):
-        with setting:
-            before = settings()
-            assert numbers() == plain
-            assert settings() == before
+    with surroundings:
+        before = settings()
+        assert numbers() == plain
+        assert settings() == before
