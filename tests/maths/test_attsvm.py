@@ -149,7 +149,9 @@ def test_separability_is_that_of_a_linear_program() -> None:
         answer = separable(problem)
         assert answer.verdict == feasible(problem), seed
         counts[answer.verdict] += 1
-        if not answer.verdict:
+        if answer.verdict:
+            assert answer.distance == pytest.approx(1 / solve(problem).norm, rel=1e-6)
+        else:
             assert solve(problem).W is None
             assert (answer.multipliers >= 0.0).all()
             assert float(answer.multipliers.sum()) == pytest.approx(1.0)
