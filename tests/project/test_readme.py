@@ -119,7 +119,7 @@ def test_every_python_example_runs(tmp_path):
 def test_the_readme_is_short_and_leads_to_every_page():
     shown = [block for page, block in blocks("bash") if page == "README.md"]
     assert shown[0] == "pip install -e . -c constraints.txt && attnlens inspect\n"
-    tested = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
+    tested = "pytest -n 2 --dist worksteal"
     assert shown[-1] == f'pip install -e ".[test]" -c constraints.txt && {tested}\n'
     assert len(README.splitlines()) <= 150
     assert set(re.findall(r"\(docs/(\w+\.md)\)", README)) == set(PAGES) - {"README.md"}
