@@ -1,15 +1,9 @@
-"""Compares JSON files of schema version 1 with those of version 2, leaf by leaf; uses nothing of attnlens.
-
-python tests/map_schema.py OLD NEW  compare all files in OLD that are in NEW too, and name every difference
-"""
+"""Compares JSON files of schema version 1 with those of version 2, leaf by leaf; uses nothing of attnlens."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 MOVED = (
@@ -29,7 +23,7 @@ RUNS = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "sec
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number, text and null with its path; an empty list or object is a leaf too."""
+    """Yield every number, text and null with its path; an empty list or object is a leaf too."""
     if isinstance(value, dict | list) and value:
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             if name not in RUNS:
@@ -39,43 +33,22 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def version2(document: Any) -> dict[str, Any]:
-    """The leaves of a report, a plan or a baseline of either version, under their paths in version 2."""
+    """Return the leaves of a report, a plan or a baseline of either version, under their paths in version 2."""
     if not isinstance(document, dict) or "settings" not in document or document.get("schema_version") == "2":
         return dict(leaves(document))
-    found = {}
+    renamed = {}
     for path, leaf in leaves({name: field for name, field in document.items() if field or name not in BODIES}):
         for old, new in MOVED:
             path = re.sub(f"^{old}", new, path)
-        found[path] = leaf
-    return found | {"schema_version": "2"}
+        renamed[path] = leaf
+    return renamed | {"schema_version": "2"}
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """A line for each leaf of the old document that is missing or different in the new one."""
+    """Return a line for each leaf of the old document that is missing or different in the new one."""
     before, after = version2(old), version2(new)
     return [
         f"{path}: {leaf} → {after.get(path, 'nothing')}"
         for path, leaf in before.items()
         if path not in after or after[path] != leaf or type(after[path]) is not type(leaf)
     ]
-
-
-def main(old: Path, new: Path) -> None:
-    """Print the differences of all JSON files that both folders have, and how many numbers were compared."""
-    numbers = found = 0
-    for path in sorted(old.rglob("*.json")):
-        name = path.relative_to(old)
-        other = new / name
-        if {"work", "saved"} & set(name.parts) or not other.exists():
-            continue
-        documents = [json.loads(each.read_text()) for each in (path, other)]
-        lines = differences(*documents)
-        count = sum(isinstance(leaf, int | float) for leaf in version2(documents[0]).values())
-        numbers, found = numbers + count, found + len(lines)
-        print(f"{name}: {count} numbers, {len(lines)} differences", *lines[:20], sep="\n  ")
-    print(f"{numbers} numbers, {found} differences")
-    sys.exit(bool(found))
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 from junitparser import JUnitXml
-from program import environment_with, in_shell, python
+from program import environment_with, in_shell
 from reports import synthetic_report
 
 import attnlens
@@ -45,7 +44,7 @@ def act(place, given):
     """Run the composite action's steps with these inputs; the result of the first that fails, or of the last."""
     unknown = set(given) - set(ACTION["inputs"])
     assert not unknown
-    inputs = {name: given.get(name, told.get("default")) for name, told in ACTION["inputs"].items()}
+    inputs = {name: given.get(name, run.get("default")) for name, run in ACTION["inputs"].items()}
     assert None not in inputs.values(), "a required input is missing"
     for step in ACTION["runs"]["steps"]:
         name = re.fullmatch(r"inputs\.(\w+) != ''", step.get("if", "inputs.subject != ''"))[1]
@@ -148,49 +147,28 @@ def test_the_plugin_gives_a_fixture_and_an_assertion_and_costs_nothing(place):
     (place / "test_it.py").write_text(PLUGGED)
     words = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "attnlens.checks.pytest_plugin",
-        "-p",
-        "no:cacheprovider",
-        "test_it.py",
+        *["-m", "pytest", "-q", "-p", "attnlens.checks.pytest_plugin", "-p", "no:cacheprovider", "test_it.py"],
     ]
     env = environment_with(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=str(ROOT))
-    told = subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, check=False)
-    assert "1 failed, 3 passed" in told.stdout, told.stdout + told.stderr
-    assert "AssertionError: 1 of 2 rules failed:" in told.stdout
-    assert "tokens.entropy: found" in told.stdout
-    assert "pytest_plugin.py" not in told.stdout.partition("short test summary")[0], "the test's own line is shown"
-
-
-def test_the_entry_point_names_the_plugin():
-    import tomllib
-
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    assert told == {"pytest11": {"attnlens": "attnlens.checks.pytest_plugin"}}
+    run = subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, check=False)
+    assert "1 failed, 3 passed" in run.stdout, run.stdout + run.stderr
+    assert "AssertionError: 1 of 2 rules failed:" in run.stdout
+    assert "tokens.entropy: found" in run.stdout
+    assert "pytest_plugin.py" not in run.stdout.partition("short test summary")[0], "the test's own line is shown"
 
 
 def test_the_assertion_takes_a_model_and_measures_what_its_rules_need(demo, monkeypatch):
-    asked = {}
-    real = attnlens.inspect
-    monkeypatch.setattr(
-        attnlens, "inspect", lambda *given, **more: asked.update(more) or real(*given, **more), raising=False
-    )
+    options, inspect = {}, attnlens.inspect
+    spy = lambda *args, **more: options.update(more) or inspect(*args, **more)  # noqa: E731
+    monkeypatch.setattr(attnlens, "inspect", spy, raising=False)
     assert_attention(demo, {"weights.symmetry": ["value in -1..1"]})
-    assert asked == {"analyzers": ["symmetry"], "source": "weights"}
+    assert options == {"analyzers": ["symmetry"], "source": "weights"}
     with pytest.raises(AssertionError, match="1 of 1 rules failed"):
         assert_attention(demo, {"weights.symmetry": ["min > 0.99"]})
 
 
-def test_the_rules_of_the_page_hold_of_the_demo_model(place):
+def test_the_rules_of_the_page_hold_of_the_demo_model(place, demo):
     (rules,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     (place / "attnlens.toml").write_text(rules)
-    script = textwrap.dedent("""
-        import attnlens
-        report = attnlens.check(attnlens.inspect("demo", windows=4, length=32), "attnlens.toml")
-        print(len(report.checks), [check.rule for check in report.checks if not check.passed])
-    """)
-    told = python("-c", script, cwd=place)
-    assert told.stdout == "7 []\n", told.stdout + told.stderr
+    checks = attnlens.check(attnlens.inspect(demo, windows=4, length=32), str(place / "attnlens.toml")).checks
+    assert [check.passed for check in checks] == [True] * 7

@@ -16,7 +16,20 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from attnlens.errors import UnposedError, UsageError
-from attnlens.maths.attsvm import Problem, certify, frobenius, prompt, selection, separable, soft_margin, solve
+from attnlens.maths.attsvm import (
+    Problem,
+    certify,
+    certify_nuclear,
+    frobenius,
+    head,
+    prompt,
+    selection,
+    selection_sets,
+    separable,
+    soft_margin,
+    solve,
+    solve_nuclear,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "attsvm_golden.json").read_text())
 
@@ -31,8 +44,7 @@ def drawn(seed: int, n: int = 6, length: int = 8, d: int = 10) -> Problem:
 
 def varied(seed: int) -> Problem:
     """The same with label margins and, for some constraints, equalities with b = 0 and b ≠ 0."""
-    generator = torch.Generator().manual_seed(seed)
-    problem = drawn(seed)
+    generator, problem = torch.Generator().manual_seed(seed), drawn(seed)
     count = len(problem.margins)
     margins = 0.2 + 2.0 * torch.rand(count, generator=generator).double()
     margins[torch.rand(count, generator=generator) < 0.1] = 0.0
@@ -42,120 +54,131 @@ def varied(seed: int) -> Problem:
     return replace(problem, margins=margins, equal=equal)
 
 
+def half_sets(seed: int, d: int, n: int = 16, length: int = 24, wide: int = 8) -> Problem:
+    """Queries that select half of their tokens: n (length/2 − 1) equalities."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(n, length, d, generator=generator).double()
+    sets = (torch.arange(length) < length // 2).expand(n, length)
+    return selection_sets(tokens, torch.randn(n, wide, generator=generator).double(), sets)
+
+
 def feasible(problem: Problem) -> bool:
     """Whether a linear program finds a W."""
     rows, bounds, equal = dense(problem), problem.margins.numpy(), problem.equal.numpy()
-    found = linprog(
-        np.zeros(rows.shape[1]),
-        A_ub=-rows[~equal],
-        b_ub=-bounds[~equal],
-        A_eq=rows[equal] if equal.any() else None,
-        b_eq=bounds[equal] if equal.any() else None,
-        bounds=(None, None),
-    )
-    assert found.status in (0, 2)
-    return found.status == 0
+    ties = {"A_eq": rows[equal], "b_eq": bounds[equal]} if equal.any() else {}
+    answer = linprog(np.zeros(rows.shape[1]), -rows[~equal], -bounds[~equal], bounds=(None, None), **ties)
+    assert answer.status in (0, 2)
+    return answer.status == 0
 
 
 def golden(name: str) -> Problem:
-    case = GOLDEN[name]
-    return selection(torch.tensor(case["X"]), torch.tensor(case["Z"]), torch.tensor(case["best"]))
+    return selection(*(torch.tensor(GOLDEN[name][part]) for part in ("X", "Z", "best")))
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_solution(name: str) -> None:
-    case, answer = GOLDEN[name], solve(golden(name))
-    assert answer.status == "optimal"
-    assert answer.norm == pytest.approx(case["fro_norm"], abs=1e-6)
-    assert int(answer.support.sum()) == case["support_constraints"]
-    assert torch.linalg.svdvals(answer.W).numpy() == pytest.approx(np.array(case["sv_fro"]), abs=1e-6)
-    assert float(golden(name).scores(answer.W).min()) == pytest.approx(case["min_margin"], abs=1e-9)
-    if "W_fro" in case:
-        assert answer.W.numpy() == pytest.approx(np.array(case["W_fro"]), abs=1e-6)
+def close(ours: torch.Tensor, theirs: torch.Tensor, rtol: float = 1e-8, atol: float = 1e-9) -> bool:
+    return torch.allclose(ours, theirs, rtol=rtol, atol=atol)
 
 
-def test_another_choice_is_another_solution() -> None:
+# --- the solution -----------------------------------------------------------------------------------------------------
+
+
+def test_golden_solutions() -> None:
+    for name, case in GOLDEN.items():
+        answer = solve(golden(name))
+        assert answer.status == "optimal"
+        assert answer.norm == pytest.approx(case["fro_norm"], abs=1e-6)
+        assert int(answer.support.sum()) == case["support_constraints"]
+        assert torch.linalg.svdvals(answer.W).numpy() == pytest.approx(np.array(case["sv_fro"]), abs=1e-6)
+        assert float(golden(name).scores(answer.W).min()) == pytest.approx(case["min_margin"], abs=1e-9)
+        if "W_fro" in case:
+            assert answer.W.numpy() == pytest.approx(np.array(case["W_fro"]), abs=1e-6)
     case = GOLDEN["vis2"]
     other = solve(selection(torch.tensor(case["X"]), torch.tensor(case["Z"]), torch.tensor([1, 0])))
-    assert other.status == "infeasible" or abs(other.norm - case["fro_norm"]) > 1e-2
+    assert other.status == "infeasible" or abs(other.norm - case["fro_norm"]) > 1e-2, "control: another choice"
 
 
-TRIPLE = [[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]
-PAIRS = [[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]]
+def test_golden_prompts() -> None:
+    triple = [[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]]
+    pairs = [[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]]
+    for tokens, chosen, half in ((triple, [0], 0.4950495), (triple, [1], 0.5), (pairs, [1, 1, 1], 17 / 18)):
+        answer = solve(prompt(torch.tensor(tokens).double(), torch.tensor(chosen)))
+        assert answer.norm**2 / 2 == pytest.approx(half, abs=1e-6)
+        assert answer.W.shape == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "chosen", "half"), [([TRIPLE], [0], 0.4950495), ([TRIPLE], [1], 0.5), (PAIRS, [1, 1, 1], 17 / 18)]
-)
-def test_golden_prompt(tokens: list, chosen: list[int], half: float) -> None:
-    answer = solve(prompt(torch.tensor(tokens).double(), torch.tensor(chosen)))
-    assert answer.norm**2 / 2 == pytest.approx(half, abs=1e-6)
-    assert answer.W.shape == (2, 1)
+def test_prompts_of_three_sequences_have_the_published_norm() -> None:
+    """Tarzanagh et al. (NeurIPS 2023), several inputs: ½‖p‖² = 0.3131888; two coordinates alone give 0.3713783."""
+    tokens = torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)) * 0.2
+    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
+    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
+    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
+    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
+    norms = [solve(prompt(keys.double(), torch.zeros(3, dtype=torch.long))).norm for keys in (tokens, tokens[..., :2])]
+    assert [0.5 * (norm or 0.0) ** 2 for norm in norms] == pytest.approx([0.3131888, 0.3713383], abs=1e-7)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_norm_is_a_general_solvers(seed: int) -> None:
-    for problem in (drawn(seed), varied(seed), drawn(seed, n=30, length=12, d=20)):
-        answer = solve(problem)
-        assert answer.status == "optimal"
-        assert answer.gap <= 1e-9
-        assert answer.kkt <= 1e-9
-        assert answer.norm == pytest.approx(oracle(problem), rel=1e-6)
-        assert (answer.multipliers[~problem.equal] >= 0.0).all()
-        slack = problem.scores(answer.W) - problem.margins
-        assert float(slack[~problem.equal].min()) >= -1e-9
-        assert float(slack[problem.equal].abs().max() if problem.equal.any() else 0.0) <= 1e-9
+POSED = {f"drawn {seed}": lambda seed=seed: drawn(seed) for seed in range(2)}
+POSED |= {f"varied {seed}": lambda seed=seed: varied(seed) for seed in range(4)}
 
 
-def test_every_constraint_needs_to_be_in() -> None:
-    """Control: without the support, the solution is shorter, so that the oracle's norm is no accident."""
+@pytest.mark.parametrize("pose", [*POSED.values(), lambda: drawn(2, n=30, length=12, d=20)], ids=[*POSED, "large"])
+def test_norm_is_that_of_a_general_solver(pose) -> None:
+    problem = pose()
+    answer = solve(problem)
+    assert answer.status == "optimal"
+    assert max(answer.gap, answer.kkt) <= 1e-9
+    assert answer.norm == pytest.approx(oracle(problem), rel=1e-6)
+    assert (answer.multipliers[~problem.equal] >= 0.0).all()
+    slack = problem.scores(answer.W) - problem.margins
+    assert float(slack[~problem.equal].min()) >= -1e-9
+    assert float(slack[problem.equal].abs().max() if problem.equal.any() else 0.0) <= 1e-9
+
+
+def test_without_its_support_a_solution_is_shorter() -> None:
+    """Control: the norm of the oracle is no accident."""
     problem = drawn(0)
-    loose = solve(problem).support.logical_not()
-    fewer = Problem(
-        problem.differences[loose],
-        problem.queries,
-        problem.query_of[loose],
-        problem.margins[loose],
-        problem.equal[loose],
-    )
-    assert solve(fewer).norm < 0.99 * solve(problem).norm
+    loose = solve(problem).support.logical_not().nonzero().flatten()
+    assert solve(problem.select(loose)).norm < 0.99 * solve(problem).norm
 
 
-def test_separability_is_a_linear_programs() -> None:
+def test_separability_is_that_of_a_linear_program() -> None:
     counts = {True: 0, False: 0}
-    for seed in range(240):
+    for seed in range(80):
         generator = np.random.default_rng(seed)
         problem = drawn(seed, *(int(generator.integers(low, high)) for low, high in ((1, 9), (2, 9), (1, 7))))
-        verdict = separable(problem)
-        assert verdict.verdict == feasible(problem)
-        counts[verdict.verdict] += 1
-        if not verdict.verdict:
+        answer = separable(problem)
+        assert answer.verdict == feasible(problem), seed
+        counts[answer.verdict] += 1
+        if answer.verdict:
+            assert answer.distance == pytest.approx(1 / solve(problem).norm, rel=1e-6)
+        else:
             assert solve(problem).W is None
-            assert (verdict.multipliers >= 0.0).all()
-            assert float(verdict.multipliers.sum()) == pytest.approx(1.0)
-            assert float(problem.form(verdict.multipliers).norm()) <= 1e-9
-            assert verdict.distance <= 1e-9
-    assert min(counts.values()) >= 60
+            assert (answer.multipliers >= 0.0).all()
+            assert float(answer.multipliers.sum()) == pytest.approx(1.0)
+            assert float(problem.form(answer.multipliers).norm()) <= 1e-9
+            assert answer.distance <= 1e-9
+    assert min(counts.values()) >= 15
 
 
-def test_separability_with_equalities_is_a_linear_programs() -> None:
+def test_separability_with_equalities_is_that_of_a_linear_program() -> None:
     counts = {True: 0, False: 0}
-    for seed in range(120):
+    for seed in range(48):
         generator = torch.Generator().manual_seed(seed)
         problem = drawn(seed, n=4, length=6, d=3 if seed % 2 else 2)
         equal = torch.rand(len(problem.margins), generator=generator) < 0.15
         margins = torch.where(equal, (seed % 3 - 1.0) * torch.randn(len(equal), generator=generator).double(), 1.0)
         problem = replace(problem, equal=equal, margins=margins)
         answer = solve(problem)
-        assert (answer.status == "infeasible") != feasible(problem)
-        counts[answer.status == "infeasible"] += 1
-        if answer.status == "infeasible":
+        infeasible = answer.status == "infeasible"
+        assert infeasible != feasible(problem), seed
+        counts[infeasible] += 1
+        if infeasible:
             assert float(answer.multipliers @ margins) > 1e-6
             assert answer.residual <= 1e-9
-    assert min(counts.values()) >= 20
+    assert min(counts.values()) >= 8
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 40), st.floats(0.0, 10.0), st.integers(0, 1000))
 def test_gap_is_a_bound_for_any_multipliers(seed: int, strength: float, noise: int) -> None:
     problem = (drawn, varied)[seed % 2](seed)
@@ -169,141 +192,219 @@ def test_gap_is_a_bound_for_any_multipliers(seed: int, strength: float, noise: i
     assert strength < 0.1 or answer.status == "inaccurate"
 
 
-def test_no_multipliers_prove_nothing() -> None:
-    """Control: an infinite primal value never passes for a closed gap."""
-    problem = drawn(0)
-    answer = certify(problem, torch.zeros(len(problem.margins)).double())
-    assert answer.status == "inaccurate"
-    assert answer.gap == math.inf
+def test_unfinished_answers_are_inaccurate_with_a_gap() -> None:
+    nothing = certify(drawn(0), torch.zeros(len(drawn(0).margins)).double())
+    assert (nothing.status, nothing.gap) == ("inaccurate", math.inf), "an infinite primal value never closes the gap"
+    stopped = solve(drawn(0, n=40, length=20, d=30), limit=1)
+    assert (stopped.status, stopped.iterations) == ("inaccurate", 1)
+    assert stopped.gap > 1e-9
+    tied = solve(half_sets(1, 30), limit=1)
+    assert tied.status != "optimal"
+    assert tied.iterations == 1
 
 
-def test_step_limit_is_inaccurate_with_a_gap() -> None:
-    answer = solve(drawn(0, n=40, length=20, d=30), limit=1)
-    assert answer.status == "inaccurate"
-    assert answer.gap > 1e-9
-    assert answer.iterations == 1
+# --- laws -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "d"), [(2, 10), (3, 12), (6, 8), (12, 6)])
-def test_rank_is_at_most_samples_and_dimensions(n: int, d: int) -> None:
-    answer = solve(drawn(3, n=n, length=5, d=d))
-    values = torch.linalg.svdvals(answer.W)
-    assert int((values > 1e-9 * values[0]).sum()) == min(n, d)
+def test_rank_is_at_most_samples_and_dimensions() -> None:
+    for n, d in ((2, 10), (3, 12), (6, 8), (12, 6)):
+        values = torch.linalg.svdvals(solve(drawn(3, n=n, length=5, d=d)).W)
+        assert int((values > 1e-9 * values[0]).sum()) == min(n, d)
 
 
-@pytest.mark.parametrize("factor", [1e-3, 7.0, 1e5])
-def test_tokens_scaled_scale_the_solution_back(factor: float) -> None:
-    problem = drawn(1)
-    scaled = solve(replace(problem, differences=factor * problem.differences))
-    assert torch.allclose(scaled.W * factor, solve(problem).W, rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(scaled.W, solve(problem).W, rtol=1e-3)
-
-
-def test_margins_scaled_scale_the_solution() -> None:
+def test_scaled_tokens_and_margins_scale_the_solution() -> None:
+    for factor in (1e-3, 7.0, 1e5):
+        scaled = solve(replace(drawn(1), differences=factor * drawn(1).differences)).W
+        assert close(scaled * factor, solve(drawn(1)).W, 1e-9, 1e-12)
+        assert not close(scaled, solve(drawn(1)).W, 1e-3)
     problem = varied(2)
-    doubled = solve(replace(problem, margins=2.0 * problem.margins))
-    assert torch.allclose(doubled.W, 2.0 * solve(problem).W, rtol=1e-8, atol=1e-9)
+    assert close(solve(replace(problem, margins=2.0 * problem.margins)).W, 2.0 * solve(problem).W)
 
 
-@pytest.mark.parametrize("copies", [2, 5])
-def test_repeated_constraints_change_nothing(copies: int) -> None:
-    """Singular Gram matrices: every constraint several times, and more of them than dimensions."""
+def test_repeated_constraints_change_nothing_and_contradictory_ones_are_refuted() -> None:
     problem = drawn(4, n=4, length=20, d=8)
-    again = Problem(
-        problem.differences.repeat(copies, 1),
-        problem.queries,
-        problem.query_of.repeat(copies),
-        problem.margins.repeat(copies),
-        problem.equal.repeat(copies),
-    )
-    answer, single = solve(again), solve(problem)
-    assert answer.status == single.status == "optimal"
-    assert len(again.margins) > again.differences.shape[1] * again.queries.shape[1]
-    assert torch.allclose(answer.W, single.W, rtol=1e-8, atol=1e-9)
-
-
-def test_repeated_equalities_change_nothing_and_contradictory_ones_are_refuted() -> None:
+    for copies in (2, 5):
+        again = problem.select(torch.arange(len(problem.margins)).repeat(copies))
+        assert len(again.margins) > again.differences.shape[1] * again.queries.shape[1], "singular Gram matrices"
+        assert solve(again).status == "optimal"
+        assert close(solve(again).W, solve(problem).W)
     problem = varied(6)
-    tied = problem.equal.nonzero().squeeze(1)
-    join = torch.cat([torch.arange(len(problem.margins)), tied])
-    again = Problem(
-        problem.differences[join], problem.queries, problem.query_of[join], problem.margins[join], problem.equal[join]
-    )
-    assert torch.allclose(solve(again).W, solve(problem).W, rtol=1e-7, atol=1e-8)
-    margins = again.margins.clone()
-    margins[-1] += 1.0
-    broken = solve(replace(again, margins=margins))
-    assert broken.status == "infeasible"
-    assert broken.W is None
+    again = problem.select(torch.cat([torch.arange(len(problem.margins)), problem.equal.nonzero().squeeze(1)]))
+    assert close(solve(again).W, solve(problem).W, 1e-7, 1e-8)
+    again.margins[-1] += 1.0
+    broken = solve(again)
+    assert (broken.status, broken.W) == ("infeasible", None)
     assert broken.residual <= 1e-10
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_equal_queries_are_one_query(n: int) -> None:
-    tokens = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0)).double()
-    query = torch.randn(1, 3, generator=torch.Generator().manual_seed(1)).double()
-    answer = solve(selection(tokens.expand(n, 6, 8), query.expand(n, 3), torch.zeros(n, dtype=torch.long)))
-    alone = solve(selection(tokens, query, torch.zeros(1, dtype=torch.long)))
-    assert torch.allclose(answer.W, alone.W, rtol=1e-9)
-    assert int(torch.linalg.matrix_rank(answer.W)) == 1
-
-
-def test_two_tokens_have_their_closed_form() -> None:
-    tokens, query = torch.randn(1, 2, 4).double(), torch.randn(1, 3).double()
+def test_solutions_known_in_closed_form() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, query = (torch.randn(*shape, generator=generator).double() for shape in ((1, 6, 8), (1, 3)))
+    first = torch.zeros(1, dtype=torch.long)
+    alone = solve(selection(tokens, query, first)).W
+    for n in (1, 5):
+        answer = solve(selection(tokens.expand(n, 6, 8), query.expand(n, 3), first.expand(n)))
+        assert close(answer.W, alone, 1e-9), "equal queries are one query"
+        assert int(torch.linalg.matrix_rank(answer.W)) == 1
     u = tokens[0, 1] - tokens[0, 0]
-    answer = solve(selection(tokens, query, torch.tensor([1])))
-    assert torch.allclose(answer.W, torch.outer(u, query[0]) / (u.square().sum() * query.square().sum()))
-
-
-def test_one_dimension() -> None:
-    tokens = torch.tensor([[[3.0], [1.0], [2.0]]])
-    assert solve(selection(tokens, torch.tensor([[2.0]]), torch.tensor([0]))).norm == pytest.approx(0.5)
-    assert solve(selection(tokens, torch.tensor([[2.0]]), torch.tensor([2]))).status == "infeasible"
+    answer = solve(selection(tokens[:, :2], query, first + 1))
+    assert close(answer.W, torch.outer(u, query[0]) / (u.square().sum() * query.square().sum()))
+    line = torch.tensor([[[3.0], [1.0], [2.0]]])
+    assert solve(selection(line, torch.tensor([[2.0]]), first)).norm == pytest.approx(0.5)
+    assert solve(selection(line, torch.tensor([[2.0]]), first + 2)).status == "infeasible"
+    nothing = solve(replace(drawn(0), margins=-torch.ones_like(drawn(0).margins)))
+    assert (nothing.status, nothing.norm, nothing.gap) == ("optimal", 0.0, 0.0)
 
 
 def test_duplicate_of_the_chosen_token_is_infeasible() -> None:
-    tokens = torch.randn(2, 5, 4).double()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, 5, 4, generator=generator).double()
     tokens[1, 3] = tokens[1, 0]
-    problem = selection(tokens, torch.randn(2, 4).double(), torch.tensor([0, 0]))
-    answer = solve(problem)
+    answer = solve(selection(tokens, torch.randn(2, 4, generator=generator).double(), torch.tensor([0, 0])))
     assert answer.status == "infeasible"
     assert answer.support.nonzero().tolist() == [[6]]
 
 
-def test_nothing_asked_is_met_by_zero() -> None:
-    problem = drawn(0)
-    answer = solve(replace(problem, margins=-torch.ones_like(problem.margins)))
-    assert (answer.status, answer.norm, answer.gap) == ("optimal", 0.0, 0.0)
-
-
 def test_problem_of_thousands_of_constraints() -> None:
     """Constraint generation: 8,128 constraints, of which a few hundred are ever looked at together."""
-    problem = drawn(0, n=64, length=128, d=32)
-    answer = solve(problem)
+    answer = solve(drawn(0, n=64, length=128, d=32))
     assert answer.status == "optimal"
     assert answer.gap <= 1e-9
     assert int(answer.support.sum()) < 1000
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.full((42,), math.nan)])
-def test_multipliers_of_another_problem_are_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(UsageError):
-        certify(drawn(0), wrong)
+# --- degenerate problems ----------------------------------------------------------------------------------------------
 
 
-def test_empty_problem_is_refused() -> None:
-    problem = drawn(0)
-    none = Problem(
-        problem.differences[:0], problem.queries, problem.query_of[:0], problem.margins[:0], problem.equal[:0]
+def shared(seed: int, queries: int = 3, scenes: int = 16, length: int = 12, d: int = 6) -> Problem:
+    """Scenes of few distinct queries that all select the same token: far more constraints than dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(queries, 4, generator=generator, dtype=torch.float64)[torch.arange(scenes) % queries]
+    tokens = torch.randn(scenes, length, d, generator=generator, dtype=torch.float64)
+    tokens[:, 0] = 3.0 * torch.ones(d)
+    tokens[::2, 1:4] = tokens[0, 1:4]  # repeated constraints, and sums of others besides
+    return selection(tokens, z.abs(), torch.zeros(scenes, dtype=torch.long))
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("NNLS was called")
+
+
+def test_degenerate_problems_are_solved_without_nnls(monkeypatch: pytest.MonkeyPatch) -> None:
+    damped, nearest, calls = frobenius.damped_step, frobenius.solve_by_nnls, []
+    monkeypatch.setattr(frobenius, "damped_step", lambda *args: calls.append(1) or damped(*args))
+    monkeypatch.setattr(frobenius, "solve_by_nnls", refuse)
+    for seed in range(3):
+        problem = shared(seed)
+        assert len(problem.margins) > 128 > np.linalg.matrix_rank(dense(problem))
+        calls.clear()
+        answer = solve(problem)
+        assert calls
+        assert answer.status == "optimal"
+        reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(problem.margins)))))
+        assert reference.status == "optimal"
+        assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
+    problem = shared(0)
+    away = replace(
+        problem,
+        differences=torch.cat([problem.differences[:-1], -problem.differences[:1]]),
+        query_of=torch.cat([problem.query_of[:-1], problem.query_of[:1]]),
     )
-    for ask in (solve, separable, lambda empty: soft_margin(empty, 1.0)):
-        with pytest.raises(UnposedError):
-            ask(none)
+    with pytest.raises(AssertionError, match="NNLS was called"):
+        solve(away)
+    monkeypatch.undo()
+    assert solve(away).status == "infeasible"
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("C", [0.01, 1.0, 30.0])
-def test_soft_margin_is_a_general_solvers(seed: int, C: float) -> None:
+def test_damped_step_never_raises_the_objective() -> None:
+    rows = dense(shared(1))
+    gram, bounds = rows @ rows.T, np.ones(len(rows))
+    gram /= gram.diagonal().max()
+    for damping in (1e-12, 1e-6, 1e-2, 1.0):
+        loads, values = np.zeros(len(rows)), [0.0]
+        for _ in range(30):
+            loads, damping = frobenius.damped_step(gram, bounds, loads, damping)
+            assert (loads >= 0.0).all()
+            values.append(0.5 * loads @ gram @ loads - bounds @ loads)
+        assert values[-1] < -0.1
+        assert all(after <= before + 1e-12 * abs(before) for before, after in itertools.pairwise(values))
+
+
+# --- many equalities --------------------------------------------------------------------------------------------------
+
+
+def test_many_equalities_leave_the_norm_of_a_general_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, widths, exchange = half_sets(0, 50), [], frobenius.exchange_signs
+    monkeypatch.setattr(
+        frobenius, "exchange_signs", lambda gram, *rest: widths.append(len(gram)) or exchange(gram, *rest)
+    )
+    answer = solve(problem)
+    assert 0 < max(widths) <= int((~problem.equal).sum()), "no step solves for an equality again"
+    assert int(problem.equal.sum()) > frobenius.SMALL
+    assert answer.status == "optimal"
+    assert answer.norm == pytest.approx(oracle(problem), rel=1e-6)
+    assert float(problem.scores(answer.W)[problem.equal].abs().max()) < 1e-9
+    without = replace(problem, equal=torch.zeros_like(problem.equal))
+    assert abs(solve(without).norm / answer.norm - 1) > 1e-2
+
+
+def test_verdict_with_many_equalities_is_that_of_a_linear_program() -> None:
+    for d in (12, 25, 34):
+        problem = half_sets(1, d)
+        answer = solve(problem)
+        assert answer.status == ("optimal" if feasible(problem) else "infeasible")
+        assert answer.status == {12: "infeasible", 34: "optimal"}.get(d, answer.status), "both verdicts occur"
+        if answer.status == "infeasible":
+            reach = np.linalg.norm(dense(problem), axis=1)
+            left = np.linalg.norm(answer.multipliers.numpy() @ dense(problem))
+            assert left <= 1e-9 * (answer.multipliers.abs().numpy() @ reach)
+            assert (answer.multipliers[~problem.equal] >= 0.0).all()
+            assert float(answer.multipliers @ problem.margins) > 0.5
+
+
+def test_many_equalities_have_margins_and_may_repeat() -> None:
+    problem, generator = half_sets(2, 50), torch.Generator().manual_seed(0)
+    margins = torch.randn(len(problem.margins), generator=generator).double()
+    problem = replace(problem, margins=torch.where(problem.equal, margins, problem.margins))
+    answer = solve(problem)
+    assert answer.status == "optimal"
+    assert answer.norm == pytest.approx(oracle(problem), rel=1e-6)
+    twice = problem.select(torch.arange(len(problem.margins)).repeat(2))
+    for part in (twice.differences, twice.margins):
+        part[len(problem.margins) :] *= 2.0
+    assert solve(twice).norm == pytest.approx(answer.norm, rel=1e-9)
+    twice.margins[int(twice.equal.nonzero()[-1])] += 1.0
+    refuted = solve(twice)
+    assert refuted.status == "infeasible"
+    assert float(refuted.multipliers @ twice.margins) > 0.0
+
+
+def test_equalities_alone_are_the_least_squares_solution() -> None:
+    problem = half_sets(3, 50)
+    alone = problem.select(problem.equal.nonzero().flatten())
+    bounds = torch.randn(len(alone.margins), generator=torch.Generator().manual_seed(1)).double()
+    alone = replace(alone, margins=bounds)
+    nearest = np.linalg.lstsq(dense(alone), bounds.numpy(), rcond=None)[0]
+    assert solve(alone).W.flatten().numpy() == pytest.approx(nearest, abs=1e-9)
+
+
+def test_a_head_poses_no_more_equalities_than_can_be_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(20, 6, generator=generator).double()
+    scene = head.Scene(tokens, torch.randn(10, 6, generator=generator).double(), torch.zeros(10, 20).double())
+    form = head.FactoredForm(0.1 * torch.eye(6).double(), torch.eye(6).double())
+    whole = head.choose([scene], form, head.Softmax(), top_p=0.5).sets
+    equalities = sum(int(tokens.sum()) - 1 for tokens in whole)
+    for most, count in ((equalities, len(whole)), (equalities - 1, len(whole) - 1), (0, 1)):
+        monkeypatch.setattr(head, "MOST_EQUALITIES", most)
+        assert len(head.choose([scene], form, head.Softmax(), top_p=0.5).sets) == count
+
+
+# --- soft margins -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "C"), [(0, 0.01), (1, 1.0), (2, 30.0), (3, 1.0), (4, 30.0), (5, 0.01)])
+def test_soft_margin_is_that_of_a_general_solver(seed: int, C: float) -> None:
     problem = drawn(seed, d=(10, 2, 3)[seed % 3])
     W = cvxpy.Variable(problem.differences.shape[1] * problem.queries.shape[1])
     loss = cvxpy.sum(cvxpy.pos(problem.margins.numpy() - dense(problem) @ W))
@@ -315,92 +416,64 @@ def test_soft_margin_is_a_general_solvers(seed: int, C: float) -> None:
     assert float(answer.multipliers.max()) <= C
 
 
-def test_soft_margin_of_a_separable_problem_is_the_hard_one() -> None:
-    problem = drawn(0)
-    hard, soft = solve(problem), soft_margin(problem, 100.0)
-    assert torch.allclose(soft.W, hard.W, rtol=1e-7, atol=1e-8)
+def test_soft_margin_counts_violations() -> None:
+    hard, soft = solve(drawn(0)), soft_margin(drawn(0), 100.0)
+    assert close(soft.W, hard.W, 1e-7, 1e-8), "of a separable problem it is the hard one"
     assert soft.violated == 0.0
-    assert soft_margin(problem, 1e-3).violated > 0.0
-
-
-def test_soft_margin_tells_how_far_from_separable() -> None:
-    tokens, query = torch.tensor([[[3.0], [1.0], [2.0], [-1.0]]]), torch.tensor([[1.0]])
-    between = soft_margin(selection(tokens, query, torch.tensor([2])), 1e4)
+    assert soft_margin(drawn(0), 1e-3).violated > 0.0
+    tokens = torch.tensor([[[3.0], [1.0], [2.0], [-1.0]]])
+    between = soft_margin(selection(tokens, torch.tensor([[1.0]]), torch.tensor([2])), 1e4)
     # u = −1, 1 and 3: (1 + W) + (1 − W) + 0 = 2 for every W from 1/3 to 1, and more elsewhere.
     assert between.slack == pytest.approx(2.0, abs=1e-3)
     assert 0 < between.violated < 1
 
 
-@pytest.mark.parametrize("C", [0.0, -1.0, math.inf, math.nan])
-def test_soft_margin_needs_a_price(C: float) -> None:
-    with pytest.raises(UsageError):
-        soft_margin(drawn(0), C)
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_three_sequences_read_the_published_norm() -> None:
-    """Tarzanagh et al. (NeurIPS 2023), several inputs: ½‖p‖² = 0.3131888; two coordinates alone read 0.3713783."""
+def sized(power: int) -> Problem:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(3, 7, 3, generator=generator) * 0.2
-    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
-    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    chosen = torch.zeros(3, dtype=torch.long)
-    norms = [solve(prompt(keys, chosen)).norm for keys in (tokens.double(), tokens[..., :2].double())]
-    assert [0.5 * (norm or 0.0) ** 2 for norm in norms] == pytest.approx([0.3131888, 0.3713383], abs=1e-7)
+    tokens = torch.randn(3, 4, 6, generator=generator).double() * 10.0**power
+    return selection(tokens, torch.randn(3, 6, generator=generator).double(), torch.tensor([0, 1, 2]))
 
 
-def shared(seed: int, queries: int = 3, scenes: int = 16, length: int = 12, d: int = 6) -> Problem:
-    """Scenes of few distinct queries that all keep the same token: far more constraints than dimensions."""
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(queries, 4, generator=generator, dtype=torch.float64)[torch.arange(scenes) % queries]
-    tokens = torch.randn(scenes, length, d, generator=generator, dtype=torch.float64)
-    tokens[:, 0] = 3.0 * torch.ones(d)
-    tokens[::2, 1:4] = tokens[0, 1:4]  # repeated constraints, and sums of others besides
-    return selection(tokens, z.abs(), torch.zeros(scenes, dtype=torch.long))
+SOLVERS = [solve, separable, solve_nuclear, lambda it: soft_margin(it, 1.0), lambda it: certify(it, it.margins)]
+SOLVERS.append(lambda it: certify_nuclear(it, it.margins, torch.eye(6).double()))
 
 
-def refuse(*_: object) -> None:
-    raise AssertionError("NNLS was asked")
+def test_sizes_beyond_float64_are_refused_by_name_and_others_scaled_back() -> None:
+    problem = sized(0)
+    for power, call in itertools.product((-200, -170, -160, 160, 170, 200), SOLVERS):
+        with pytest.raises(UsageError, match="difference of two tokens"):
+            call(sized(power))
+    for word, wrong in (
+        ("query", {"queries": problem.queries * 1e-180}),
+        ("margin", {"margins": problem.margins * 1e180}),
+        ("difference", {"differences": problem.differences * math.nan}),
+    ):
+        with pytest.raises(UsageError, match=word):
+            solve(replace(problem, **wrong))
+    for power in (-49, -20, 20, 48):
+        answer = solve(sized(power))
+        assert answer.status == "optimal"
+        assert answer.norm * 10.0**power == pytest.approx(solve(problem).norm, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_degenerate_problem_is_solved_without_nnls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = shared(seed)
-    rank = np.linalg.matrix_rank(dense(problem))
-    assert len(problem.margins) > 128 > rank
-    asked = []
-    damped, nearest = frobenius.damped_step, frobenius.solve_by_nnls
-    monkeypatch.setattr(frobenius, "damped_step", lambda *given: asked.append(1) or damped(*given))
-    monkeypatch.setattr(frobenius, "solve_by_nnls", refuse)
-    answer = solve(problem)
-    assert asked
-    assert answer.status == "optimal"
-    reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(problem.margins)))))
-    assert reference.status == "optimal"
-    assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
-
-
-def test_contradictory_problem_still_needs_nnls(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = shared(0)
-    away = replace(problem, differences=torch.cat([problem.differences[:-1], -problem.differences[:1]]))
-    away = replace(away, query_of=torch.cat([problem.query_of[:-1], problem.query_of[:1]]))
-    assert solve(away).status == "infeasible"
-    monkeypatch.setattr(frobenius, "solve_by_nnls", refuse)
-    with pytest.raises(AssertionError, match="NNLS was asked"):
-        solve(away)
-
-
-@pytest.mark.parametrize("damping", [1e-12, 1e-6, 1e-2, 1.0])
-def test_damped_step_never_raises_the_objective(damping: float) -> None:
-    rows = dense(shared(1))
-    gram, bounds = rows @ rows.T, np.ones(len(rows))
-    gram /= gram.diagonal().max()
-    loads = np.zeros(len(rows))
-    values = [0.0]
-    for _ in range(30):
-        loads, damping = frobenius.damped_step(gram, bounds, loads, damping)
-        assert (loads >= 0.0).all()
-        values.append(0.5 * loads @ gram @ loads - bounds @ loads)
-    assert values[-1] < -0.1
-    assert all(after <= before + 1e-12 * abs(before) for before, after in itertools.pairwise(values))
+def test_senseless_arguments_are_refused() -> None:
+    problem = drawn(0)
+    for wrong in ({"tolerance": 0.0}, {"tolerance": -1e-9}, {"tolerance": math.nan}, {"limit": 0}):
+        for call in (solve, solve_nuclear, lambda it, **options: soft_margin(it, 1.0, **options)):
+            with pytest.raises(UsageError, match=next(iter(wrong))):
+                call(problem, **wrong)
+    with pytest.raises(UsageError, match="limit"):
+        separable(problem, limit=0)
+    for C in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UsageError):
+            soft_margin(problem, C)
+    for multipliers in (torch.zeros(3), torch.full((42,), math.nan)):
+        with pytest.raises(UsageError):
+            certify(problem, multipliers)
+    empty = problem.select(torch.zeros(0, dtype=torch.long))
+    for call in (solve, separable, solve_nuclear, lambda it: soft_margin(it, 1.0)):
+        with pytest.raises(UnposedError):
+            call(empty)

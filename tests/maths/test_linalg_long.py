@@ -70,24 +70,23 @@ def halves(matrix):
 
 # --- in tiles ---------------------------------------------------------------------------------------------------------
 
-NOT_LONG = {
-    "tokens.effective_rank",
-    "tokens.centred_effective_rank",
-    "tokens.singular_values",
-    "tokens.singular_values_energy",
-}
+NOT_LONG = {"effective_rank", "centred_effective_rank", "singular_values", "singular_values_energy"}
+NOT_LONG = {f"tokens.{name}" for name in NOT_LONG}
 PROVEN = {"tokens.rank90", "tokens.logit_rank90"}
 KERNEL = {f"tokens.share_{part}" for part in ("positive", "negative", "skew")}
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("rest", ["plain", "softcap", "sinks", "bias"])
+PAIRS = [*((name, "plain") for name in MASKS), *(("all", rest) for rest in ("softcap", "sinks", "bias"))]
+PAIRS += [("documents", "softcap"), ("local", "sinks"), ("window", "bias")]
+
+
+@pytest.mark.parametrize(("name", "rest"), PAIRS)
 def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
-    given = {"softcap": 2.0} if rest == "softcap" else {"sinks": random(2)} if rest == "sinks" else {}
-    given |= {"bias": random(2, 1, T, T, seed=3)} if rest == "bias" else {}
-    found = heads(name, **given)
-    whole = symmetry.of_tokens(found) | spectrum.of_tokens(found)
-    ours = long(symmetry.of_tokens, heads(name, **given)) | long(spectrum.of_tokens, heads(name, **given))
+    options = {"softcap": {"softcap": 2.0}, "sinks": {"sinks": random(2)}, "plain": {}}.get(rest)
+    options = {"bias": random(2, 1, T, T, seed=3)} if options is None else options
+    qk = heads(name, **options)
+    whole = symmetry.of_tokens(qk) | spectrum.of_tokens(qk)
+    ours = long(symmetry.of_tokens, heads(name, **options)) | long(spectrum.of_tokens, heads(name, **options))
     assert ours.keys() == whole.keys()
     lost = NOT_LONG | (KERNEL if name == "all" and rest == "softcap" else set())
     assert all(ours[measure].isnan().all() and not whole[measure].isnan().any() for measure in lost)
@@ -100,33 +99,32 @@ def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
 
 
 def test_one_sequence_without_a_batch_axis_and_a_zero_head(long):
-    found = query_key(random(3, T, 4), random(3, T, 4, seed=1), "tokens", allowed=MASKS["causal"][None])
-    torch.testing.assert_close(long(linalg.entropy, found), linalg.entropy(found))
-    shares, whole = long(linalg.visible_shares, found), linalg.visible_shares(found)
+    qk = query_key(random(3, T, 4), random(3, T, 4, seed=1), "tokens", allowed=MASKS["causal"][None])
+    torch.testing.assert_close(long(linalg.entropy, qk), linalg.entropy(qk))
+    shares, whole = long(linalg.visible_shares, qk), linalg.visible_shares(qk)
     torch.testing.assert_close(shares.distance, whole.distance, rtol=0, atol=1e-9)
     nothing = query_key(torch.zeros(2, T, 4), random(2, T, 4), "tokens", allowed=MASKS["causal"][None])
     assert long(linalg.visible_shares, nothing).key.isnan().all()
     assert long(linalg.visible_rank, nothing, 0.9).isnan().all()
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_cross_attention_in_tiles(hidden, long):
+def test_cross_attention_in_tiles(long):
     visible = torch.ones(T, 200, dtype=torch.bool)
-    visible[:90, 120:] = not hidden
-    given = {"allowed": visible[None]} if hidden else {}
-    found = query_key(random(2, T, 4), random(2, 200, 4, seed=1), "tokens", part="cross", **given)
-    ours, whole = long(linalg.visible_shares, found), linalg.visible_shares(found)
-    torch.testing.assert_close(ours.key, whole.key, rtol=0, atol=1e-9)
-    assert ours.distance.isnan().all()
-    torch.testing.assert_close(long(linalg.max_weight, found), linalg.max_weight(found))
+    visible[:90, 120:] = False
+    for options in ({}, {"allowed": visible[None]}):
+        qk = query_key(random(2, T, 4), random(2, 200, 4, seed=1), "tokens", part="cross", **options)
+        ours, whole = long(linalg.visible_shares, qk), linalg.visible_shares(qk)
+        torch.testing.assert_close(ours.key, whole.key, rtol=0, atol=1e-9)
+        assert ours.distance.isnan().all()
+        torch.testing.assert_close(long(linalg.max_weight, qk), linalg.max_weight(qk))
 
 
 def test_a_mask_with_gaps_has_no_shares_and_its_attention_is_measured(long):
     mask = ALL.tril() & ((torch.arange(T) < 4) | (torch.arange(T)[:, None] - torch.arange(T) < 50))
-    found = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
+    qk = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
     assert find_intervals(mask) is None
-    assert long(linalg.visible_shares, found).key.isnan().all()
-    torch.testing.assert_close(long(linalg.first_weight, found), linalg.first_weight(found))
+    assert long(linalg.visible_shares, qk).key.isnan().all()
+    torch.testing.assert_close(long(linalg.first_weight, qk), linalg.first_weight(qk))
 
 
 def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
@@ -148,7 +146,7 @@ def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
     assert verdict == 1 if factored == T else np.isnan(verdict)
 
 
-def test_ksvd_of_a_long_head_keeps_what_its_factors_tell(long):
+def test_ksvd_of_a_long_head_has_what_its_factors_determine(long):
     value = random(2, 1, T, 5, seed=4)
     whole, ours = ksvd.of_tokens(heads(value=value)), long(ksvd.of_tokens, heads(value=value))
     lost = {name for name, reading in ours.items() if reading.isnan().all()}
@@ -162,15 +160,14 @@ def test_ksvd_of_a_long_head_keeps_what_its_factors_tell(long):
 # --- ranks with proven bounds -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("power", [0.5, 0.7, 1.0])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
-@pytest.mark.parametrize("shape", [(500, 500), (500, 400), (400, 500)], ids=str)
+@pytest.mark.parametrize(("power", "shape"), [(0.5, (500, 400)), (0.7, (500, 500)), (1.0, (400, 500))])
 def test_the_least_rank_is_that_of_all_singular_values_or_none(power, share, shape):
     matrix = fallen(power, *shape)
     expected = float(linalg.rank_at(torch.linalg.svdvals(matrix), share))
-    found = least_rank(halves(matrix), share)
-    assert found == expected or (np.isnan(found) and expected > 100)
-    assert found == least_rank(halves(matrix), share) or np.isnan(found), "the same in every run"
+    rank = least_rank(halves(matrix), share)
+    assert rank == expected or (np.isnan(rank) and expected > 100)
+    assert rank == least_rank(halves(matrix), share) or np.isnan(rank), "the same in every run"
 
 
 def test_ranks_of_matrices_without_gap_or_size():
@@ -208,7 +205,7 @@ def test_without_steps_enough_there_is_no_rank(monkeypatch):
     assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
 
 
-def test_few_columns_are_decomposed_as_a_whole(monkeypatch):
+def test_few_columns_are_decomposed_whole(monkeypatch):
     monkeypatch.setattr(tiled, "SMALL", SMALL)
     for columns, decay in ((40, 0.9), (64, 0.9), (129, 0.5), (600, 0.7)):
         matrix = fallen(decay, 500, columns)
@@ -221,8 +218,8 @@ def test_few_columns_are_decomposed_as_a_whole(monkeypatch):
 
 def test_only_some_heads_of_a_batch_see_all_pairs(long):
     mask = torch.stack((ALL, MASKS["causal"]))[:, None]
-    found = query_key(random(2, 2, T, 4), random(2, 2, T, 4, seed=1), "tokens", allowed=mask)
-    whole, ours = linalg.definite_kernel(found), long(linalg.definite_kernel, found)
+    qk = query_key(random(2, 2, T, 4), random(2, 2, T, 4, seed=1), "tokens", allowed=mask)
+    whole, ours = linalg.definite_kernel(qk), long(linalg.definite_kernel, qk)
     assert torch.equal(ours, whole)
     assert not ours.isnan().any()
 
@@ -247,17 +244,17 @@ def test_no_matrix_of_all_pairs_is_formed(long):
     for function in (symmetry.of_tokens, spectrum.of_tokens, ksvd.of_tokens):
         largest = Counter()
         for name in ("whole", "tiles"):
-            found = heads("causal", batch=(1,)).select([0])
+            qk = heads("causal", batch=(1,)).select([0])
             with Largest() as made:
-                function(found) if name == "whole" else long(function, found)
+                function(qk) if name == "whole" else long(function, qk)
             largest[name] = made.numbers
         assert largest["tiles"] < 0.7 * T * T, "a tile, or the basis of 128 vectors"
         assert largest["whole"] >= T * T, "the control"
 
 
 def test_tiles_are_of_long_heads_alone_and_meet_the_whole(long):
-    found = heads()
-    assert [part for _, part in split_tiles(found)] == [found]
-    parts = long(lambda: list(split_tiles(found)))
-    assert torch.cat([part.query for _, part in parts], -2).equal(found.query)
+    qk = heads()
+    assert [part for _, part in split_tiles(qk)] == [qk]
+    parts = long(lambda: list(split_tiles(qk)))
+    assert torch.cat([part.query for _, part in parts], -2).equal(qk.query)
     assert max(part.key.shape[-2] for _, part in parts[:3]) < T, "keys that none of them may see are left out"

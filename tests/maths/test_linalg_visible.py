@@ -55,16 +55,20 @@ def heads(mask=None, n=N, m=N, batch=(), kv_heads=2, **rest):
 def test_shares_are_those_of_the_least_squares_fit(name):
     mask = MASKS[name]
     for rest in ({}, {"softcap": 1.0}, {"bias": 2 * random(4, N, N, seed=2)}):
-        found = heads(mask, **rest)
-        ours = stack_of(linalg.visible_shares(found))
+        qk = heads(mask, **rest)
+        ours = stack_of(linalg.visible_shares(qk))
         for head in range(4):
-            expected = by_hand(found.logits[head], ALL if mask is None else mask)
+            expected = by_hand(qk.logits[head], ALL if mask is None else mask)
             np.testing.assert_allclose(ours[:, head], expected, atol=1e-11)
         torch.testing.assert_close(ours.sum(0), torch.ones(4).double(), rtol=0, atol=1e-13)
         assert (ours > 0.003).all()
-    if mask is not None:
-        whole = stack_of(linalg.visible_shares(heads()))
-        assert (stack_of(linalg.visible_shares(heads(mask))) - whole).abs().max() > 0.01, "the control: masks matter"
+    plain, close = heads(mask), {"rtol": 0, "atol": 1e-9}
+    shifted = heads(mask, bias=1e3 * random(1, N, 1, seed=3).expand(1, N, N))  # a term of the query alone
+    ours = stack_of(linalg.visible_shares(plain))
+    torch.testing.assert_close(stack_of(linalg.visible_shares(shifted)), ours, **close)
+    torch.testing.assert_close(linalg.visible_scores(shifted), linalg.visible_scores(plain), rtol=0, atol=1e-10)
+    whole = stack_of(linalg.visible_shares(heads()))
+    assert mask is None or (ours - whole).abs().max() > 0.01, "the control: masks matter"
 
 
 @given(st.integers(1, 9), st.floats(0.1, 1.0), st.integers(0, 10**6))
@@ -72,58 +76,48 @@ def test_shares_are_those_of_the_least_squares_fit(name):
 def test_any_mask_has_its_fit(n, share, seed):
     draw = torch.Generator().manual_seed(seed)
     visible = torch.rand(n, n, generator=draw) < share
-    found = query_key(random(1, n, 3, seed=seed), random(1, n, 3, seed=seed + 1), "tokens", allowed=visible[None])
-    ours = stack_of(linalg.visible_shares(found))[:, 0]
+    qk = query_key(random(1, n, 3, seed=seed), random(1, n, 3, seed=seed + 1), "tokens", allowed=visible[None])
+    ours = stack_of(linalg.visible_shares(qk))[:, 0]
     if (visible.sum(-1) < 2).all():
         assert ours.isnan().all(), "no query compares two keys"
     else:
-        np.testing.assert_allclose(ours, by_hand(found.logits[0], visible), atol=1e-8)
+        np.testing.assert_allclose(ours, by_hand(qk.logits[0], visible), atol=1e-8)
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["all keys", "hidden keys"])
-def test_cross_attention_has_no_distances(hidden):
-    visible = torch.ones(12, 7, dtype=torch.bool)
-    visible[:5, 4:] = not hidden
-    found = heads(visible if hidden else None, n=12, m=7, part="cross")
-    shares = linalg.visible_shares(found)
-    assert shares.distance.isnan().all()
-    for head in range(4):
-        ours = shares.key[head].item(), shares.interaction[head].item()
-        np.testing.assert_allclose(ours, by_hand(found.logits[head], visible, cross=True)[[0, 2]], atol=1e-11)
+def test_cross_attention_has_no_distances():
+    hidden = torch.ones(12, 7, dtype=torch.bool)
+    hidden[:5, 4:] = False
+    for mask in (None, hidden):
+        qk = heads(mask, n=12, m=7, part="cross")
+        shares = linalg.visible_shares(qk)
+        assert shares.distance.isnan().all()
+        for head in range(4):
+            ours = shares.key[head].item(), shares.interaction[head].item()
+            expected = by_hand(qk.logits[head], torch.ones(12, 7) if mask is None else mask, cross=True)
+            np.testing.assert_allclose(ours, expected[[0, 2]], atol=1e-11)
 
 
 def test_every_head_and_sequence_has_its_own_mask():
     masks = torch.stack([MASKS["causal"], MASKS["window"], ALL, MASKS["padded"]])
     by_sequence = query_key(random(4, 2, N, 5), random(4, 2, N, 5, seed=1), "tokens", allowed=masks[:, None])
     by_head = query_key(random(2, 4, N, 5), random(2, 4, N, 5, seed=1), "tokens", allowed=masks.expand(2, 4, N, N))
-    for found, mask_of in ((by_sequence, lambda batch, _: masks[batch]), (by_head, lambda _, head: masks[head])):
-        ours = stack_of(linalg.visible_shares(found))
-        for batch, head in np.ndindex(*found.logits.shape[:2]):
-            expected = by_hand(found.logits[batch, head], mask_of(batch, head))
+    for qk, mask_of in ((by_sequence, lambda batch, _: masks[batch]), (by_head, lambda _, head: masks[head])):
+        ours = stack_of(linalg.visible_shares(qk))
+        for batch, head in np.ndindex(*qk.logits.shape[:2]):
+            expected = by_hand(qk.logits[batch, head], mask_of(batch, head))
             np.testing.assert_allclose(ours[:, batch, head], expected, atol=1e-11)
     assert linalg.compares_all(by_head).tolist() == [[False, False, True, False]] * 2
     assert linalg.compares_all(by_sequence).tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
 
 
-@each_mask
-def test_a_large_term_of_the_query_alone_changes_nothing(name):
-    plain = heads(MASKS[name])
-    shifted = heads(MASKS[name], bias=1e3 * random(1, N, 1, seed=3).expand(1, N, N))
-    close = {"rtol": 0, "atol": 1e-9}
-    torch.testing.assert_close(
-        stack_of(linalg.visible_shares(shifted)), stack_of(linalg.visible_shares(plain)), **close
-    )
-    torch.testing.assert_close(linalg.visible_scores(shifted), linalg.visible_scores(plain), rtol=0, atol=1e-10)
-
-
-def test_planted_heads_read_what_was_planted():
+def test_planted_heads_have_the_planted_shares():
     distances = torch.arange(N)[:, None] - torch.arange(N)
     keys = random(N, seed=4).expand(N, N)
     previous = 5.0 * (distances == 1).double()
     bias = torch.stack((keys, previous, 0.5 * distances.double(), keys + 5 * random(N, N, seed=5)))
     zero = torch.zeros(4, N, 4)
-    found = query_key(zero, zero, "tokens", allowed=MASKS["causal"][None], bias=bias)
-    by_key, before, linear, noisy = stack_of(linalg.visible_shares(found)).T
+    qk = query_key(zero, zero, "tokens", allowed=MASKS["causal"][None], bias=bias)
+    by_key, before, linear, noisy = stack_of(linalg.visible_shares(qk)).T
     torch.testing.assert_close(by_key, torch.tensor([1, 0, 0]).double(), rtol=0, atol=1e-12)
     assert before[2] < 1e-12
     assert before[1] > 0.6
@@ -131,50 +125,51 @@ def test_planted_heads_read_what_was_planted():
     assert noisy[2] > 0.5
 
 
-def test_where_nothing_is_seen_there_are_no_shares():
+def test_without_visible_pairs_there_are_no_shares():
     alike = random(2, 1, 4, seed=1).expand(2, 20, 4)
-    for found in (
+    for qk in (
         query_key(random(2, 20, 4), alike, "tokens"),
         query_key(random(2, 20, 4), alike, "tokens", allowed=torch.ones(1, 20, 20, dtype=torch.bool).tril()),
         query_key(random(2, 1, 4), random(2, 1, 4), "tokens"),
         query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.eye(5, dtype=torch.bool)[None]),
         query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.zeros(1, 5, 5, dtype=torch.bool)),
     ):
-        assert stack_of(linalg.visible_shares(found)).isnan().all()
-        assert (linalg.visible_scores(found) == 0).all()
-        assert linalg.visible_rank(found, 0.9).isnan().all()
+        assert stack_of(linalg.visible_shares(qk)).isnan().all()
+        assert (linalg.visible_scores(qk) == 0).all()
+        assert linalg.visible_rank(qk, 0.9).isnan().all()
 
 
 @each_mask
-@pytest.mark.parametrize("softcap", [None, 1.0])
-def test_the_rank_of_what_is_seen(name, softcap):
-    found, mask = heads(MASKS[name], softcap=softcap), MASKS[name]
+def test_the_rank_of_visible_scores(name):
+    mask = MASKS[name]
     visible = (ALL if mask is None else mask).double()
-    scores = found.logits * visible
-    scores = (scores - scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)) * visible
-    torch.testing.assert_close(linalg.visible_scores(found), scores)
-    energies = torch.linalg.svdvals(scores).square()
-    passed = energies.cumsum(-1) / energies.sum(-1, keepdim=True)
-    for share in (0.5, 0.9, 0.99):
-        assert linalg.visible_rank(found, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
+    for softcap in (None, 1.0):
+        qk = heads(mask, softcap=softcap)
+        scores = qk.logits * visible
+        scores = (scores - scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)) * visible
+        torch.testing.assert_close(linalg.visible_scores(qk), scores)
+        energies = torch.linalg.svdvals(scores).square()
+        passed = energies.cumsum(-1) / energies.sum(-1, keepdim=True)
+        for share in (0.5, 0.9, 0.99):
+            assert linalg.visible_rank(qk, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 4), (5, 1), (6, 6), (4, 9)])
-def test_sums_over_distances(n, m):
-    scores = random(2, n, m)
-    sums = distance_sums(scores)
-    for apart in range(-n + 1, m):  # key minus query
-        torch.testing.assert_close(sums[:, apart % (n + m)], scores.diagonal(apart, -2, -1).sum(-1))
-    torch.testing.assert_close(sums.sum(-1), scores.sum((-2, -1)))
+def test_sums_over_distances():
+    for n, m in ((1, 1), (1, 4), (5, 1), (6, 6), (4, 9)):
+        scores = random(2, n, m)
+        sums = distance_sums(scores)
+        for apart in range(-n + 1, m):  # key minus query
+            torch.testing.assert_close(sums[:, apart % (n + m)], scores.diagonal(apart, -2, -1).sum(-1))
+        torch.testing.assert_close(sums.sum(-1), scores.sum((-2, -1)))
 
 
 @pytest.mark.parametrize("allowed", [None, MASKS["causal"], MASKS["window"]], ids=["all", "causal", "window"])
 def test_the_weight_on_the_first_key_that_a_query_sees(allowed):
-    found = heads(allowed)
+    qk = heads(allowed)
     visible = ALL if allowed is None else allowed
     rows = [row for row in range(N) if visible[row].sum() > 1]
-    expected = found.attention[:, rows, [int(visible[row].nonzero()[0]) for row in rows]].mean(-1)
-    torch.testing.assert_close(linalg.first_weight(found), expected)
-    even = replace(found, query=torch.zeros_like(found.query))
-    torch.testing.assert_close(linalg.even_weight(found), linalg.first_weight(even))
-    assert (linalg.first_weight(found) - found.attention[..., 0].mean(-1)).abs().max() > 1e-3 or allowed is None
+    expected = qk.attention[:, rows, [int(visible[row].nonzero()[0]) for row in rows]].mean(-1)
+    torch.testing.assert_close(linalg.first_weight(qk), expected)
+    even = replace(qk, query=torch.zeros_like(qk.query))
+    torch.testing.assert_close(linalg.even_weight(qk), linalg.first_weight(even))
+    assert (linalg.first_weight(qk) - qk.attention[..., 0].mean(-1)).abs().max() > 1e-3 or allowed is None

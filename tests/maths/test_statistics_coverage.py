@@ -25,9 +25,13 @@ from attnlens.maths.statistics import (
 )
 from attnlens.models.texts.sequences import choose_windows
 
-SAMPLES, SWEEPS, WINDOWS, POPULATION, BLOCK = 300, 200, 32, 640, 16
-LOWEST, HIGHEST = (float(stats.binom.ppf(q, SAMPLES, 0.95)) / SAMPLES for q in (0.0005, 0.9995))
-"""Between which the share of 300 intervals that cover lies where each covers with 95 %."""
+WINDOWS, POPULATION, BLOCK = 32, 640, 16
+each_size = pytest.mark.parametrize("samples", [40, pytest.param(200, marks=pytest.mark.full)])
+
+
+def bounds(samples):
+    """Between which the share of intervals that cover lies where each covers with 95 %."""
+    return [float(stats.binom.ppf(q, samples, 0.95)) / samples for q in (0.0005, 0.9995)]
 
 
 def drawn(generator, *shape, tails):
@@ -50,12 +54,14 @@ def picks(seed, placement, size=POPULATION):
     return choose_windows(size, WINDOWS, placement, seed)
 
 
-def share(covers):
-    return sum(covers) / len(covers)
+def share(covers, samples, *arguments):
+    """The share of the seeds for which that is true."""
+    return sum(covers(seed, *arguments) for seed in range(samples)) / samples
 
 
+@each_size
 @pytest.mark.parametrize("tails", ["gaussian", "heavy"])
-def test_the_error_of_a_mean_covers(tails):
+def test_the_error_of_a_mean_covers(tails, samples):
     def covers(seed, placement):
         population = text(seed, tails)[:, 0]
         sample = population[picks(seed, placement)]
@@ -63,13 +69,14 @@ def test_the_error_of_a_mean_covers(tails):
         _, low, high = student_interval(float(sample.mean()), error, WINDOWS - 1)
         return low <= float(population.mean()) <= high
 
-    assert LOWEST <= share([covers(seed, "spread") for seed in range(SAMPLES)]) <= 1
-    assert LOWEST <= share([covers(seed, "random") for seed in range(SAMPLES)]) <= HIGHEST
-    assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
+    assert bounds(samples)[0] <= share(covers, samples, "spread") <= 1
+    assert bounds(samples)[0] <= share(covers, samples, "random") <= bounds(samples)[1]
+    assert share(covers, samples, "first") < 0.85, "the control: windows in a row"
 
 
+@each_size
 @pytest.mark.parametrize("tails", ["gaussian", "heavy"])
-def test_the_error_of_a_median_over_heads_covers(tails):
+def test_the_error_of_a_median_over_heads_covers(tails, samples):
     def covers(seed, placement):
         population = text(seed, tails, heads=12) + torch.linspace(-1, 1, 12)
         sample = population[picks(seed, placement)]
@@ -78,32 +85,34 @@ def test_the_error_of_a_median_over_heads_covers(tails):
         _, low, high = student_interval(median, error, WINDOWS - 1)
         return low <= float(population.mean(0).quantile(0.5)) <= high
 
-    assert LOWEST <= share([covers(seed, "spread") for seed in range(SAMPLES)]) <= 1
-    assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
+    assert bounds(samples)[0] <= share(covers, samples, "spread") <= 1
+    assert share(covers, 300, "first") < 0.85, "the control: windows in a row"
 
 
+@each_size
 @pytest.mark.parametrize("of", [None, torch.exp], ids=["loss", "perplexity"])
 @pytest.mark.parametrize("tails", ["gaussian", "heavy"])
-def test_a_paired_difference_covers(tails, of):
+def test_a_paired_difference_covers(tails, of, samples):
     def covers(seed, placement):
         before = 3 + 0.3 * text(seed, tails)[:, 0]
-        after = before + 0.2 + 0.1 * text(seed + SAMPLES, tails)[:, 0]
+        after = before + 0.2 + 0.1 * text(seed + 300, tails)[:, 0]
         own = picks(seed, placement)
         found = paired_difference(before[own], after[own], of=of, draws=300, seed=seed)
         means = (before.mean(), after.mean())
         truth = float(means[1] - means[0] if of is None else of(means[1]) - of(means[0]))
         return found.low <= truth <= found.high
 
-    assert LOWEST <= share([covers(seed, "spread") for seed in range(SAMPLES)]) <= 1
-    assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
+    assert bounds(samples)[0] <= share(covers, samples, "spread") <= 1
+    assert share(covers, samples, "first") < 0.85, "the control: windows in a row"
 
 
+@each_size
 @pytest.mark.parametrize("sizes", [(3, 3, 2), (2, 2, 2, 2), (16, 8, 8)])
-def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wider_than_students(sizes):
+def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wider_than_students(sizes, samples):
     """A bootstrap sample that draws one of two windows twice has no error of its own, and its interval no end."""
     design = Design.of([text for text, size in enumerate(sizes) for _ in range(size)], "windows")
 
-    def found(seed):
+    def interval_of(seed):
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
         interval = paired_difference(torch.zeros_like(values), values, design, draws=300, seed=seed)
@@ -111,8 +120,8 @@ def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wide
         student = student_interval(interval.value, error, design.freedom)
         return interval.low <= 0 <= interval.high, (interval.high - interval.low) / (student.high - student.low)
 
-    covered, wider = zip(*map(found, range(SAMPLES)), strict=True)
-    assert LOWEST <= share(covered) <= HIGHEST
+    covered, wider = zip(*map(interval_of, range(samples)), strict=True)
+    assert bounds(samples)[0] <= sum(covered) / samples <= bounds(samples)[1]
     assert max(wider) < 1.7
 
 
@@ -122,16 +131,17 @@ def test_the_error_of_a_median_is_that_of_each_texts_windows():
     design = Design.of([text for text, size in enumerate(sizes) for _ in range(size)], "windows")
     spread = torch.cat([torch.full((size,), sd, dtype=torch.float64) for size, sd in zip(sizes, sds, strict=True)])
     errors = []
-    for seed in range(SAMPLES):
+    for seed in range(300):
         generator = torch.Generator().manual_seed(seed)
         values = spread[:, None] * torch.randn(32, 1, generator=generator, dtype=torch.float64)
-        errors += median_error(values, design, [[0]], draws=200, seed=seed)
+        errors += median_error(values, design, [[0]], draws=100, seed=seed)
     truth = math.sqrt(sum(size * sd**2 for size, sd in zip(sizes, sds, strict=True))) / 32
-    assert math.sqrt(sum(error**2 for error in errors) / SAMPLES) == pytest.approx(truth, rel=0.05)
+    assert math.sqrt(sum(error**2 for error in errors) / 300) == pytest.approx(truth, rel=0.05)
 
 
+@each_size
 @pytest.mark.parametrize("count", [5, 9])
-def test_intervals_over_texts_cover_texts_like_them_and_those_over_windows_do_not(count):
+def test_intervals_over_texts_cover_texts_like_them_and_those_over_windows_do_not(count, samples):
     def covers(seed, over):
         generator = torch.Generator().manual_seed(seed)
         kinds = torch.randn(count, generator=generator, dtype=torch.float64)
@@ -140,11 +150,12 @@ def test_intervals_over_texts_cover_texts_like_them_and_those_over_windows_do_no
         found = paired_difference(torch.zeros_like(values), values, design, draws=300, seed=seed)
         return found.low <= 0 <= found.high
 
-    assert LOWEST <= share([covers(seed, "texts") for seed in range(SAMPLES)]) <= HIGHEST
-    assert share([covers(seed, "windows") for seed in range(SAMPLES)]) < 0.85, "the control: these texts' windows"
+    assert bounds(samples)[0] <= share(covers, samples, "texts") <= bounds(samples)[1]
+    assert share(covers, samples, "windows") < 0.85, "the control: these texts' windows"
 
 
-def test_spearmans_interval_covers():
+@each_size
+def test_spearmans_interval_covers(samples):
     """Of a normal pair ρ_S = (6/π)·asin(ρ/2) (Pearson 1907)."""
     truth = 6 / math.pi * math.asin(0.5 / 2)
 
@@ -155,11 +166,12 @@ def test_spearmans_interval_covers():
         assert low <= value <= high
         return low <= truth <= high
 
-    assert LOWEST <= share([covers(seed, None) for seed in range(SAMPLES)]) <= HIGHEST
+    assert bounds(samples)[0] <= share(covers, samples, None) <= bounds(samples)[1]
 
 
+@each_size
 @pytest.mark.parametrize(("layers", "heads", "alike"), [(4, 8, 0.0), (6, 12, 0.5), (12, 8, 0.9)])
-def test_spearmans_interval_over_layers_covers(layers, heads, alike):
+def test_spearmans_interval_over_layers_covers(layers, heads, alike, samples):
     """Heads of a layer alike by any amount; of four layers too."""
     groups = [number // heads for number in range(layers * heads)]
 
@@ -170,9 +182,9 @@ def test_spearmans_interval_over_layers_covers(layers, heads, alike):
         found = rank_correlation(*(math.sqrt(alike) * common + math.sqrt(1 - alike) * own), groups, 200, seed=seed)
         return found.low <= 0 <= found.high
 
-    assert share([covers(seed, groups) for seed in range(SAMPLES)]) >= LOWEST
+    assert share(covers, samples, groups) >= bounds(samples)[0]
     if alike > 0.2:
-        assert share([covers(seed, None) for seed in range(SAMPLES)]) < 0.8, "the control: heads drawn one by one"
+        assert share(covers, samples, None) < 0.8, "the control: heads drawn one by one"
 
 
 def named(population, seed, placement):
@@ -185,16 +197,18 @@ def named(population, seed, placement):
     return bool(false_discovery(ours).any()), bool(false_discovery(students).any())
 
 
-def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs():
-    def ours(seed, placement):
+@each_size
+def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs(samples):
+    def names_a_head(seed, placement):
         return named(text(seed, "gaussian", heads=16), seed, placement)[0]
 
-    most = float(stats.binom.ppf(0.9995, SWEEPS, 0.05)) / SWEEPS
-    assert share([ours(seed, "spread") for seed in range(SWEEPS)]) <= most
-    assert share([ours(seed, "first") for seed in range(SWEEPS)]) > 0.2, "the control: windows in a row"
+    most = float(stats.binom.ppf(0.9995, samples, 0.05)) / samples
+    assert share(names_a_head, samples, "spread") <= most
+    assert share(names_a_head, samples, "first") > 0.2, "the control: windows in a row"
 
 
-def test_of_skewed_differences_it_names_half_as_many_as_students_t():
+@each_size
+def test_of_skewed_differences_it_names_half_as_many_as_students_t(samples):
     """Windows of 32 heads that are χ² with four degrees of freedom: still more than 5 %, as docs/inference.md says."""
 
     def pair(seed):
@@ -202,11 +216,11 @@ def test_of_skewed_differences_it_names_half_as_many_as_students_t():
         squares = torch.randn(4, POPULATION, 32, generator=generator, dtype=torch.float64).square().sum(0)
         return named(squares, seed, "random")
 
-    ours, students = zip(*(pair(seed) for seed in range(SWEEPS)), strict=True)
-    assert share(ours) < 0.75 * share(students)
-    assert share(students) > 0.1, "the control: they are skewed"
+    ours, students = zip(*(pair(seed) for seed in range(samples)), strict=True)
+    assert sum(ours) < 0.75 * sum(students)
+    assert sum(students) / samples > 0.1, "the control: they are skewed"
 
 
 def test_spread_windows_lie_apart_and_first_ones_do_not():
-    assert {after - before for before, after in pairwise(picks(3, "spread"))} == {POPULATION // WINDOWS}
-    assert {after - before for before, after in pairwise(picks(3, "first"))} == {1}
+    for placement, distance in (("spread", POPULATION // WINDOWS), ("first", 1)):
+        assert {after - before for before, after in pairwise(picks(3, placement))} == {distance}

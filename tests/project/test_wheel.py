@@ -18,7 +18,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """What the wheel is made from, in another folder, with other dates, and with what must not come in."""
+    """The sources of the wheel in another folder, and a file that must not come in."""
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(ROOT / "attnlens", folder / "attnlens", ignore=LEFT_OUT, copy_function=shutil.copyfile)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -28,8 +28,8 @@ def source(tmp_path_factory):
     return folder
 
 
-def built(source, folder, **environment):
-    """The wheel of the project in `source`."""
+def build(source, folder, **environment):
+    """Build the wheel of the project in `source`."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     done = subprocess.run(command, cwd=source, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -39,53 +39,41 @@ def built(source, folder, **environment):
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
-    return built(source, tmp_path_factory.mktemp("first"))
+    return build(source, tmp_path_factory.mktemp("first"))
 
 
 def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.full
 def test_the_same_source_makes_the_same_wheel_wherever_and_whenever(wheel, source, tmp_path):
     for path in source.rglob("*"):
         os.utime(path, (1, 2_000_000_000))
-    assert digest(built(source, tmp_path / "second")) == digest(wheel)
+    assert digest(build(source, tmp_path / "second")) == digest(wheel)
     (source / "attnlens" / "py.typed").write_text("\n")
     try:
-        assert digest(built(source, tmp_path / "third")) != digest(wheel), "a control: another file, another wheel"
+        assert digest(build(source, tmp_path / "third")) != digest(wheel), "the control"
     finally:
         shutil.copyfile(ROOT / "attnlens" / "py.typed", source / "attnlens" / "py.typed")
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
-    package = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "attnlens").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    held = set(zipfile.ZipFile(wheel).namelist())
-    facts = {name for name in held if ".dist-info/" in name}
-    assert held - facts == package
+def test_the_wheel_contains_the_package_its_data_and_its_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    paths = [path for path in (ROOT / "attnlens").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    contents = set(archive.namelist())
+    facts = {name for name in contents if ".dist-info/" in name}
+    assert contents - facts == {str(path.relative_to(ROOT)) for path in paths}
     assert {Path(name).name for name in facts} == {"METADATA", "WHEEL", "entry_points.txt", "LICENSE", "RECORD"}
-
-
-def test_what_is_no_code_is_in_the_wheel(wheel):
-    held = set(zipfile.ZipFile(wheel).namelist())
-    pages = {f"attnlens/report/render/page/{name}" for name in ("page.css", "page.html.jinja", "data.js", "start.js")}
+    page = {f"report/render/page/{name}" for name in ("page.css", "page.html.jinja", "data.js", "start.js")}
     data = {"records/architectures.csv", "models/demo/model.safetensors", "models/demo/text.txt", "py.typed"}
     data |= {"schema.json", "report/atlas.json", "lab/experiments/golden.json"}
-    assert pages | {f"attnlens/{name}" for name in data} <= held
-
-
-def test_the_wheel_says_what_the_project_says(wheel):
-    archive = zipfile.ZipFile(wheel)
-    text = {Path(name).name: archive.read(name) for name in archive.namelist() if ".dist-info/" in name}
+    assert {f"attnlens/{name}" for name in page | data} <= contents
+    text = {Path(name).name: archive.read(name) for name in facts}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    entries = text["entry_points.txt"].decode()
-    assert f"[console_scripts]\nattnlens = {project['scripts']['attnlens']}" in entries
-    assert f"[pytest11]\nattnlens = {project['entry-points']['pytest11']['attnlens']}" in entries
+    assert b"[console_scripts]\nattnlens = attnlens.cli:main" in text["entry_points.txt"]
+    assert b"[pytest11]\nattnlens = attnlens.checks.pytest_plugin" in text["entry_points.txt"]
     metadata = message_from_bytes(text["METADATA"])
-    assert metadata["Name"] == "attnlens"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Description-Content-Type"] == "text/markdown"
+    fields = [metadata[name] for name in ("Name", "License-Expression", "Description-Content-Type")]
+    assert fields == ["attnlens", "Apache-2.0", "text/markdown"]
     assert metadata.get_all("Requires-Dist")[: len(project["dependencies"])]

@@ -1,34 +1,19 @@
 """Tests that numbers have no false digits, and strings nothing that steers a terminal."""
 
-from __future__ import annotations
-
-import pytest
-
 from attnlens.wording import big, clean, decimals_for, decimals_with_error, format_error, format_number
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([0.5, 0.003], 3), ([1.0, 0.2], 3), ([33.25], 1), ([333.3], 0), ([64.0, 12.0], 0), ([1.5e-5], -1), ([2.5e7], -1)],
-)
-def test_numbers_show_three_figures_of_the_largest(values: list[float], expected: int) -> None:
-    assert decimals_for(values) == expected
-
-
-def test_numbers_are_written_without_false_digits() -> None:
+def test_numbers_are_written_without_false_digits():
+    samples = ([0.5, 0.003], [1.0, 0.2], [33.25], [333.3], [64.0, 12.0], [1.5e-5], [2.5e7])
+    assert [decimals_for(values) for values in samples] == [3, 3, 1, 0, 0, -1, -1], "three figures of the largest"
     assert format_number(-0.0001, 3) == "0.000"
     assert format_number(None, 3) == format_number(float("nan"), 3) == "–"
     assert format_number(1.5e-5, -1) == "1.5e-05"
-    shown = [format_error(error, 3) for error in (0.0123, 0.0006, 0.0004, 0.0)]
-    assert shown == ["0.012", "0.001", "<0.0005", "0"], "an error that is there is never 0"
+    errors = [format_error(error, 3) for error in (0.0123, 0.0006, 0.0004, 0.0)]
+    assert errors == ["0.012", "0.001", "<0.0005", "0"], "only an error of 0 is written 0"
     assert format_error(0.3, 0) == "<0.5"
     assert decimals_with_error([0.0712, 0.03], 0.0099) == 3
-    assert decimals_with_error([13.0, 21.0], 0.26) == 1
-    assert decimals_with_error([13.0, 21.0], 0.0) == 0
-    assert [big(number) for number in (912, 1_300_000, 22_713_216, 7_240_000_000)] == [
-        "912",
-        "1.3 M",
-        "22.7 M",
-        "7.24 B",
-    ]
+    assert [decimals_with_error([13.0, 21.0], error) for error in (0.26, 0.0)] == [1, 0]
+    numbers = [big(number) for number in (912, 1_300_000, 22_713_216, 7_240_000_000)]
+    assert numbers == ["912", "1.3 M", "22.7 M", "7.24 B"]
     assert clean("a\tb\x1b[31m\u200b") == "a b�[31m�"

@@ -1,4 +1,4 @@
-"""A process that has imported attnlens and its libraries and forks for each command, which saves what importing takes.
+"""A process that has imported attnlens and its libraries and forks for each command, which saves the imports.
 
 Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
 attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what attnlens, torch, transformers and others do while
@@ -33,31 +33,17 @@ from typing import Any
 
 import attnlens
 
-LIBRARIES = (
-    "attnlens.cli.commands",
-    "attnlens.report.export",
-    "attnlens.report.pictures",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
-    "pandas",
-    "pydantic",
-    "rich.table",
-    "scipy.optimize",
-    "scipy.stats",
-    "torch",
-    "torch._decomp.decompositions_for_jvp",
-    "torch._dynamo",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.gpt2.tokenization_gpt2",
-    "transformers.models.llama.modeling_llama",
-)
+LIBRARIES = """
+attnlens.cli.commands attnlens.report.export attnlens.report.pictures matplotlib.backends.backend_agg matplotlib.figure
+pandas pydantic rich.table scipy.optimize scipy.stats torch torch._decomp.decompositions_for_jvp torch._dynamo
+transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto transformers.models.bert.modeling_bert
+transformers.models.gpt2.modeling_gpt2 transformers.models.gpt2.tokenization_gpt2
+transformers.models.llama.modeling_llama
+""".split()  # noqa: SIM905
 READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "OMP_", "MKL_", "LD_", "SSL_")
-"""How variables begin that libraries read while they are imported: with another value a command starts afresh."""
+"""Prefixes of variables that libraries read at import: with another value a command starts afresh."""
 OF_INTERPRETER = {"-B", "-u"}
-"""Words before those of a command by which libraries start it, and which change nothing of what it does."""
+"""Options of the interpreter that change nothing."""
 LARGEST = 1 << 17
 """Bytes of a request: its words and its environment."""
 MOST, HIGH = 16, 200
@@ -85,17 +71,17 @@ _folder: list[Path] = []
 
 
 def takes(environment: Mapping[str, str]) -> bool:
-    """Whether a command with this environment can be forked: the libraries would have been imported alike."""
-    here = _environment()
+    """Return whether a command with this environment can be forked: the libraries would have been imported alike."""
+    ours = _environment()
     return all(
-        here.get(name) == value or (name == "PYTHONPATH" and _folders_before(value, here.get(name, "")))
+        ours.get(name) == value or (name == "PYTHONPATH" and _folders_before(value, ours.get(name, "")))
         for name, value in environment.items()
         if name.startswith(READ_ONCE)
     )
 
 
 def _folders_before(path: str, own: str) -> list[str]:
-    """The folders that a PYTHONPATH names before those of our own, which only offer what we do not have."""
+    """Return the folders that a PYTHONPATH names before our own."""
     return path.removesuffix(own).strip(os.pathsep).split(os.pathsep) if path.endswith(own) and path != own else []
 
 
@@ -106,13 +92,13 @@ def run(
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(str(commands() / "socket"))
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
-    given, feed = (os.open(os.devnull, os.O_RDONLY), None) if stdin is None else os.pipe()
+    stdin_end, feed = (os.open(os.devnull, os.O_RDONLY), None) if stdin is None else os.pipe()
     request = {"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env), "files": [0, 1, 2]}
-    socket.send_fds(server, [json.dumps(request).encode()], [given, to_out, to_err])
-    for end in (given, to_out, to_err):
+    socket.send_fds(server, [json.dumps(request).encode()], [stdin_end, to_out, to_err])
+    for end in (stdin_end, to_out, to_err):
         os.close(end)
-    told: dict[int, str] = {}
-    threads = [threading.Thread(target=lambda end=end: told.update({end: _read(end)})) for end in (out, err)]
+    streams: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda end=end: streams.update({end: _read(end)})) for end in (out, err)]
     if feed is not None:
         threads.append(threading.Thread(target=_write, args=(feed, stdin)))
     for thread in threads:
@@ -128,7 +114,7 @@ def run(
         finally:
             for thread in threads:
                 thread.join()
-    return subprocess.CompletedProcess(list(words), code, told[out], told[err])
+    return subprocess.CompletedProcess(list(words), code, streams[out], streams[err])
 
 
 def _read(end: int) -> str:
@@ -137,11 +123,8 @@ def _read(end: int) -> str:
 
 
 def _write(end: int, text: str) -> None:
-    try:
-        with os.fdopen(end, "w", encoding="utf-8") as stream:
-            stream.write(text)
-    except BrokenPipeError:
-        pass  # the command did not read what it was given
+    with suppress(BrokenPipeError), os.fdopen(end, "w", encoding="utf-8") as stream:
+        stream.write(text)  # a command need not read its input
 
 
 def commands() -> Path:
@@ -210,7 +193,7 @@ def _serve(address: Path) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Run one command, tell its process number and its exit code, and end."""
+    """Run one command, send its process number and its exit code, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, files, _, _ = socket.recv_fds(connection, LARGEST, MOST)
     child = os.fork()
@@ -219,7 +202,7 @@ def _answer(connection: socket.socket) -> None:
         _become(json.loads(request), files)
     for file in files:
         os.close(file)
-    with suppress(BrokenPipeError):  # who was killed meanwhile hears nothing
+    with suppress(BrokenPipeError):  # the client was killed meanwhile
         connection.send(str(child).encode())
     threading.Thread(target=_end_with, args=(connection, child), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -230,7 +213,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _end_with(connection: socket.socket, child: int) -> None:
-    """Kill the command where who waits for it was killed."""
+    """Kill the command if its client was killed."""
     connection.recv(1)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)

@@ -22,7 +22,6 @@ SPELLED = {
     r"\bModel\b": MODEL,
     r"\bSide\b": SIDE,
 }
-"""Names that are only known in the modules of the functions."""
 HEAD = '''"""Types of the public names of attnlens, written by tests/support/stub.py."""
 
 # ruff: noqa
@@ -63,10 +62,9 @@ def _function(name: str, public: object, kind: type[Request]) -> str:
         written = _accepted(field) if field is not None else str(parameter.annotation)
         for pattern, word in SPELLED.items() if field is None else ():
             written = re.sub(pattern, word, written)
-        default = ""
-        if parameter.default is not parameter.empty:
-            plain = isinstance(parameter.default, str | int | float | tuple | None.__class__)
-            default = f" = {parameter.default!r}" if plain else " = ..."
+        plain = isinstance(parameter.default, str | int | float | tuple | None.__class__)
+        default = f" = {parameter.default!r}" if plain else " = ..."
+        default = "" if parameter.default is parameter.empty else default
         parameters.append(f"{parameter.name}: {written}{default}".replace("'", '"'))
     return f"def {name}(\n    " + ",\n    ".join(parameters) + ",\n) -> Report: ..."
 

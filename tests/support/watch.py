@@ -1,4 +1,4 @@
-"""Checks the shapes and types of every call in the maths rooms by their annotations, while tests run."""
+"""Checks the shapes and types of every call in the maths packages by their annotations, while tests run."""
 
 import sys
 import typing
@@ -23,49 +23,44 @@ from attnlens.records.tensors import Rotation
 
 FILES = ("lowrank", "pair_weights", "primal", "products", "registry", "spec", "spelling")
 FILES += ("attention.routes", "attention.rows", "attention.sums")
-"""Those of attnlens.kernels but `attention.scores`, since FlexAttention counts the parameters of its functions, which
-checks hide, and `attention.primal_heads`, whose warnings name the line of their caller."""
+"""Without `attention.scores`, since FlexAttention counts the parameters of its functions, which checks hide, and
+`attention.primal_heads`, whose warnings name the line of their caller."""
 ROOMS = ("analyzers", *(f"kernels.{file}" for file in FILES), "maths")
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
-"""What the rooms and their checks import of other packages, which are not to see the switch below."""
+"""Imported before TYPE_CHECKING is switched on, which these libraries must not see."""
 NOUNS = (Rotation, attnlens.records.QueryKey, attnlens.records.Call)
-"""What the rooms are called with, beside tensors."""
+"""Arguments of these packages besides tensors."""
 NAMES = {"Bool": Bool, "Float": Float, "Int": Int, "Rotation": Rotation, "Tensor": torch.Tensor, "nn": torch.nn}
-"""Names in their annotations, which they import for type checkers only."""
-
+"""Names in annotations that are imported for type checkers only."""
 PLAIN = {bool, float, int, type(None)}
-"""Classes of whose objects the checks see nothing more."""
+"""Classes of which a check depends on nothing but the class."""
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""As mypy does, it takes a whole number where a float is asked for."""
-
-
+"""As in mypy, an int passes as a float."""
 seen: set[tuple] = set()
-"""What was checked in the test that runs: functions, each with its tensors' shapes and types and its other arguments.
-
-Checking every step of a solver's loop again would double the time of its tests.
-"""
+"""Calls that were checked in the running test: functions with the shapes and types of their arguments. Checking every
+step of a solver's loop again would double the time of its tests."""
 _known: dict[int, tuple[ref[object], int]] = {}
-"""What was read of frozen dataclasses, by their ids: they are handed from call to call and never change."""
+"""Frozen dataclasses by id, each with the number of its contents."""
 _numbers: dict[object, int] = {}
-"""What was read → its number, the same for two that say the same, and sooner hashed."""
+"""Contents → their number, equal for equal contents and faster to hash."""
 
 
 def begin() -> None:
     """Forget what other tests checked."""
-    for held in (seen, _known, _numbers):
-        held.clear()
+    for table in (seen, _known, _numbers):
+        table.clear()
 
 
 def once(*, typechecker: Callable) -> Callable:
-    """In the place of `jaxtyped`, by which the hook decorates: a call like one before it in a test is not checked."""
+    """Replace `jaxtyped`, by which the import hook decorates: a call like an earlier one in a test is not checked."""
 
     def decorated(function: Callable) -> Callable:
-        if isinstance(function, type):
-            if is_dataclass(function) and "__init__" in vars(function):
-                function.__init__ = checking(function.__init__, unread=1)  # of `self` there is nothing yet
-            return function
-        return checking(function)
+        if not isinstance(function, type):
+            return checking(function)
+        if is_dataclass(function) and "__init__" in vars(function):
+            function.__init__ = checking(function.__init__, unread=1)  # `self` is still empty
+        return function
 
     def checking(function: Callable, unread: int = 0) -> Callable:
         slow = cache(lambda: jaxtyped(function, typechecker=typechecker))  # made when it is first called
@@ -77,56 +72,50 @@ def once(*, typechecker: Callable) -> Callable:
             key = (id(function.__code__), *map(_kind, args[unread:]), *options, *map(_kind, options.values()))
             if jaxtyping.config.jaxtyping_disable or key in seen:
                 return function(*args, **options)
-            found = slow()(*args, **options)
+            result = slow()(*args, **options)
             seen.add(key)
-            return found
+            return result
 
         return fast
 
     return decorated
 
 
-def _kind(given: object) -> object:
-    """What of an argument the checks see: shapes, types, words and classes; which one a long collection is."""
-    kind = type(given)
-    return kind if kind in PLAIN else _reader(kind)(given)
+def _kind(value: object) -> object:
+    """Return what checks depend on: shapes, types, strings, classes, and the ids of long collections."""
+    kind = type(value)
+    return kind if kind in PLAIN else _reader(kind)(value)
 
 
 @cache
 def _reader(kind: type) -> Callable[[Any], object]:
-    """How the arguments of a class are read; found once, since every call in the rooms asks for it."""
+    """Return how the arguments of a class are read."""
     if issubclass(kind, torch.Tensor | numpy.ndarray):
-        return lambda given: (given.shape, given.dtype)
+        return lambda value: (value.shape, value.dtype)
     if issubclass(kind, str | type):
-        return lambda given: given
+        return lambda value: value
     if issubclass(kind, tuple | list):
-        return lambda given: (kind, *map(_kind, given)) if len(given) <= 8 else id(given)
+        return lambda value: (kind, *map(_kind, value)) if len(value) <= 8 else id(value)
     if issubclass(kind, Mapping):
-        return lambda given: (kind, *given, *map(_kind, given.values())) if len(given) <= 8 else id(given)
-    if is_dataclass(kind):
-        names = [field.name for field in fields(kind)]
+        return lambda value: (kind, *value, *map(_kind, value.values())) if len(value) <= 8 else id(value)
+    if not is_dataclass(kind):
+        return id if issubclass(kind, Iterable) else lambda _: kind
+    names = [field.name for field in fields(kind)]
 
-        def read(given: object) -> object:
-            return kind, *[_kind(getattr(given, name)) for name in names]
+    def read(value: object) -> object:
+        return kind, *[_kind(getattr(value, name)) for name in names]
 
-        return _once_each(read) if kind.__dataclass_params__.frozen else read
-    return id if issubclass(kind, Iterable) else lambda _: kind
+    def number(value: Any) -> int:  # a frozen object is read once
+        known = _known.get(id(value))
+        if known is None or known[0]() is not value:
+            known = _known[id(value)] = ref(value), _numbers.setdefault(read(value), len(_numbers))
+        return known[1]
 
-
-def _once_each(read: Callable[[Any], object]) -> Callable[[Any], object]:
-    """The same reader, which reads an object once, and gives a number."""
-
-    def number(given: Any) -> int:
-        held = _known.get(id(given))
-        if held is None or held[0]() is not given:
-            held = _known[id(given)] = ref(given), _numbers.setdefault(read(given), len(_numbers))
-        return held[1]
-
-    return number
+    return number if kind.__dataclass_params__.frozen else read
 
 
 def import_rooms() -> None:
-    """Import the rooms with every function and dataclass checked; nothing else may have imported them before."""
+    """Import the packages with every function and dataclass checked; nothing else may have imported them before."""
     for name in OTHERS:
         import_module(name)
     for name in attnlens.records._HOMES:
@@ -135,21 +124,20 @@ def import_rooms() -> None:
         vars(sys.modules[noun.__module__]).update(NAMES)
         once(typechecker=checked)(noun)
     rooms = [f"attnlens.{room}" for room in ROOMS]
-    typing.TYPE_CHECKING = True  # annotations are strings whose names the rooms import for type checkers only
+    typing.TYPE_CHECKING = True  # annotations are strings whose names are imported for type checkers only
     try:
         hook = jaxtyping.install_import_hook(rooms, "watch.checked")
         with hook, patch.object(jaxtyping, "jaxtyped", once):
             for room in rooms:
-                found = import_module(room)
-                for each in walk_packages(getattr(found, "__path__", ()), f"{room}."):
-                    import_module(each.name)  # also what a room imports late
+                for each in walk_packages(getattr(import_module(room), "__path__", ()), f"{room}."):
+                    import_module(each.name)  # also what a package imports late
     finally:
         typing.TYPE_CHECKING = False
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Without the checks, as in a user's program: for what attnlens itself says of wrong input."""
+    """Switch the checks off, as in a user's program: for what attnlens itself says of wrong input."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
